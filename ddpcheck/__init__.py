@@ -1,6 +1,6 @@
 """ddpcheck: correctness testing for PyTorch `DistributedDataParallel`.
 
-Importing this package is free: a public name is loaded on first use, and torch with it where it is needed.
+Imports are lazy: public names, and torch, are loaded on first use.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ _NAMES = {
     "findings.errors": "DDPCheckError UsageError ConfigError TargetError FindingsError RankError HangError RankFailure",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-_RENAMED = {"DdpcheckError": "DDPCheckError"}  # the old names are deprecated
-_MODULES = ("rank", "launch")  # public ones, which `import ddpcheck` is enough for
+_RENAMED = {"DdpcheckError": "DDPCheckError"}  # deprecated names
+_MODULES = ("rank", "launch")  # public submodules, loaded on attribute access
 
 
 def __getattr__(name: str) -> Any:
@@ -134,7 +134,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This module's class: functions that speak of the package travel to ranks by value, and it with them, by name."""
+    """Module that is pickled by name, in functions sent to ranks by value."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

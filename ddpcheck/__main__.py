@@ -1,4 +1,4 @@
-"""`python -m ddpcheck` is `ddpcheck`."""
+"""Entry point of `python -m ddpcheck`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`detect_anomalous_params`: which parameters take no part in a loss, in any loop that holds one.
+"""`detect_anomalous_params`: find parameters that do not contribute to a loss, in any training loop.
 
-The findings are those of `ddpcheck.judge.parameters.missing_parameters`.
+Findings are made by `ddpcheck.judge.parameters.missing_parameters`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 class AnomalousParameters:
     """The result of `detect_anomalous_params`."""
 
-    missing: tuple[str, ...] = ()  # parameters that require grad and that the backward pass of the loss will not reach
-    # leaves that it will reach and that are no parameters of the model (names where they have one)
-    unregistered: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()  # the same as findings
+    missing: tuple[str, ...] = ()  # parameters that require grad but are not reached by backward
+    unregistered: tuple[str, ...] = ()  # leaves reached by backward that are not parameters of the model
+    findings: tuple[Finding, ...] = ()  # one per cause
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unregistered)
@@ -35,22 +34,22 @@ class AnomalousParameters:
 def detect_anomalous_params(
     loss: Any, model: nn.Module, *, replay: Callable[[], Any] | None = None
 ) -> AnomalousParameters:
-    """Find the parameters of `model` that do not contribute to `loss`, before `loss.backward()` is called.
+    """Find parameters of `model` that do not contribute to `loss`; call before `loss.backward()`.
 
-    Asks the autograd engine, so that a graph of a million nodes is no trouble; neither the graph nor any gradient is
-    changed. Parameters used in a re-entrant checkpoint are not in the graph of the loss and are reported too.
+    Queries the autograd engine, which is fast on a million nodes; the graph and the gradients are not changed.
+    Parameters used in a re-entrant checkpoint are not in the graph of the loss and are reported too.
 
     Args:
-        loss: A scalar tensor, or any nest of them.
-        model: The module, wrapped or not; names are those of the bare module.
-        replay: Computes the loss again. With it the cause is reported (DDP101, 102 or 103), with the line where a path
-            is cut; without it every missing parameter is reported as DDP101.
+        loss: A tensor or a nested structure of tensors; every tensor is summed.
+        model: The module, wrapped or not; reported names are relative to the bare module.
+        replay: Function that recomputes the loss. If set, the cause (DDP101, 102 or 103) and the line where a path is
+            cut are reported; if not, every missing parameter is reported as DDP101.
 
     Returns:
-        The names, and one finding for each cause.
+        The parameter names, and one finding per cause.
 
     Raises:
-        UsageError: `loss` has no tensor, or needs no gradient; or the model is or holds a `FullyShardedDataParallel`
+        UsageError: `loss` has no tensor that requires grad, or the model is or contains a `FullyShardedDataParallel`
             (FSDP1).
     """
     from torch import nn

@@ -1,6 +1,6 @@
-"""`check_consistency`: whether a module is the same on every rank, asked over the rendezvous store.
+"""`check_consistency`: compare a module across ranks over the rendezvous store.
 
-Never by a collective, which would hang on the very mismatch that it looks for. The findings are those of
+No collective is used, since a collective hangs on a mismatch. Findings are made by
 `ddpcheck.judge.replicas.descriptions`.
 """
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 def check_consistency(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0
 ) -> list[Finding]:
-    """Compare `module` across the ranks of `group`, before or after it is wrapped; every rank must call this.
+    """Compare `module` across ranks, before or after wrapping; call on every rank.
 
-    One digest of fixed size a rank goes over the store; details follow only when the digests differ. Nothing here is
-    a collective, so a mismatch cannot make it hang.
+    Each rank sends one digest of fixed size over the store, and the full description only if digests differ. No
+    collective is used, so a mismatch cannot cause a hang.
 
     Args:
-        module: The module that is, or will be, wrapped.
-        group: The ranks to compare; default: all.
+        module: The module, wrapped or to be wrapped.
+        group: Process group of the ranks to compare; default: all ranks.
         timeout: Seconds to wait for the other ranks.
 
     Returns:
-        Findings, the same on every rank, of DDP201 to DDP207, 209, 211 to 213, 216 and 222, and of DDP208 or DDP214
-        if values differ and `module` is wrapped already.
+        Findings, the same on every rank: DDP201 to DDP207, 209, 211 to 213, 216 and 222, and DDP208 or DDP214 if
+        values differ and `module` is already wrapped.
 
     Raises:
-        UsageError: There is no process group, or the module is or holds a `FullyShardedDataParallel` (FSDP1).
-        HangError: A rank did not answer in time; names the ranks.
+        UsageError: There is no process group, or the module is or contains a `FullyShardedDataParallel` (FSDP1).
+        HangError: A rank did not answer in time; the message names the ranks.
     """
     import torch.distributed as dist
     from torch import nn
@@ -56,7 +56,7 @@ def check_consistency(
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
     mine = describe(bare)
-    # What is trained and not averaged may be a part of a model of all ranks: its gradients tell (DDP111).
+    # Trained parameters that DDP ignores may be shards of one model, which differ: DDP111 checks gradients instead.
     ignored = set(getattr(module, "parameters_to_ignore", ()))
     compared = [(name, p) for name, p in bare.named_parameters() if not (p.requires_grad and name in ignored)]
     values = [fingerprints(named) if wrapped else {} for named in (compared, bare.named_buffers())]
@@ -71,17 +71,17 @@ def check_consistency(
 
 
 def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, absence: str) -> list[Any]:
-    """The values of all ranks of `group`, after their digests; none where those are the same.
+    """Return the values of all ranks, or [] if all digests are equal.
 
     Args:
-        value: Plain data, of this rank.
-        group: As of `check_consistency`.
-        purpose: As of `StoreExchange.over`.
+        value: Plain data of this rank.
+        group: See `check_consistency`.
+        purpose: See `StoreExchange.over`.
         timeout: Seconds to wait for the other ranks.
-        absence: What a rank has not done that does not answer, and what it must do.
+        absence: Text after "ranks ... did not" in the error message, with advice.
 
     Raises:
-        HangError: A rank did not answer in time; names the ranks.
+        HangError: A rank did not answer in time; the message names the ranks.
     """
     from ddpcheck.gather.state.fingerprints import digest_of
 

@@ -1,11 +1,11 @@
-"""Worlds: ranks that start fast, fail honestly, never hang the caller, and leave nothing behind.
+"""Worlds: groups of rank processes with deadlines, fast start-up and full clean-up.
 
     with World(world_size=2) as world:
-        results = world.run(function, argument)   # one result a rank
+        results = world.run(function, argument)   # one result per rank
 
-Each rank is a process of its own with a process group already initialised. Functions and arguments of any kind
-travel, lambdas and local classes included. Every wait has a deadline. Ranks are forked from a process that has
-imported torch already, so a world costs tens of milliseconds.
+Each rank is a separate process with an initialised process group. Functions and arguments may contain lambdas and
+local classes. Every wait has a deadline. Ranks are forked from a process that has already imported torch, so
+start-up takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
 
 class World:
-    """A number of ranks with a process group.
+    """Ranks with a process group.
 
     `world_size`, `backend`, `device`, `timeout`, `startup_timeout` and `start_method` are attributes, too.
 
     Attributes:
         directory: Scratch directory, removed when the world closes.
-        closed: Whether it is closed.
-        failed: Whether a run failed; such a world does not run again.
+        closed: True if the world is closed.
+        failed: True if a run failed; a failed world cannot run again.
     """
 
-    closed = True  # until there is something to close
+    closed = True  # for `__del__`, if `__init__` raises
     failed = False
 
     def __init__(
@@ -67,20 +67,19 @@ class World:
         """Start the ranks, without waiting for them.
 
         Args:
-            world_size: How many ranks.
+            world_size: Number of ranks.
             backend: `gloo` or `nccl`.
             device: `cpu`, or `cuda`: rank r gets GPU r modulo the number of GPUs.
-            timeout: Seconds that a run may take, start-up not included.
-            startup_timeout: Seconds from the making of the world until every rank is ready.
+            timeout: Maximum seconds per run, without start-up.
+            startup_timeout: Maximum seconds from construction until every rank is ready.
             start_method: `fork` (from a server that has imported torch; the default on Linux) or `spawn`.
             process_group: `False` for one rank without a process group.
-            threads: That torch may use in each rank; by default the cores are shared out.
-            env: Environment variables for the ranks, on top of ours.
-            preload: Names of modules that every rank needs and that take long to import; they are imported once, in the
-                server that ranks are forked from.
+            threads: Torch threads per rank; default: the cores divided among the ranks.
+            env: Environment variables for the ranks, added to the variables of this process.
+            preload: Names of slow-to-import modules, imported once in the server from which ranks are forked.
 
         Raises:
-            UsageError: When an argument makes no sense.
+            UsageError: An argument is invalid.
         """
         own = start_method, process_group, threads, env, preload
         self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *own))
@@ -101,7 +100,7 @@ class World:
         self.start_method = options.start_method
         self._owner = os.getpid()
         self._pending: RunFuture[Any] | None = None
-        self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, once the world is closed
+        self._kept: dict[tuple[int, str], bytes] = {}  # files of the ranks, read at close
         self.directory = Path(tempfile.mkdtemp(prefix="ddpcheck-"))
         self._processes = RankProcesses(self.directory, one_machine=hosts is None or hosts.one_machine)
         self.closed = False
@@ -138,33 +137,33 @@ class World:
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Result]:
-        """Call `fn(*args, **kwargs)` on every rank and return the results in order of rank.
+        """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
         Args:
-            fn: Anything callable.
-            *args: For it.
-            timeout: Seconds, instead of the world's own.
-            **kwargs: For it.
+            fn: Any callable.
+            *args: Positional arguments of `fn`.
+            timeout: Seconds; default: the timeout of the world.
+            **kwargs: Keyword arguments of `fn`.
 
         Raises:
-            RankError: When a rank fails.
-            HangError: When a rank does not finish in time; sooner where ranks wait, idle, in collectives while others
-                have finished (on Linux, for ranks on CPUs).
-            UsageError: When something cannot be sent to the ranks.
+            RankError: A rank failed.
+            HangError: A rank did not finish in time. Raised early if ranks idle in collectives while other ranks have
+                finished (on Linux, for ranks on CPUs).
+            UsageError: The function or an argument cannot be sent to the ranks.
         """
         return self.start(fn, *args, timeout=timeout, **kwargs).result()
 
     def start(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> RunFuture[Result]:
-        """Do as `run`, but return at once; several worlds can work at the same time."""
+        """Start `run` without waiting; several worlds can run concurrently."""
         self._check_open()
         return self._begin([validation.pack_task(fn, args, kwargs)] * self.world_size, timeout)
 
     def run_each(
         self, fn: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
     ) -> list[Result]:
-        """Call `fn(*arguments[rank])` on each rank and return the results in order of rank."""
+        """Call `fn(*arguments[rank])` on each rank and return the results in rank order."""
         self._check_open()
         if len(arguments) != self.world_size:
             raise UsageError(
@@ -173,11 +172,11 @@ class World:
         return self._begin([validation.pack_task(fn, tuple(each), {}) for each in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
-        """Return what a rank has printed so far, to stdout and stderr."""
+        """Return the stdout and stderr of a rank so far."""
         return self._file(rank, "out").decode("utf-8", "replace")
 
     def attachment(self, rank: int) -> bytes:
-        """Return what a rank has saved with `ddpcheck.rank.save_attachment`, `b""` when there is none."""
+        """Return the bytes saved by a rank with `ddpcheck.rank.save_attachment`, or `b""`."""
         return self._file(rank, "attachment")
 
     def _file(self, rank: int, kind: str) -> bytes:
@@ -204,7 +203,7 @@ class World:
     def _check_open(self) -> None:
         if self._owner != os.getpid():
             raise DDPCheckError("This world belongs to the process that made it; make another one in this process.")
-        at_work = self._pending is not None and not self._pending.done()  # which may find that it has failed
+        at_work = self._pending is not None and not self._pending.done()  # first: may set `failed`
         if self.failed:
             raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
         if self.closed or self._processes.sent_off:
@@ -228,7 +227,7 @@ class World:
             preload=tuple(self._options.preload),
         )
 
-    # --- Using it again ----------------------------------------------------------------------------------------
+    # --- Reuse -------------------------------------------------------------------------------------------------
 
     def update_options(
         self,
@@ -238,14 +237,14 @@ class World:
         env: Mapping[str, str] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """Give a world that was started earlier other options, and the context of this process as it is now.
+        """Change the options of a started world and resend the context of this process.
 
-        The context is the environment, the working directory, the import path and `sys.argv`; generators of random
-        numbers are seeded anew, and output and attachments of the ranks are forgotten. Variables that matter when a
-        process or its process group starts come too late. `startup_timeout` counts from now.
+        The context is the environment, working directory, import path and `sys.argv`; random generators are reseeded,
+        and output and attachments of the ranks are cleared. Environment variables that are read when a process or
+        process group starts have no effect. `startup_timeout` counts from now.
 
         Raises:
-            DDPCheckError: When the world cannot run, or is running.
+            DDPCheckError: The world cannot run, or a run is in progress.
         """
         self._check_open()
         self._options = replace(self._options, timeout=timeout, startup_timeout=startup_timeout, env=env, watch=watch)
@@ -255,13 +254,13 @@ class World:
         self._processes.update_context(starting.process_context(self._options.env))
 
     def reset_process_group(self) -> None:
-        """Give the ranks a new default process group, without waiting for it; the old one and all its subgroups go.
+        """Replace the default process group without waiting, and destroy all subgroups.
 
-        What `ddpcheck.rank.state` holds goes as well. The next run waits for the group, within the start-up timeout.
+        Clears `ddpcheck.rank.state`. The next run waits for the new group, within the start-up timeout.
 
         Raises:
-            DDPCheckError: When the world cannot run, or is running.
-            UsageError: When the world has no process group.
+            DDPCheckError: The world cannot run, or a run is in progress.
+            UsageError: The world has no process group.
         """
         self._check_open()
         if not self._options.process_group:
@@ -270,7 +269,7 @@ class World:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known to stand in the way of a run; the ranks may still be starting."""
+        """True if a run can be started; the ranks may still be starting up."""
         if self.closed or self.failed or self._processes.sent_off or self._owner != os.getpid():
             return False
         if self._pending is not None and not self._pending.succeeded:
@@ -279,31 +278,31 @@ class World:
         return not self._processes.has_failed
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait until every rank has its process group, for some seconds at most; returns whether that is so."""
+        """Wait up to `seconds` for process groups; return True if every rank is ready."""
         deadline = time.monotonic() + seconds
         while (usable := self.usable) and not self._processes.ready and (left := deadline - time.monotonic()) > 0:
             self._processes.poll(left)
         return usable and self._processes.ready
 
-    # --- Ending ------------------------------------------------------------------------------------------------
+    # --- Shutdown ----------------------------------------------------------------------------------------------
 
     def begin_close(self) -> None:
-        """Begin to end the ranks, without waiting; nothing runs here any more, and `close` must follow."""
+        """Start shutting down the ranks without waiting; call `close` afterwards."""
         if self.closed or self._processes.sent_off or self._owner != os.getpid():
             return
-        if not self.failed:  # after a failure they are dead
+        if not self.failed:  # ranks are dead after a failure
             self._processes.request_exit(idle=self._pending is None or self._pending.succeeded)
 
     @property
     def gone(self) -> bool:
-        """Whether all ranks have ended, so that `close` would not wait."""
+        """True if all ranks have exited, so that `close` does not wait."""
         if not self.closed and self._owner == os.getpid():
             self._processes.poll(0)
             return self._processes.gone
         return True
 
     def close(self) -> None:
-        """End the ranks and remove everything; may be called again."""
+        """Shut down the ranks and remove the scratch directory; idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -323,18 +322,18 @@ class World:
     def __del__(self) -> None:
         try:
             self.close()
-        except Exception:  # at the end of the interpreter anything may be missing
+        except Exception:  # interpreter shutdown: modules may be gone
             pass
 
 
 def start_world(world_size: int = 2, **options: Any) -> World:
-    """Start a `World` with the options of `WorldOptions`, some of which are for ddpcheck alone."""
+    """Start a `World` with `WorldOptions`, including internal options."""
     world = World.__new__(World)
     world._open(WorldOptions(world_size, **options))
     return world
 
 
-# --- The end of the process ----------------------------------------------------------------------------------------
+# --- Interpreter exit ----------------------------------------------------------------------------------------------
 
 _open_worlds: weakref.WeakSet[World] = weakref.WeakSet()
 
@@ -344,5 +343,5 @@ def _close_all() -> None:
         world.close()
 
 
-# Registered after, and so called before, the one that ends the fork server.
+# Registered after the handler that ends the fork server, so called first.
 atexit.register(_close_all)

@@ -1,4 +1,4 @@
-"""Start-up under torchrun, mpirun and srun, and averages over ranks, for scripts without a framework."""
+"""Helpers for scripts: start-up under torchrun, mpirun and srun, and averages over ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The pytest plugin: options, the marker `ddp`, and the fixtures; what they do is in `ddpcheck.testing`.
+"""Pytest plugin: options, the `ddp` marker and fixtures, implemented in `ddpcheck.testing`.
 
-This module is light: it never imports torch, and little else, for pytest imports it in every session of every project
-that has ddpcheck installed. What a test needs is imported when the first one needs it.
+Pytest imports this module in every session where ddpcheck is installed, so imports are lazy and exclude torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NEXT = pytest.StashKey[pytest.Item | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options, each as a flag and as an ini option."""
+    """Add every option as a flag and as an ini setting."""
     group = parser.getgroup("ddpcheck", "DistributedDataParallel (ddpcheck)")
     for name, text in _OPTIONS.items():
         dashed = name.replace("_", "-")
@@ -50,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known; where variables of a launcher are set, see whether it has started this process."""
+    """Register the marker, and the launched session if launcher variables are set."""
     config.addinivalue_line("markers", _MARKER)
     if any(name in os.environ for name in _SIGNS):
         from ddpcheck.testing import launched_session
@@ -59,13 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End every rank."""
+    """Shut down all ranks."""
     if (session := config.stash.get(_SESSION, None)) is not None:
         session.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which variables of the environment nearly are settings."""
+    """Warn about misspelled `DDPCHECK_` environment variables."""
     if any(name.startswith("DDPCHECK_") for name in os.environ):
         from ddpcheck.report.settings import misspelled_variables
 
@@ -74,7 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world size of a marker that lists them."""
+    """Parametrize a `ddp` test over its list of world sizes."""
     if metafunc.definition.get_closest_marker("ddp") is not None:
         from ddpcheck.testing import marks
 
@@ -83,20 +82,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note which test comes next, so that its ranks can be prepared."""
+    """Store the next test, so that its ranks can be started early."""
     item.stash[_NEXT] = nextitem
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin a test that needs ranks."""
+    """Set up a test that needs ranks."""
     if _is_ours(item):
         _session(item.config).begin(item, item.stash.get(_NEXT, None))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> object:
-    """Leave fixtures that need what each rank has for itself to the ranks."""
+    """Defer fixtures that depend on per-rank values to the ranks."""
     if fixturedef.scope == "function" and isinstance(item := request.node, pytest.Item) and _is_ours(item):
         return _session(item.config).leave_to_ranks(item, fixturedef, request)
     return None
@@ -115,14 +114,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put what the ranks have brought back, and what more an error of ours has to say, into the test's report."""
+    """Add rank output and details of ddpcheck errors to the test report."""
     session = item.config.stash.get(_SESSION, None)
     return (yield) if session is None else (yield from session.reporting(item, call))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End the ranks that tests of a module have shared, with its last test."""
+    """Shut down ranks shared by a module after the module's last test."""
     if (session := item.config.stash.get(_SESSION, None)) is not None and _is_ours(item):
         session.finish(item)
 
@@ -135,25 +134,25 @@ def ddp_world(request: pytest.FixtureRequest) -> Iterator[DDPWorld]:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `ddp`: the number of the rank that it runs on."""
+    """Return the rank of this process, in a test marked `ddp`."""
     return _fact(request)
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `ddp`: how many ranks it runs on."""
+    """Return the world size, in a test marked `ddp`."""
     return _fact(request)
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `ddp`: the `torch.device` of the rank that it runs on."""
+    """Return the `torch.device` of this rank, in a test marked `ddp`."""
     return _fact(request)
 
 
 @pytest.fixture
 def process_group(request: pytest.FixtureRequest) -> Any:
-    """In a test marked `ddp`: the default process group."""
+    """Return the default process group, in a test marked `ddp`."""
     return _fact(request)
 
 

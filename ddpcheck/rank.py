@@ -1,4 +1,4 @@
-"""The rank that this process is: `ddpcheck.rank.current()`, for functions that a `World` runs."""
+"""`ddpcheck.rank.current()`: the rank of this process, for functions run by a `World`."""
 
 from ddpcheck.worlds.rank import current
 

@@ -1,6 +1,6 @@
-"""The command line: parses, calls, renders, exits. The only place that prints and the only place that exits.
+"""The command line, the only part of ddpcheck that prints and exits.
 
-`main` is here; each command has a module, and `arguments` names their options.
+The commands are in the modules of this package, and their options in `arguments`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpcheck.cli.output import complain, complain_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (that of the process when absent) and return its exit code."""
+    """Run the command line `argv` (default: `sys.argv[1:]`) and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     arguments = argparse.Namespace(debug=False)
     previous = _exit_on_sigterm()
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; of `run`, without an import of the other commands: its script is waited for."""
+    """Parse the command line; `run` skips imports of other commands for faster startup."""
     if words[:1] == ["run"]:
         from ddpcheck.cli.run import run_script
 
@@ -54,12 +54,12 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _exit_on_sigterm() -> Callable[[int, FrameType | None], object] | int | None:
-    """Let SIGTERM unwind the stack, so that what was started is ended; returns the handler that was there before."""
+    """Raise SystemExit on SIGTERM, for cleanup; return the previous handler."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
     try:
         return signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # not the main thread: whoever embeds us decides
+    except ValueError:  # not the main thread: leave the handler to the embedding program
         return None

@@ -1,4 +1,4 @@
-"""The commands and options of the command line."""
+"""Commands and options of the command line."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ _REPEATED = ("--preload", "--select", "--ignore")
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
-    from ddpcheck.cli.run import run_script  # with all judges of `run`, which no other command needs
+    from ddpcheck.cli.run import run_script  # imports all judges of `run`
 
     return run_script(arguments)
 
 
 def make_parser() -> Parser:
-    """The parser of the command line; what it parses has `command`, a function of the arguments."""
+    """Return the parser; parsed arguments have `command`, a function of the arguments."""
     parser = Parser(
         prog="ddpcheck",
         description="Checks that a model and its training loop are correct under PyTorch DistributedDataParallel.",
@@ -172,7 +172,7 @@ def make_parser() -> Parser:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add TARGET, and the options of its check in a group of their own."""
+    """Add TARGET and the option group of a check; return the group."""
     parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
     group = parser.add_argument_group("what is checked")
     _add(group, *_OF_A_CHECK)
@@ -180,7 +180,7 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str] = FORMATS) -> None:
-    """Add some of `OPTIONS`."""
+    """Add the named options of `OPTIONS`."""
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)

@@ -1,4 +1,4 @@
-"""What checks something: a recipe (`ddpcheck report`, `graph`; `init` writes one), or a job (`hang` and `live`)."""
+"""Commands on recipes (`ddpcheck report`, `graph`, `init`) and jobs (`hang`, `live`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
 def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts: Leader | None) -> Settings:
-    """The settings of a command, with the number of ranks that a launcher has started."""
+    """Return the settings of a command, with the launcher's world size, if any."""
     settings = load_settings({name: getattr(arguments, name, None) for name in (*names, "launcher")})
     for sentence in misspelled_variables():
         complain(sentence, kind="warning")
@@ -45,7 +45,7 @@ def command_settings(arguments: argparse.Namespace, names: Sequence[str], hosts:
 
 
 def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
-    """Check a recipe, its matrix or its schedule, show the report, and reproduce the first finding where asked for."""
+    """Check a recipe, its matrix or its schedule, and show the report."""
     if arguments.matrix and arguments.repro is not None:
         raise UsageError("--repro writes the first finding of a report; run it without --matrix")
     if arguments.matrix and arguments.baseline is not None:
@@ -63,7 +63,7 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
             prepare(Path(arguments.repro))
         run: Callable[..., Report | Matrix]
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
-        if arguments.matrix:  # the rest of the house, only when there is work to do
+        if arguments.matrix:  # import only the code that is needed
             from ddpcheck.report.matrix.check_matrix import check_matrix as run
 
             known["hosts"] = hosts
@@ -84,7 +84,7 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
 
 
 def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None) -> None:
-    """Raise a UsageError for what means nothing for ranks that are simulated."""
+    """Raise a UsageError for options that do not apply to simulated ranks."""
     given = {"--matrix": arguments.matrix, "--repro": arguments.repro}
     given |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
     if beside := [option for option, value in given.items() if value]:
@@ -96,7 +96,7 @@ def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None)
 
 
 def _reproduce(report: Report, target: str, folder: Path, progress: Progress) -> None:
-    """Write a reproduction of the first finding, if there is one, and a script that shows it."""
+    """Write a script that reproduces the first finding, if possible."""
     if not report.findings:
         say(f"no finding to reproduce, nothing written to {folder}")
     elif why := why_none(report.findings[0], report):
@@ -106,14 +106,14 @@ def _reproduce(report: Report, target: str, folder: Path, progress: Progress) ->
         script = write_reproduction(report, target, folder)
         progress.clear()
         command = command_for(report, script)
-        print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # unbroken, to be copied
+        print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # not wrapped, to be copied
 
 
 def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     """Check a recipe and draw the graph of its loss."""
     settings = command_settings(arguments, RUN_SETTINGS, hosts)
     autograd = arguments.view == "autograd"
-    needed = ("graphviz", "torchviz", "distutils") if autograd else ("graphviz",)  # setuptools has distutils
+    needed = ("graphviz", "torchviz", "distutils") if autograd else ("graphviz",)  # setuptools provides distutils
     if missing := [name for name in needed if find_spec(name) is None]:
         way_out = "install its extra `graph` (pip install graphviz torchviz setuptools)"
         raise UsageError(f"`ddpcheck graph` needs {missing[0]}, which is not installed: {way_out}")
@@ -141,14 +141,14 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
             file.write(drawn)
         where = f", written to {path}" if path is not None else ""
         say(f"{summary(view, report)}{where}")
-    if report.error is not None:  # something that would only have explained
+    if report.error is not None:  # only an explanation failed
         complain(report.error.message, report.error.detail)
         return report.error.exit_code
     return EXIT_CLEAN
 
 
 def run_hang(arguments: argparse.Namespace) -> int:
-    """Show the report on the dumps, or on the job that runs; 4 for a hang that was found."""
+    """Show the report on dumps or a job; return 4 on a hang."""
     from ddpcheck.report.hang.hang_report import report_on_hang
 
     _, code = _show(arguments, report_on_hang, arguments.folder)
@@ -156,7 +156,7 @@ def run_hang(arguments: argparse.Namespace) -> int:
 
 
 def run_live(arguments: argparse.Namespace) -> int:
-    """Show the report on a run that goes on; 4 for ranks that wait for each other."""
+    """Show the report on an active run; return 4 on a hang."""
     from ddpcheck.run.script_report import report_on_run, the_run
 
     try:
@@ -167,7 +167,7 @@ def run_live(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], source: str | Path) -> tuple[Report, int]:
-    """Report on what ranks have left, or do now; the exit code is that of the findings."""
+    """Show the report on `source`; return the report and its exit code."""
     settings = load_settings({name: getattr(arguments, name) for name in ("select", "ignore", "fail_on")})
     with ReportOutput(arguments, settings.format) as output:
         report = report_on(source, settings)
@@ -176,9 +176,9 @@ def _show(arguments: argparse.Namespace, report_on: Callable[..., Report], sourc
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write a recipe, and check it; 3 where the inputs of the model could not be guessed."""
+    """Write a recipe and check it; return 3 if no inputs were found."""
     path = place_of_recipe(arguments.model, arguments.output)
-    maker = load_object(arguments.model)  # a wrong name is told before a file that is there
+    maker = load_object(arguments.model)  # report a wrong name before an existing file
     if path.exists() and not arguments.force:
         raise UsageError(f"{path} already exists; --force overwrites it, -o FILE writes to another file")
     from ddpcheck.report.first_recipe.guessing import make_first_recipe

@@ -1,4 +1,4 @@
-"""`ddpcheck completion SHELL`: a script that completes commands, options and their values."""
+"""`ddpcheck completion SHELL`: shell completion of commands, options and values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
 
 
 def run_completion(arguments: argparse.Namespace, make_parser: Callable[[], argparse.ArgumentParser]) -> int:
-    """Print the script of a shell."""
+    """Print the completion script of a shell."""
     try:
         import shtab
     except ImportError as error:
@@ -41,7 +41,7 @@ def run_completion(arguments: argparse.Namespace, make_parser: Callable[[], argp
 
 
 def _describe(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
-    """Give each argument the values that it may have; this parser parses nothing."""
+    """Set the completion choices of each argument of a parser, recursively."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             if "run" in action.choices:
@@ -57,7 +57,7 @@ def _describe(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None
 
 
 def _add_options_of_torchrun(parser: argparse.ArgumentParser) -> None:
-    """Put the options of `ddpcheck run` in the place of the rest of the line."""
+    """Replace the remainder argument of `run` by the options of torchrun and ddpcheck."""
     from torch.distributed.run import get_args_parser
 
     real = get_args_parser()

@@ -1,4 +1,4 @@
-"""`ddpcheck env`: what a report of a bug needs to know of a machine: versions, devices, variables; nothing secret."""
+"""`ddpcheck env`: versions, devices and variables for a bug report, without secrets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HIDDEN = "(set, not shown)"
 
 
 def run_env(arguments: argparse.Namespace) -> int:
-    """Print the environment, or where the text for coding agents is."""
+    """Print the environment, or the path of SKILL.md."""
     if arguments.skill:
         print_out(str(files("ddpcheck") / "SKILL.md"))
         return EXIT_CLEAN
@@ -44,7 +44,7 @@ def run_env(arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A line for each value; of several, a line for each below their heading."""
+    """Yield a line for each value; nested mappings are indented below their heading."""
     for name, value in found.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}:{'' if value else ' none'}"
@@ -55,7 +55,7 @@ def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The environment by heading; every value is a text, a number, a list or a mapping of them."""
+    """Return the environment by heading, as strings, numbers, lists and nested mappings."""
     return {
         "ddpcheck": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
@@ -71,7 +71,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a run under DDP may depend on; of those that may be secret, only that they are set."""
+    """Return the variables that DDP may depend on, with secrets hidden."""
     ours = {name: environ[name] for name in sorted(environ) if _OURS.match(name)}
     return {name: HIDDEN if _SECRET.search(name) else _IN_URL.sub(f"{HIDDEN}@", value) for name, value in ours.items()}
 
@@ -91,7 +91,7 @@ def _start_method() -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch says of itself, or why it cannot be imported."""
+    """Return version, backends and GPUs of torch, or the import error."""
     try:
         import torch
         import torch.distributed as dist

@@ -1,7 +1,6 @@
-"""The report on a script that another launcher has started: waits for the ranks of this machine, judges their logs.
+"""Wait for ranks started by another launcher, and report on the logs.
 
-A process of its own, which `python -m ddpcheck.monitor` leaves behind. It never starts or ends anything but ranks that
-wait for each other.
+Runs in a background process started by `python -m ddpcheck.monitor`, and ends no processes except hung ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from ddpcheck.run.run_record import prepare
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
 
-_LOOK = 0.1  # seconds between two looks
-_QUIET = 2.0  # seconds in which a launcher that lives may start ranks again
+_LOOK = 0.1  # seconds between two polls
+_QUIET = 2.0  # seconds without ranks, in which a live launcher may restart ranks
 
 
 def main() -> None:
-    """Wait, judge, show, and leave nothing."""
+    """Wait for the ranks, show the report, and remove the log folder."""
     folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
     if given.check_flight_recorder is not None:
         prepare(Path(given.check_flight_recorder))
@@ -44,7 +43,7 @@ def main() -> None:
     try:
         settings = examine(given)
         known = None if given.check_baseline is None else load_report(given.check_baseline)
-    except DDPCheckError as error:  # the script runs already: it gets its report all the same
+    except DDPCheckError as error:  # the script is already running, so report anyway
         complain(f"{error}; the report has no suppressions and no baseline")
     watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
     try:
@@ -63,7 +62,7 @@ def main() -> None:
 
 
 def _wait(folder: Path, launcher: int) -> None:
-    """Until no rank lives, and none has come for a while, unless the launcher has ended as well."""
+    """Wait until ranks and launcher have ended, or until `_QUIET` seconds without ranks."""
     quiet = time.monotonic()
     while time.monotonic() - quiet < _QUIET:
         if _living(folder):
@@ -84,7 +83,7 @@ def _end(folder: Path) -> None:
 
 
 def _ending(folder: Path, watch: HangWatch) -> Ending:
-    """As far as the ranks say it; their exit codes are the launcher's to see."""
+    """Infer the ending from the logs: only the launcher knows the exit codes."""
     if watch.unended is not None:
         return Ending(unended=watch.unended)
     if watch.hang is not None:

@@ -1,4 +1,4 @@
-"""A command on ranks that a launcher has started: rank 0 runs it, and the others follow."""
+"""Run commands on the ranks of a launcher: rank 0 leads, others follow."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
-_LAST_WORDS = 2.0  # seconds that rank 0 has for a report after SIGTERM; the others wait a little longer for it
-_WITHOUT_LEADER = 3.0
-_LOOK = 0.25  # seconds between looks at the launcher
+_LAST_WORDS = 2.0  # seconds for rank 0 to report after SIGTERM
+_WITHOUT_LEADER = 3.0  # seconds for other ranks, longer than for rank 0
+_LOOK = 0.25  # seconds between polls of the launcher
 
 
 def on_launched_ranks(
     run: Callable[[argparse.Namespace, Leader | None], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """The command on the ranks that a launcher has started, if one has: rank 0 runs it, and the others follow."""
+    """Wrap a command to run on rank 0 of a launcher, if any."""
 
     def command(arguments: argparse.Namespace) -> int:
         launch = _launch(arguments)
@@ -57,11 +57,11 @@ def on_launched_ranks(
 
 
 def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
-    """The launcher's environment; `None` where the ranks are to be new processes."""
+    """Return the environment of the launcher; `None` to start new processes."""
     try:
         launcher = load_settings({"launcher": arguments.launcher}).launcher
     except DDPCheckError:
-        launcher = "auto"  # rank 0 will say what is wrong
+        launcher = "auto"  # rank 0 reports the error
     if launcher == "off":
         return None
     from ddpcheck.worlds.launchers.detection import detect, require
@@ -70,7 +70,7 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 
 def _follow(launch: LauncherEnv) -> int:
-    """Be another rank than 0: silent, and content with whatever rank 0 comes to, which alone has the exit code."""
+    """Serve rank 0 silently; only rank 0 returns the report's exit code."""
     from ddpcheck.worlds.launchers.follower import Follower
 
     try:
@@ -78,18 +78,18 @@ def _follow(launch: LauncherEnv) -> int:
             if Follower(launch).serve():
                 return EXIT_CLEAN
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED  # rank 0 is told the same
-    if launch.rank == 1:  # one is enough
+        return EXIT_INTERRUPTED  # rank 0 gets the same signal
+    if launch.rank == 1:  # one message is enough
         complain("rank 0 was lost before it could write the report; the output of its launcher may say how")
     return EXIT_TARGET
 
 
 @contextlib.contextmanager
 def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
-    """End this process some seconds after SIGTERM, and at once when its launcher is gone; both raise `SystemExit`.
+    """Raise SystemExit some seconds after SIGTERM, or at the exit of the launcher.
 
-    A launcher that finds one rank dead ends the others in the same moment: that time is for saying what happened. A
-    launch by hand has no launcher to watch: a shell may well end before what it has started.
+    A launcher ends all ranks as soon as one rank dies; the delay is for the report. Ranks started by hand do not watch
+    their parent, since a shell may exit before its children.
     """
     from ddpcheck.worlds.launchers.detection import BY_HAND
 
@@ -98,7 +98,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
     def asked(number: int, _: object) -> None:
         nonlocal due
         if due < math.inf:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing shall keep us from cleaning up
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # do not interrupt the cleanup
             raise SystemExit(128 + number)
         due = time.monotonic() + seconds
 
@@ -120,7 +120,7 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
 
 
 def explain_exit(code: int, sentence: str) -> None:
-    """Tell torchrun what an exit code means, for the page that it prints about a process that has "failed"."""
+    """Explain an exit code in torchrun's error file, for its failure summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path or code == 0 or os.path.exists(path):
         return

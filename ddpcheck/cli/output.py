@@ -1,4 +1,4 @@
-"""Where output goes: standard output, a file, standard error, and a line of progress."""
+"""Output of the commands: standard output, files, standard error, and a progress line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OutputFile:
-    """A file to write. Entering finds out whether that can be done, before any work is."""
+    """Output file, checked for write access on entering the context."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class OutputFile:
 
     def __exit__(self, *exception: object) -> None:
         if self._path is not None and self._made:
-            with contextlib.suppress(OSError):  # several nodes may see one file, which one of them writes
+            with contextlib.suppress(OSError):  # several nodes may share the file, and one writes
                 if not os.path.getsize(self._path):
                     os.unlink(self._path)
 
@@ -57,9 +57,9 @@ class OutputFile:
 
 
 class ReportOutput(OutputFile):
-    """Where a report goes: a file, or standard output, or standard error after the output of a script.
+    """Destination of a report: a file, standard output or standard error.
 
-    The report is told the command line in `arguments`, unless that is empty.
+    The command line in `arguments`, if not empty, is stored in the report.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReportOutput(OutputFile):
         colour = {"always": True, "never": False}.get(getattr(arguments, "color", ""), medium.colour)
         medium = replace(medium, whole=whole, quiet=getattr(arguments, "quiet", False), colour=colour)
         chosen = format_for(arguments.format, path=self._path, formats=formats, default=default)
-        self._renderer = partial(renderer_for, chosen, medium=medium, formats=formats)  # a clean run needs none
+        self._renderer = partial(renderer_for, chosen, medium=medium, formats=formats)  # unused if clean
 
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
@@ -88,7 +88,7 @@ class ReportOutput(OutputFile):
             try:
                 self.write(text.encode("utf-8", "backslashreplace"))
             except UsageError:
-                if self._to_stderr and isinstance(report, Report):  # a script does not run again for its report
+                if self._to_stderr and isinstance(report, Report):  # do not lose the report of a long run
                     print_error(renderer_for("text", medium=Medium.of(sys.stderr)).render(report), end="")
                 raise
             say(f"{report.summary}{_first_of(report)}, written to {self._path}")
@@ -99,7 +99,7 @@ class ReportOutput(OutputFile):
 
 
 def _first_of(report: Report | Matrix | ReportDifference) -> str:
-    """Return the code, severity and line of the worst finding, in brackets; empty if there is none."""
+    """Return "(CODE severity at line)" of the worst finding; "" without findings."""
     if not isinstance(report, Report) or not report.findings:
         return ""
     worst = min(report.findings, key=Finding.sort_key)
@@ -108,7 +108,7 @@ def _first_of(report: Report | Matrix | ReportDifference) -> str:
 
 
 class Progress:
-    """One line on a terminal that says what is going on, and is gone afterwards; nothing elsewhere."""
+    """Transient progress line; no output if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._medium = Medium.of(stream)
@@ -140,30 +140,30 @@ def print_out(text: str) -> None:
     """Print to standard output, in its encoding.
 
     Raises:
-        UsageError: It is closed, or cannot be written.
+        UsageError: Standard output is closed, or cannot be written.
     """
     if sys.stdout is None:
         raise UsageError("cannot write to standard output: it is closed; name a file with -o")
     try:
         print(Medium.of(sys.stdout).fitted(text), flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would fail again
-        if not isinstance(error, BrokenPipeError):  # the reader has left, as `| head` does; the exit code stays
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # a flush of the buffer would fail again
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `| head`: keep the exit code
             raise UsageError(f"cannot write to standard output: {reason_of(error)}") from error
 
 
 def print_error(text: str, end: str = "\n") -> None:
-    """Print to standard error, if that can be: where nobody reads it, or its disk is full, the exit code stays."""
+    """Print to standard error, ignoring I/O errors to keep the exit code."""
     if sys.stderr is None:
         return
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else Python would fail again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else the flush at exit would fail again
 
 
 def say(text: str) -> None:
-    """Print a sentence on what was done to standard error."""
+    """Print a message to standard error."""
     _tell(f"ddpcheck: {text}")
 
 
@@ -173,7 +173,7 @@ def complain(message: str, detail: str = "", *, kind: str = "error") -> None:
 
 
 def complain_of(error: Exception) -> int:
-    """Print an error that ends a command to standard error; the exit code that it stands for."""
+    """Print the error that ends a command and return its exit code."""
     if isinstance(error, DDPCheckError):
         complain(str(error), error.detail)
         return error.exit_code
@@ -185,12 +185,12 @@ def complain_of(error: Exception) -> int:
 
 
 def named(error: Exception) -> str:
-    """The class of an error and what it says, in one line."""
+    """Return class and message of an exception in one line."""
     return "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
 
 
 def _tell(sentence: str, more: str = "") -> None:
-    """Print to standard error; in a log a sentence is one line."""
+    """Print a message to standard error, wrapped on a terminal only."""
     medium = Medium.of(sys.stderr)
     text = wrapped(printable(sentence, "\n"), medium.width if medium.interactive else None)
     text += f"\n{printable(more, chr(10))}" if more else ""
@@ -198,7 +198,7 @@ def _tell(sentence: str, more: str = "") -> None:
 
 
 def wrapped(text: str, width: int | None, indent: str = "  ") -> str:
-    """A text with its lines broken at words, the second and later ones indented; as it is where there is no width."""
+    """Wrap lines at words, with continuation lines indented; `width=None` disables wrapping."""
     if width is None:
         return text
     lines = [
@@ -209,5 +209,5 @@ def wrapped(text: str, width: int | None, indent: str = "  ") -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason of an error, in the words of the operating system where it has some."""
+    """Return the message of the operating system for an OSError, else `str(error)`."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""Parsers whose errors are one sentence, with the word that was probably meant, and the examples in their help."""
+"""Argument parsers with one-sentence errors, suggestions for misspellings, and examples in the help."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CHOICE = re.compile(r"^argument (\S+): invalid choice: '([^']*)' \(choose from 
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, as all errors of ddpcheck are."""
+    """Argument parser with one-sentence errors, as for all errors of ddpcheck."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse; what nobody knows is an error of the command that it was given to."""
+        """Parse; unrecognized arguments are an error of the subcommand."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             whose: Parser = getattr(parsed, "parser", self)
@@ -31,13 +31,13 @@ class Parser(argparse.ArgumentParser):
 
         launch = detect()
         if launch is not None and launch.rank and launch.launcher != BY_HAND:
-            raise SystemExit(EXIT_CLEAN)  # rank 0 has been given the same, and says so
+            raise SystemExit(EXIT_CLEAN)  # rank 0 has the same command line and prints the error
         complain(f"{better(message)} (see `{self.prog} --help`)")
         raise SystemExit(EXIT_USAGE)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Breaks lines at words; those that begin with a space, such as examples, stay as they are."""
+    """Help formatter that wraps lines at words and keeps indented paragraphs."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = []
@@ -57,7 +57,7 @@ or configuration, or a bug in ddpcheck; 4 the ranks waited for each other, and d
 
 
 def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
-    """Give torchrun's parser the help of `ddpcheck run`: own options first, and those of torchrun."""
+    """Turn the help of torchrun's parser into the help of `ddpcheck run`."""
     parser.usage = "ddpcheck run [options of torchrun] [options of ddpcheck] script.py [arguments of the script]"
     parser.description = "Run a training script as torchrun does, watch its ranks, and report faults."
     parser.epilog, parser.formatter_class = f"{examples_of('run')}\n\n{RUN_EPILOG}", HelpFormatter
@@ -72,7 +72,7 @@ def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
 
 
 def better(message: str) -> str:
-    """A message of argparse; of a wrong choice with the choice that was probably meant."""
+    """Rewrite an argparse error on an invalid choice to suggest the closest choice."""
     found = _CHOICE.match(message)
     if not found:
         return message
@@ -83,12 +83,12 @@ def better(message: str) -> str:
     return f"there is no {what} {given!r}; {hint}"
 
 
-# options of one command by the name that another one has for them
+# options by their names in other commands
 SYNONYMS = {"-o": "--output", "--nproc-per-node": "--world-size", "--world-size": "--nproc-per-node"}
 
 
 def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
-    """The option of a parser that the first unknown one was probably meant to be, in words; empty for none."""
+    """Return a hint with the option closest to an unknown option, or ""."""
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     for word in words:
         name = word.partition("=")[0]
@@ -157,7 +157,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 
 def examples_of(command: str) -> str:
-    """The examples of a command, as the end of its help; empty where there are none."""
+    """Return the examples of a command for its help; "" without examples."""
     given = EXAMPLES.get(command, ())
     lines = [line for example, words in given for line in (f"  {example}", *([f"      {words}"] if words else []))]
     return "\n".join(["examples:", *lines]) if lines else ""

@@ -1,4 +1,4 @@
-"""`ddpcheck run`: torchrun's own agent on the user's script, in this process, and a report when it has ended."""
+"""`ddpcheck run`: run a script with torchrun's agent in this process, then report."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 
 def examine_options(given: argparse.Namespace) -> None:
-    """Look whether the script and the ranks can be as they were asked for.
+    """Validate the script path and the options of torchrun.
 
     Raises:
-        UsageError: One of them cannot; the sentence has the option and its value.
+        UsageError: An option is invalid; the message has the option and its value.
     """
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
@@ -79,12 +79,12 @@ def examine_options(given: argparse.Namespace) -> None:
 def run_agent(
     run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
 ) -> Ending:
-    """Run the script; its exit code is that of the rank that failed first; 128 and the signal, as in a shell.
+    """Run the script with torchrun's agent and return its ending.
 
-    `limit`: seconds that a single process may take, of whose end a check line tells, and nothing else.
+    Exit code: of the first failed rank, or 128 + signal. `limit`: seconds of a single-process run, without messages.
 
     Raises:
-        UsageError: torchrun refuses an option.
+        UsageError: torchrun rejects an option.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -99,12 +99,12 @@ def run_agent(
                 watch.stop()
                 watch.forget_end()
     except ChildFailedError as error:
-        if watch.hang is not None:  # and another node has ended its ranks before
+        if watch.hang is not None:  # the other node ended its ranks first
             return Ending(EXIT_HANG, hang=watch.hang)
         if not quiet:
             print_error(str(error))
         code = code_of_first(error.failures)
-        own = rank_processes(folder)  # what the agent has started may be a process that starts the ranks
+        own = rank_processes(folder)  # the agent may have started a parent of the ranks
         known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
         return Ending(code, {rank: failure.exitcode for rank, failure in known.items()})
     except SignalException as error:
@@ -121,17 +121,17 @@ def run_agent(
         if given.debug:
             traceback.print_exception(error)
         complain(f"the agent of torchrun has stopped: {named(error)}")
-        return Ending(EXIT_FINDINGS)  # torchrun's own exit code then
+        return Ending(EXIT_FINDINGS)  # as torchrun exits then
     return Ending()
 
 
 def code_of_first(found: Mapping[int, Any]) -> int:
-    """The exit code of the rank that failed first; not of one that raised because it had lost another one.
+    """Return the exit code of the first rank that failed on its own.
 
-    A rank that has raised and then was ended by the agent has failed with the exception.
+    A rank ended by the agent after an exception counts as failed by the exception.
     """
     ordered = sorted(found.values(), key=lambda one: one.timestamp)
-    raised = {one.pid: str(one.message) for one in ordered if isinstance(one.message, dict)}  # of an error file
+    raised = {one.pid: str(one.message) for one in ordered if isinstance(one.message, dict)}  # from an error file
     lost = [one.pid for one in ordered if has_lost_another(raised.get(one.pid, ""))]
     by_itself = [one for one in ordered if one.pid not in lost and one.exitcode != -signal.SIGTERM]
     first = (by_itself or ordered)[0]
@@ -140,14 +140,14 @@ def code_of_first(found: Mapping[int, Any]) -> int:
 
 
 def _is_refused_option(error: Exception) -> bool:
-    """Whether torchrun has raised it while it read its options, before there was an agent."""
+    """Return True if torchrun raised an error while parsing its options."""
     from torch.distributed.run import config_from_args
 
     return any(frame.f_code is config_from_args.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
-    """Have the nodes meet wherever torchrun's agents do: at the start, and when they start the ranks again."""
+    """Patch torchrun's agent to link the nodes after each rendezvous (start and restarts)."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
     def rendezvous(_agent: Any, group: Any) -> Iterator[None]:
@@ -160,7 +160,7 @@ def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Put the handlers of signals back in the end: the agent's make exceptions, also when it has ended."""
+    """Restore the signal handlers: handlers of the agent raise even after its end."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
@@ -171,7 +171,7 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _killing(kills: bool) -> Patch:
-    """Have the agent end a single process by SIGKILL: nothing that it would do at another signal is of use."""
+    """Patch the agent to use SIGKILL if `kills`, since no cleanup is needed."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     def make(close: Any) -> Any:
@@ -181,23 +181,23 @@ def _killing(kills: bool) -> Patch:
 
 
 def _without_broken_error_files() -> Patch:
-    """Have the agent do without an error file that a rank could not finish, since it was killed."""
+    """Patch the agent to ignore truncated error files of killed ranks."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     def before(failure: Any) -> None:
         try:
             failure._get_error_data(json.loads(Path(failure.error_file).read_bytes()))
-        except Exception:  # whatever it holds
+        except Exception:  # any content
             failure.error_file = ""
 
     return patched(ProcessFailure, "__post_init__", before)
 
 
-_AHEAD = 0.5  # seconds after which the agent has started the ranks, which take longer to import torch
+_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
 
 
 def run_script(arguments: argparse.Namespace) -> int:
-    """Run a script as torchrun does, and report on it; its own exit code, or 1 for findings where that is 0."""
+    """Run a script as torchrun does and report; return the exit code."""
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
@@ -228,14 +228,14 @@ def run_script(arguments: argparse.Namespace) -> int:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         parity = None
         if given.check_parity:
-            from ddpcheck.run.parity_run import ParityRuns  # not in each run
+            from ddpcheck.run.parity_run import ParityRuns  # only if used
 
             parity = ParityRuns(given, Path(folder), functools.partial(run_agent, run))
         of_parity = ParityOptions(batch=given.check_parity_batch) if given.check_parity else None
         recording = RunOptions(folder, given.check_every, of_parity)
         os.environ.update(environment_for(recording, os.environ))
         nodes = NodeLink(Path(folder))
-        # What makes the report is imported while the ranks run, and this process has nothing else to do.
+        # Import the judges while the ranks run and this process is idle.
         ahead = threading.Timer(_AHEAD, importlib.import_module, ["ddpcheck.run.script_report"])
         ahead.daemon = True
         ahead.start()
@@ -259,7 +259,7 @@ def run_script(arguments: argparse.Namespace) -> int:
 
 
 def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, debug: bool) -> tuple[SingleRun, ...]:
-    """Run the script in a single process, unless a signal ends that; the ranks have ended, and are reported on."""
+    """Run the script in a single process; signals end only this run."""
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
     with _handlers_kept():
@@ -268,7 +268,7 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
                 signal.signal(number, signal.default_int_handler)
         try:
             singles = _compared(parity, read_logs(folder), ending, nodes)
-        except KeyboardInterrupt:  # the agent has its own handlers, and is not always there
+        except KeyboardInterrupt:  # raised by our handlers while no agent is running
             singles = (SingleRun(why_not=INTERRUPTED),)
     if debug and singles[0].why_not and singles[0].output:
         complain("the single process has said:", singles[0].output, kind="debug")
@@ -276,7 +276,7 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
 
 
 def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
-    """The run in a single process; if something differs, one with other random numbers, and one as another rank."""
+    """Run in a single process; on differences also measure noise."""
     from ddpcheck.judge.script_parity import depends_on_rank, is_equal
     from ddpcheck.run.parity_run import SingleRun
 
@@ -293,14 +293,14 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
         say("running again as another rank, to check if the script computes with the number of the rank")
         singles = single, noise, parity.run(ranks, as_rank=1)
     last = singles[-1]
-    if last.why_not and not (last.has_raised and last is not noise):  # a script may refuse to be rank 1 of one
+    if last.why_not and not (last.has_raised and last is not noise):  # a script may reject rank 1 of world size 1
         failed = "it differs, perhaps only by noise, but the run that measures noise has failed"
         return (replace(last, why_not=f"{failed}: {last.why_not}"),)
     return singles
 
 
 def report_output(given: argparse.Namespace) -> ReportOutput:
-    """Where the report goes, by the options of the script's run."""
+    """Return the destination of the report, from the options of the run."""
     given.output, given.format = given.check_output, given.check_format
     return ReportOutput(given, None, to_stderr=True)
 
@@ -315,7 +315,7 @@ def show_report(
     baseline: Report | None,
     singles: Sequence[SingleRun] = (),
 ) -> Report:
-    """Show the report on a script that has ended; of a clean one a line, unless a form of the report was asked for."""
+    """Show the report on a finished script; one line if clean, by default."""
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
@@ -360,7 +360,7 @@ def show_report(
 def keep_record(
     path: str, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource, report: Report
 ) -> None:
-    """Write a run into a file, and say whether that still shows what was found."""
+    """Write a run to a file, and note findings lost by the pseudonyms."""
     from ddpcheck.run.run_record import write_record
 
     try:
@@ -373,11 +373,11 @@ def keep_record(
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
-# On several nodes: the first one has the report on the ranks of all
+# Multi-node jobs: the first node reports on the ranks of all nodes
 
 
 def hand_over(link: NodeLink, ending: Ending) -> int | None:
-    """On another node than the first: give it what is here; the exit code here, `None` where it has not taken that."""
+    """Send the logs to the first node; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))
@@ -389,7 +389,7 @@ def hand_over(link: NodeLink, ending: Ending) -> int | None:
 
 
 def collected(link: NodeLink, ending: Ending) -> Ending:
-    """On the first node: wait for the logs of the others; how the script has ended on all of them."""
+    """Collect the logs of the other nodes, and return the merged ending."""
     if not link.is_joined:
         return ending
     endings = [ending]
@@ -404,7 +404,7 @@ def collected(link: NodeLink, ending: Ending) -> Ending:
 
 
 def together(endings: list[Ending]) -> Ending:
-    """How the script has ended on several nodes; the first one's exit code counts most."""
+    """Merge the endings of several nodes; the first nonzero exit code wins."""
     hangs = [one.hang for one in endings if one.hang is not None]
     unended = [one.unended for one in endings if one.unended is not None]
     exit_codes: Mapping[int, int] = {rank: code for one in endings for rank, code in one.exit_codes.items()}

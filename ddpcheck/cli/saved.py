@@ -1,4 +1,4 @@
-"""What ddpcheck saves: read again, shown (`ddpcheck render`), compared (`diff`), and described (`schema`)."""
+"""Commands on saved documents: `ddpcheck render`, `diff` and `schema`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
 
 
 def load_saved(path: str) -> Report | Matrix:
-    """The report or the matrix in a file, JSON or a page; of a run in a file, the report on it; "-": standard input.
+    """Load a report, matrix or recorded run; "-" reads standard input.
 
     Raises:
-        UsageError: The file cannot be read, or is neither.
+        UsageError: The file cannot be read, or has no report, matrix or run.
     """
-    from ddpcheck.run.run_record import is_record, judge_record, unpacked  # with all judges of `run`
+    from ddpcheck.run.run_record import is_record, judge_record, unpacked  # imports all judges of `run`
 
     name = "standard input" if path == "-" else path
     if path == "-" and sys.stdin is None:
@@ -59,7 +59,7 @@ def load_saved(path: str) -> Report | Matrix:
 
 
 def load_report(path: str) -> Report:
-    """The report in a file.
+    """Load a report; a matrix is an error.
 
     Raises:
         UsageError: The file cannot be read, or has no report.
@@ -71,17 +71,17 @@ def load_report(path: str) -> Report:
 
 
 def run_render(arguments: argparse.Namespace) -> int:
-    """Show a report or a matrix that was saved as JSON or as HTML."""
+    """Show a saved report, matrix or recorded run."""
     report = load_saved(arguments.path)
     formats = MATRIX_FORMATS if isinstance(report, Matrix) else FORMATS
-    arguments.command_line = ""  # that of the report is in it
+    arguments.command_line = ""  # keep the command line stored in the report
     with ReportOutput(arguments, load_settings().format, formats) as output:
         output.show(report)
     return EXIT_CLEAN
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Say what is new, fixed and remaining; 1 where the newer report has a new finding at or above --fail-on."""
+    """Show new, fixed and remaining findings; return 1 for new findings (--fail-on)."""
     settings = load_settings({"fail_on": arguments.fail_on})
     if arguments.old == arguments.new == "-":
         raise UsageError("only one of the two reports can come from standard input")
@@ -100,6 +100,6 @@ def run_schema(arguments: argparse.Namespace) -> int:
 
 
 def schema_text(document: str) -> str:
-    """The schema of one of the documents."""
+    """Return the JSON Schema of a document as text."""
     kind, extra = DOCUMENTS[document]
     return json.dumps(schema_of(kind, document, extra), indent=2, ensure_ascii=False)

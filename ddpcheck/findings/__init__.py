@@ -1,1 +1,1 @@
-"""Findings, reports, rules, evidence, errors and wording. Imports nothing else of ddpcheck, nor torch."""
+"""Findings, reports, rules, evidence, errors and wording; independent of torch and other folders."""

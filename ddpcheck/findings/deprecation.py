@@ -9,7 +9,7 @@ from typing import Any
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module with renamed classes; `names` are the new ones by the old."""
+    """Return a module `__getattr__` for renamed classes; `names` maps old to new."""
 
     def __getattr__(name: str) -> Any:
         if name not in names:

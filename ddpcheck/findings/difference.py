@@ -1,4 +1,4 @@
-"""The difference of two reports: what is new, what is fixed, what remains."""
+"""Difference of two reports: new, fixed and remaining findings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from ddpcheck.findings.selection import is_known, marks, not_found
 
 @dataclass(frozen=True, slots=True)
 class ReportDifference(Document):
-    """What a newer report has that an older one has not, and the other way round.
+    """Difference between an older and a newer report.
 
     Attributes:
-        old: The older report, as it was named.
-        new: The newer one.
-        added: Findings that only the newer one has, or has as more severe, or for more parameters.
-        fixed: Findings of the older one that the newer one looked for and has not.
-        remaining: Findings that both have, as the newer one has them.
-        open: Findings of the older one that the newer one has not, where not every check was made, or their rules are
-            ignored.
-        notes: Sentences on what makes the two hard to compare.
-        error: That of the newer report.
+        old: Name of the older report.
+        new: Name of the newer report.
+        added: Findings of the newer report that are new, more severe than before, or about more subjects.
+        fixed: Findings of the older report that the newer report checked for and did not find.
+        remaining: Findings of both reports, as in the newer report.
+        open: Findings missing in the newer report, if some checks were not made or the rule is ignored.
+        notes: Sentences on why the two reports are hard to compare.
+        error: Error of the newer report.
     """
 
     old: str
@@ -38,13 +37,13 @@ class ReportDifference(Document):
 
     @property
     def summary(self) -> str:
-        """How many of each, in words."""
+        """Number of new, fixed, remaining and open findings, in words."""
         counts = {"new": self.added, "fixed": self.fixed, "remaining": self.remaining, "not known": self.open}
         said = ", ".join(f"{len(found)} {how}" for how, found in counts.items() if found)
         return said or "no findings in either report"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """1 for a new finding at or above `fail_on`; that of the newer report where it has stopped."""
+        """Return the exit code of `error`, else 1 for new findings at `fail_on`."""
         if self.error is not None:
             return self.error.exit_code
         bad = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.added)
@@ -57,13 +56,13 @@ class ReportDifference(Document):
 def compare_reports(old: Report, new: Report, *, names: tuple[str, str] = ("old", "new")) -> ReportDifference:
     """Compare two reports.
 
-    Findings are the same where code, file and subjects are; lines and numbers may differ. What is suppressed or known
-    in the newer report is not new, and not fixed either.
+    Findings match by code, file and subjects; lines and numbers may differ. Findings that are suppressed or known in
+    the newer report are neither added nor fixed.
 
     Args:
         old: The older report.
-        new: The newer one.
-        names: What they are called.
+        new: The newer report.
+        names: Names of the two reports.
     """
     before = [*old.findings, *(one.finding for one in old.accepted)]
     now = [*new.findings, *(one.finding for one in new.accepted)]

@@ -1,4 +1,4 @@
-"""The exceptions of ddpcheck, each with the exit code it stands for."""
+"""Exceptions of ddpcheck, with exit codes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXIT_HANG = 4
 
 
 class DDPCheckError(Exception):
-    """Base of all errors that ddpcheck raises on purpose; shown as one sentence, without a traceback.
+    """Base class of ddpcheck errors; shown as one sentence, without a traceback.
 
     Attributes:
-        exit_code: What the command line exits with when nothing catches the error.
-        detail: Lines for a reader who wants more (the target's own traceback, say); may be empty.
+        exit_code: Exit code of the command line if the error is not caught.
+        detail: Additional lines, such as the traceback of the target; may be empty.
     """
 
     exit_code = EXIT_USAGE
@@ -29,36 +29,36 @@ class DDPCheckError(Exception):
 
 
 class UsageError(DDPCheckError):
-    """A wrong argument or option: world size 0, an unknown backend, a file that is not there."""
+    """Invalid argument or option: world size 0, an unknown backend, a missing file."""
 
 
 class WrongTypeError(UsageError, TypeError):
-    """An argument of a type that cannot be, such as a module where a recipe belongs."""
+    """Argument of the wrong type, such as a module instead of a recipe."""
 
 
 class ChoiceError(UsageError, ValueError):
-    """An argument that is none of the choices; the message names them."""
+    """Argument that is not a valid choice; the message lists the choices."""
 
 
 class ConfigError(DDPCheckError):
-    """A wrong value in the environment or in `[tool.ddpcheck]`."""
+    """Invalid value in the environment or in `[tool.ddpcheck]`."""
 
 
 class BugError(DDPCheckError):
-    """A bug of ddpcheck, which is not the target's fault; `detail` is the whole traceback."""
+    """Bug in ddpcheck, not in the target; `detail` is the full traceback."""
 
 
 class TargetError(DDPCheckError):
-    """The user's target could not be imported, built or run, for a reason of its own."""
+    """Failure of the user's target during import, construction or run."""
 
     exit_code = EXIT_TARGET
 
 
 class OptionsDifferError(DDPCheckError):
-    """A rank constructs the wrapper with other options than another, and DDP would stop, hang or abort on it.
+    """Mismatch of wrapper options across ranks, on which DDP would raise, hang or abort.
 
     Attributes:
-        options: Of each rank, in words, by name.
+        options: Options in words by name, one mapping per rank.
     """
 
     exit_code = EXIT_FINDINGS
@@ -69,10 +69,10 @@ class OptionsDifferError(DDPCheckError):
 
 
 class EmptyShardError(TargetError):
-    """The target failed on a rank that has no samples in this step, which the other ranks have.
+    """Failure of the target on a rank without samples in the step.
 
     Attributes:
-        step: Counted from 0.
+        step: Index of the step, from 0.
     """
 
     def __init__(self, message: str, step: int = 0, *, detail: str = "") -> None:
@@ -81,14 +81,14 @@ class EmptyShardError(TargetError):
 
 
 class NonFiniteLossError(TargetError):
-    """The loss of a rank is NaN or infinite in a step, so that its gradients cannot be compared."""
+    """NaN or infinite loss of a rank, so that gradients cannot be compared."""
 
 
 class FindingsError(DDPCheckError, AssertionError):
-    """Raised where there are findings; an `AssertionError`, so that a test fails instead of erring.
+    """Error for findings of a check; an `AssertionError`, so that tests fail.
 
     Attributes:
-        findings: Those for which it was raised, of `ddpcheck.Finding`.
+        findings: The `ddpcheck.Finding` objects that caused the error.
     """
 
     exit_code = EXIT_FINDINGS
@@ -103,28 +103,28 @@ FailureKind = Literal["raised", "died", "stuck", "fell", "exited"]
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """The failure of one rank of a world.
+    """Failure of one rank of a world.
 
     Attributes:
         rank: The rank.
-        kind: `raised` (an exception), `exited` (the user's code called `exit`), `died` (a signal or an exit
-            without an exception in Python), `stuck` (still at work when the deadline passed, or when another rank had
-            failed), `fell` (failed only because another rank had, for example "connection closed by peer").
+        kind: `raised` (an exception), `exited` (the user's code called `exit`), `died` (a signal, or an exit without
+            a Python exception), `stuck` (still running at the deadline, or when another rank had failed), `fell`
+            (failed only because another rank had, for example "connection closed by peer").
         message: One sentence.
         when: `time.monotonic()` at the failure, comparable between the ranks of one machine.
-        type: Qualified name of the exception's class, empty when there was none.
-        traceback: The traceback of the exception as text, without frames of ddpcheck.
-        exception: The exception itself where it could be sent, else `None`.
-        place: Where the rank was, such as `step 1: backward`; may be empty.
-        collective: The collective that the rank waits in, empty when it waits in none that is known.
-        stack: The Python stack of a stuck rank, most recent call first.
-        location: The innermost line of the user's code, as "path:line"; may be empty.
-        exit_code: Of the process, where it ended: negative for a signal, as in `subprocess`.
-        output: The last lines that the rank printed.
-        bug: The sentence that asks to report it, where it is a bug of ddpcheck that the rank has met; else empty.
-        noticed: In which worker or thread it was raised and which line waited for that, or in the handling of which
-            exception, in words; "" where it was none.
-        cause: That exception, the first one of its chain; "" where there is none.
+        type: Qualified class name of the exception, or "".
+        traceback: Traceback of the exception as text, without frames of ddpcheck.
+        exception: The exception if it could be sent, else `None`.
+        place: Phase of the rank, such as `step 1: backward`; may be empty.
+        collective: Collective in which the rank waits; "" if none is known.
+        stack: Python stack of a stuck rank, most recent call first.
+        location: Innermost line of the user's code, as "path:line"; may be empty.
+        exit_code: Exit code of the process if ended; negative for a signal, as in `subprocess`.
+        output: Last lines printed by the rank.
+        bug: Request to report the failure if caused by a bug in ddpcheck, else "".
+        noticed: Worker or thread of the exception and the line that waited, or the exception that was being handled,
+            in words; "" for neither.
+        cause: First exception of the chain, or "".
     """
 
     rank: int
@@ -146,10 +146,10 @@ class RankFailure:
 
 
 class RankError(DDPCheckError):
-    """At least one rank of a world failed.
+    """Failure of at least one rank of a world.
 
-    The first failure by time is the headline; `failures` holds every rank that did not finish, in order of time, and
-    `results` what the others returned, by rank.
+    `failures` has every rank that did not finish, earliest first (the headline); `results` has the return values of
+    the other ranks, by rank.
     """
 
     exit_code = EXIT_TARGET
@@ -163,11 +163,11 @@ class RankError(DDPCheckError):
 
     @property
     def first(self) -> RankFailure | None:
-        """The failure that came first, or `None` when no rank is to blame."""
+        """Earliest failure, or `None` if `failures` is empty."""
         return self.failures[0] if self.failures else None
 
     def raise_cause(self) -> None:
-        """Raise what came first instead of this, where that is an error that ddpcheck has raised, or a bug of it."""
+        """Raise the first failure instead if caused by a ddpcheck error or bug."""
         if self.first is not None and isinstance(self.first.exception, DDPCheckError):
             raise self.first.exception from self
         if self.first is not None and self.first.bug:
@@ -175,7 +175,7 @@ class RankError(DDPCheckError):
 
 
 class HangError(RankError):
-    """A rank did not finish in time, or can be shown to wait for one that will never come."""
+    """Timeout of a rank, or a provable wait for a rank that never arrives."""
 
     exit_code = EXIT_HANG
 

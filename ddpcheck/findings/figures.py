@@ -1,6 +1,6 @@
-"""What a report draws, beside its findings: modules, a parameter's path, collectives, curves, lines of source.
+"""Data for figures of a report: modules, parameter paths, collectives, curves and source lines.
 
-All of it is bounded by whoever makes it, and may be absent: a renderer shows what there is.
+All figures are optional, and their size is limited where the data is created.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpcheck.findings.from_json import added
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """A line of source code. `path` is relative where it can be, with "/" between its parts."""
+    """Line of source code. `path` is relative if possible, with "/" as separator."""
 
     path: str
     line: int
@@ -29,14 +29,14 @@ class Location:
 
     @classmethod
     def parse(cls, text: str) -> Location | None:
-        """The location that prints as `text`; None where it is not one."""
+        """Parse "path:line"; return None if invalid."""
         path, _, line = text.rpartition(":")
         return cls(path, int(line)) if path and line.isdecimal() and len(line) < 10 else None
 
 
 @dataclass(frozen=True, slots=True)
 class RelatedLocation:
-    """A line that bears on a finding, beside the line to edit: `role` says what happens there ("optimizer steps")."""
+    """Additional line of a finding; `role` describes the line ("optimizer steps")."""
 
     role: str
     location: Location
@@ -48,20 +48,20 @@ class RelatedLocation:
 MOST_MODULES = 1000
 """Modules that a report describes."""
 
-_AROUND = 3  # lines before and after
+_AROUND = 3  # lines of context on each side
 _LONGEST_LINE = 200
 _MOST_EXCERPTS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleEntry:
-    """A module of the model.
+    """Module of the model.
 
     Attributes:
-        name: Its path from the model; empty for the model itself.
-        class_name: Of the module.
-        parameters: The names of its own parameters, within it.
-        elements: How many numbers its own parameters have.
+        name: Qualified name; empty for the model itself.
+        class_name: Class of the module.
+        parameters: Names of parameters registered directly on the module.
+        elements: Number of elements of the parameters registered directly on the module.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """An operation that reads a parameter, or what was made of it."""
+    """Operation on a parameter, or on a tensor computed from the parameter."""
 
     operation: str
     module: str = ""
@@ -81,17 +81,17 @@ class PathStep:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPath:
-    """The operations from a parameter to the place where its path to the loss ends.
+    """Operations from a parameter to the end of its path to the loss.
 
     Attributes:
-        parameter: Its name.
-        end: `unused`: no operation reads it. `cut`: the last step takes the path out of autograd. `unreachable`: what
-            the last step made does not reach the loss. `zero`, `lost`: in the backward of the last step, which is the
-            only one that is known, the gradient becomes zero, or is left out.
-        steps: In order; where there are many, the first and the last of them.
-        left_out: How many are not among them.
-        reason: What cut the path ("detach()"), where something did.
-        begins_at: The line that is to blame for that, where it is not the line of the last step.
+        parameter: Name of the parameter.
+        end: `unused`: no operation reads the parameter. `cut`: the last step takes the path out of autograd.
+            `unreachable`: the output of the last step does not reach the loss. `zero`, `lost`: in the backward of the
+            last step (the only known step), the gradient becomes zero, or is dropped.
+        steps: Operations in order; only the first and last of a long path.
+        left_out: Number of operations missing in `steps`.
+        reason: Operation that cut the path ("detach()"); may be empty.
+        begins_at: Line that caused the cut, if different from the line of the last step.
     """
 
     parameter: str
@@ -104,7 +104,7 @@ class ParameterPath:
 
 @dataclass(frozen=True, slots=True)
 class CalledCollective:
-    """A collective as ranks have called it: its name in `torch.distributed`, dtype and shape, and "path:line"."""
+    """Collective call: name in `torch.distributed`, dtype and shape, and "path:line"."""
 
     operation: str
     payload: str = ""
@@ -113,16 +113,16 @@ class CalledCollective:
 
 @dataclass(frozen=True, slots=True)
 class RankCollectives:
-    """The collectives that one rank has called in a process group.
+    """Collectives called by one rank in a process group.
 
     Attributes:
         rank: The rank.
-        first: The number of the first of `calls`, counted from 0.
-        calls: Some, around the point where ranks part, or the last ones; as places in the list of the timeline.
-        later: How many there were after these.
-        waiting: Whether the last one of all had not ended.
-        waits_for: The ranks that it waits for: those that have not called what has its number.
-        at_end: What the rank did at the end, in words; may be empty.
+        first: Sequence number of the first of `calls`, from 0.
+        calls: Calls around the point where ranks diverge, or the last calls; indices into `calls` of the timeline.
+        later: Number of calls after `calls`.
+        waiting: True if the very last call had not ended.
+        waits_for: Ranks that the last call waits for, since they made no call with the same sequence number.
+        at_end: State of the rank at the end, in words; may be empty.
     """
 
     rank: int
@@ -136,13 +136,13 @@ class RankCollectives:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimeline:
-    """The collectives of a process group before and at the end.
+    """Last collectives of a process group, by rank.
 
     Attributes:
-        group: Its name.
-        calls: Those that occur, each once.
-        ranks: What each of its ranks has called.
-        parts_at: The number of the collective at which the ranks part; None where they do not.
+        group: Name of the process group.
+        calls: Distinct calls of all ranks.
+        ranks: Calls of each rank of the group.
+        parts_at: Sequence number of the first collective that differs across ranks, or None.
     """
 
     group: str
@@ -151,16 +151,16 @@ class CollectiveTimeline:
     parts_at: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse calls that are not in the list.
+        """Validate the indices into `calls`.
 
         Raises:
-            ValueError: There is one.
+            ValueError: An index is out of range.
         """
         if any(not 0 <= call < len(self.calls) for one in self.ranks for call in one.calls):
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
     def sides(self) -> list[tuple[tuple[int, ...], CalledCollective, Location]]:
-        """Where its ranks part, the ranks that are at each line: what they call there, or have called last."""
+        """Return ranks, call and line of each distinct call (or last call) at `parts_at`."""
         found: dict[CalledCollective, list[int]] = {}
         for log in self.ranks if self.parts_at is not None else ():
             place = min((self.parts_at or 0) - log.first, len(log.calls) - 1)
@@ -176,18 +176,18 @@ LARGEST_VALUE = 1e100
 
 @dataclass(frozen=True, slots=True)
 class ParityCurve:
-    """A number on the ranks and in a single process on the same samples, over time.
+    """Metric on the ranks and in a single process on the same samples.
 
-    Values are `None` if they are not finite, or too large to be drawn.
+    Values are `None` if not finite, or too large to draw.
 
     Attributes:
-        name: What the number is, in words.
-        x_label: What `x` counts.
-        x: The places of the points.
-        ranks: The number on the ranks at each of these.
-        single: The number in a single process at each of these.
-        diverges_at: Where the numbers first differ by more than rounding and random numbers; `None` if they do not.
-        location: The line that makes or shows the number.
+        name: Name of the metric, in words.
+        x_label: Quantity counted by `x`.
+        x: Positions of the points.
+        ranks: Metric on the ranks at each position.
+        single: Metric in a single process at each position.
+        diverges_at: First position with a difference beyond rounding and random numbers, or `None`.
+        location: Line that computes or shows the metric.
     """
 
     name: str
@@ -199,10 +199,10 @@ class ParityCurve:
     location: Location | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values without a place, and values that cannot be drawn.
+        """Validate the number of values, and their range.
 
         Raises:
-            ValueError: There is one.
+            ValueError: Lengths differ, or a value cannot be drawn.
         """
         if not len(self.x) == len(self.ranks) == len(self.single):
             raise ValueError(f"the curves of {self.name!r} do not have a value at each place")
@@ -212,7 +212,7 @@ class ParityCurve:
 
 @dataclass(frozen=True, slots=True)
 class SourceExcerpt:
-    """Some lines of a file as they were when the report was made."""
+    """Lines of a source file, as of the time of the report."""
 
     path: str
     first: int
@@ -220,10 +220,10 @@ class SourceExcerpt:
 
 
 def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -> tuple[SourceExcerpt, ...]:
-    """The lines around these, of files that are there.
+    """Return the source lines around each location, if the file exists.
 
-    A file outside of the working folder goes by its name alone (`relative_path`): it is looked for in `folder`, that of
-    the target, and in those from which Python imports; in the folders beneath, where there is one of the name.
+    Files outside the working folder are known only by name (`relative_path`). Search order: `folder` (of the target),
+    the working folder, `sys.path`, and subfolders of `folder` if exactly one file has the name.
     """
     found: dict[Location, SourceExcerpt] = {}
     for place in dict.fromkeys(places):
@@ -236,11 +236,11 @@ def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -
     return tuple(found.values())
 
 
-_MOST_FILES = 2000  # that are looked through for one of a name
+_MOST_FILES = 2000  # searched for a file name
 
 
 def _file_of(place: Location, folder: Path | None) -> Path:
-    """Where the file of a place is, as far as that is known."""
+    """Return the path of a location's file, unchanged if not found."""
     path = Path(place.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
     folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]
@@ -257,7 +257,7 @@ def _file_of(place: Location, folder: Path | None) -> Path:
 def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:
     try:
         lines = read_source(path).splitlines()
-    except (OSError, SyntaxError, ValueError):  # ValueError: no text, or no name of a file
+    except (OSError, SyntaxError, ValueError):  # ValueError: not text, or an invalid file name
         return None
     if not 0 < place.line <= len(lines):
         return None

@@ -1,4 +1,4 @@
-"""Files and folders that somebody else may have a hand in: read within limits, and made where nobody else can write."""
+"""Read untrusted files within limits, and check who owns a folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MOST_MEMORY = 1 << 33
 
 
 def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, head: bool = False) -> bytes:
-    """The bytes of a regular file of at most so many, or an `OSError`.
+    """Read a regular file of at most `most` bytes, or raise `OSError`.
 
     Args:
-        path: The file.
-        most: The limit.
-        own: The file belongs to this user, and is no link.
-        head: Read the first bytes of a larger file.
+        path: Path of the file.
+        most: Maximum size in bytes.
+        own: Require a file of this user that is not a symbolic link.
+        head: Return the first `most` bytes of a larger file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
@@ -45,7 +45,7 @@ def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, he
 
 
 def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
-    """The data again, or an `OSError` if there is more than `most` of it."""
+    """Return `data`, or raise `OSError` if longer than `most`."""
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, and ddpcheck reads no more of one input", name)
     return data
@@ -53,9 +53,9 @@ def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Refuse more memory than a reader needs in the block, by `MemoryError`: a few bytes can ask for 60 GB of it."""
+    """Limit memory in the block: a few bytes of input can request 60 GB."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # no /proc; or the limit is lower already
+    with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is already lower
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = min([used + _MOST_MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
         resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
@@ -66,13 +66,13 @@ def limited_memory() -> Iterator[None]:
 
 
 def read_source(path: str | Path) -> str:
-    """The text of a file of Python, or an `OSError`, `SyntaxError` or `ValueError`; the path may be foreign."""
+    """Read a Python source file; raise `OSError`, `SyntaxError` or `ValueError` on failure."""
     data = read_file(path, _MOST_SOURCE)
     return data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
 
 def process_stat(task: int | str) -> list[str]:
-    """The fields of a process or thread from its state on, as in proc_pid_stat(5); none if it has ended."""
+    """Return the fields of proc_pid_stat(5) from `state` on; [] if the task has ended."""
     try:
         return Path(f"/proc/{task}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -80,7 +80,7 @@ def process_stat(task: int | str) -> list[str]:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Detect a folder, and no link, that belongs to this user and in which nobody else can write."""
+    """Check if `path` is a folder of this user, not writable by others."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""From JSON to the dataclass that it was written from, with every value checked against the type of its field."""
+"""Convert JSON to dataclasses, with a type check of every field."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Value = TypeVar("Value")
 
 
 def added(default: Any, *, compare: bool = True) -> Any:
-    """A field that what older versions wrote does not have."""
+    """Return a dataclass field that is missing in JSON of older versions."""
     return field(default=default, compare=compare, metadata={"added": True})
 
 
 def parse(text: str) -> Any:
-    """The JSON in `text`, with numbers that a float can be.
+    """Parse JSON whose numbers are finite.
 
     Raises:
-        ValueError: It is none, or nested too deeply.
+        ValueError: `text` is not JSON, has a number that is not finite, or is nested too deeply.
     """
 
     def number(spelled: str) -> float:
@@ -37,14 +37,14 @@ def parse(text: str) -> Any:
 
 
 def read(kind: type[Value], data: Any) -> Value:
-    """Make a `kind` of `data`; keys that it does not know are left out, which newer versions may have added.
+    """Convert `data` to `kind`; unknown keys (of newer versions) are ignored.
 
     Args:
-        kind: A dataclass, whose fields are strings, numbers, enums, dataclasses, or tuples and mappings of them.
-        data: From `parse`.
+        kind: Dataclass of strings, numbers, enums, dataclasses, and tuples and mappings of these types.
+        data: Output of `parse`.
 
     Raises:
-        ValueError: A field is missing, or a value is of another type; the message has its path.
+        ValueError: A field is missing or has the wrong type; the message has the path of the field.
     """
     try:
         return msgspec.convert(data, kind)

@@ -1,4 +1,4 @@
-"""JSON Schema (draft 2020-12) of what is saved, from the dataclasses that it is read into."""
+"""JSON Schema (draft 2020-12) of saved documents, generated from dataclasses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a document.
+    """Return the schema of a document.
 
-    Keys that it does not name are allowed: newer versions add some. A field that older versions did not write is not
-    required.
+    Unknown keys are allowed, since newer versions add keys. Fields missing in older versions are not required.
 
     Args:
-        kind: A dataclass, as `from_json.read` takes it.
-        name: Of the document.
-        extra: By key, the schemas of what a document holds beside the fields of `kind`.
+        kind: Dataclass, as in `from_json.read`.
+        name: Name of the document.
+        extra: Schemas of keys that are not fields of `kind`, by key.
     """
     definitions: dict[str, Any] = {}
     body = _object(kind, definitions)
@@ -39,12 +38,12 @@ def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]
 
 
 def literal(choices: Any) -> dict[str, Any]:
-    """The schema of one of the words of a `Literal`."""
+    """Return the schema of a `Literal` type."""
     return {"enum": list(get_args(choices))}
 
 
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a dataclass; those inside it go into `definitions`."""
+    """Return the schema of a dataclass; add nested dataclasses to `definitions`."""
     hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
     said = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
     properties: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field's type."""
+    """Return the schema of a field type."""
     inside, origin = get_args(hint), get_origin(hint)
     if origin is UnionType:
         return {"anyOf": [_schema(one, definitions) for one in inside]}
@@ -81,7 +80,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if is_dataclass(hint):
         name = getattr(hint, "__name__", "")
         if name not in definitions:
-            definitions[name] = {}  # it may hold others of its kind
+            definitions[name] = {}  # stops the recursion for a recursive type
             definitions[name] = _object(hint, definitions)
         return {"$ref": f"#/$defs/{name}"}
     return {"type": _SIMPLE[hint]} if hint in _SIMPLE else {}

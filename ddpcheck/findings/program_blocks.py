@@ -1,6 +1,6 @@
-"""The blocks of a program around one of its lines: loops, branches, and what an early exit leaves out.
+"""Blocks of a program around a line: loops, branches, statements after early exits.
 
-Its source is asked through one object: what was asked can be told where the source is not.
+Queries through `ProgramSource` can be replayed on a machine without the source files.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _Answer = TypeVar("_Answer")
 
 
 class ProgramSource:
-    """The files of a program, or what was asked of them elsewhere.
+    """Source files of a program, or recorded answers from another machine.
 
     Attributes:
-        answers: To each question that was asked, in lists, strings and numbers.
+        answers: Answer to each query, as lists, strings and numbers.
     """
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
-        """Take the files that are here; `answers`: take those, of another machine, and read no file."""
+        """Read local files, or replay `answers` from another machine."""
         self.answers: dict[str, Any] = dict(answers or {})
         self._is_here = answers is None
 
     def ask(self, question: Callable[_Asked, _Answer], *asked: _Asked.args, **named: _Asked.kwargs) -> _Answer | None:
-        """What a function that reads source files returns; `None` where nobody has asked when these were there."""
+        """Call `question` and record the answer, or return the recorded answer (or None)."""
         key = f"{question.__name__}{asked}{named or ''}"
         if not self._is_here:
             answer = self.answers.get(key)
@@ -53,33 +53,30 @@ _JUMPS = ast.Break | ast.Continue | ast.Return | ast.Raise
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Lines of a program that do not always run, or run again and again."""
+    """Lines of a program that run conditionally or repeatedly."""
 
-    # "function"; "loop"; "branch" (an arm of an `if` or a `match`); "rest" (what comes after an `if` that may leave:
-    # `if ...: continue`); "try" (its body, which an exception that is caught cuts short)
+    # "function"; "loop"; "branch" (arm of an `if` or `match`); "rest" (statements after an `if` that may jump, as in
+    # `if ...: continue`); "try" (body that a caught exception cuts short)
     kind: _Kind
     path: str  # of the file
-    # of its head: `def`, `for`, `while`, `if`; of a rest, the jump that leaves it out; of a try, the `except`
-    line: int
-    first: int  # its first line; of a loop that of its head, which runs again as well
-    last: int  # its last line
-    word: str = ""  # of its head: "for", "if", "except"; of a rest, of the jump
-    exits: tuple[tuple[int, str], ...] = ()  # of a loop, lines that end it, each with its word: "break" or "return"
-    over: str = ""  # of a `for`, what it goes through; of a `while`, its condition
-    # of a loop, how often it runs where that is a number in the program; `ENDLESS` for `while True`
-    times: float | None = None
-    # of an arm of an `if` and of a rest, whether the test reads what the loop or the function around it computes, and
-    # not only how often it was come to
+    line: int  # of the head: `def`, `for`, `while`, `if`; of a "rest", the jump; of a "try", the `except`
+    first: int  # first line; of a loop, the head, which runs repeatedly too
+    last: int  # last line
+    word: str = ""  # keyword of the head: "for", "if", "except"; of a "rest", of the jump
+    exits: tuple[tuple[int, str], ...] = ()  # lines that end a loop, with "break" or "return"
+    over: str = ""  # iterable of a `for`, or condition of a `while`
+    times: float | None = None  # iterations of a loop if a literal in the program; `ENDLESS` for `while True`
+    # True if the test of a "branch" or "rest" reads values computed in the loop or function around, not just counters
     varies: bool = False
 
     @property
     def head(self) -> str:
-        """The line of its head, as "path:line"."""
+        """Line of the head, as "path:line"."""
         return f"{self.path}:{self.line}"
 
 
 def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
-    """The blocks around a line, outermost first; none where the file cannot be read. `shown`: how reports call it."""
+    """Return the blocks around a line, outermost first; `shown` is the path in reports."""
     found = [replace(one, path=shown) for one in _blocks(Path(file)) if one.first <= line <= one.last]
     return tuple(sorted(found, key=lambda one: (one.first, -one.last)))
 
@@ -87,7 +84,7 @@ def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
 def blocks_of_lines(
     lines: Iterable[str], files: Mapping[str, str] | None = None, source: ProgramSource | None = None
 ) -> dict[str, tuple[Block, ...]]:
-    """The blocks around lines ("path:line") and around the heads of these; `files`: by how reports call them."""
+    """Return the blocks around lines and around block heads; `files` by path in reports."""
     source = source or ProgramSource()
     found: dict[str, tuple[Block, ...]] = {}
     wanted = set(lines)
@@ -100,9 +97,9 @@ def blocks_of_lines(
 
 
 def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
-    """What may leave out lines of a stack, innermost first, where those of another stack (`done`) were come to.
+    """Return the blocks that may skip stack `lines` (innermost first) but not `done`.
 
-    Of several that is the one whose test varies, if there is only one such.
+    If the test of exactly one block varies, only this block is returned.
     """
     blocks = blocks_of_lines((*lines, *done), files)
     others = {block for line in done for block in blocks[line]}
@@ -113,7 +110,7 @@ def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, s
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
-    """The line that may have left a parameter out, in the class of the nearest module that was called."""
+    """Return the line that may skip a parameter, in the nearest called module's class."""
     path = parameter.split(".")
     for size in reversed(range(len(path))):
         if (holder := called.get(".".join(path[:size]))) is not None:
@@ -123,11 +120,11 @@ def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
 
 @functools.cache
 def omission_of(attribute: str, kind: Any) -> Location | None:
-    """The line of a module's class that may leave out `self.attribute`: a branch, an early exit or a choice.
+    """Return the line that may skip `self.attribute`: a branch, early exit or conditional.
 
-    If its test is an argument alone, the one line that computes that for a call.
+    If the test is just an argument, return the only line that computes this argument for a call.
     """
-    names = [attribute]  # and then of the methods that use it, and of those that call these
+    names = [attribute]  # followed by methods that use the attribute, and their callers
     for wanted in names:
         for owner in kind.__mro__:
             tree = parsed_source(file if is_user_file(file := file_of_class(owner)) else "")
@@ -144,7 +141,7 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 
 
 def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
-    """The expressions in a method that read an attribute of `self`, after the calls of variables with its items."""
+    """Return reads of `self.attribute` in a method, after calls with its items."""
     nodes, names = [*ast.walk(method)], set()
     read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
     read = [node for node in read if ast.unparse(node.value) == "self"]
@@ -175,7 +172,7 @@ def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
 
 
 def _selects(node: ast.AST, use: ast.expr) -> bool:
-    """Detect an item by a computed index, and a comprehension with a condition."""
+    """Check if `node` indexes `use` by a computed index, or is a filtered comprehension."""
     of_use = isinstance(node, ast.Subscript) and node.value is use and not isinstance(node.slice, ast.Constant)
     return of_use or any(one.ifs for one in getattr(node, "generators", ()))
 
@@ -196,7 +193,7 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
-    """Each `if` in a loop or a function whose test reads what is computed there, or given: no count, and no option."""
+    """Yield each `if` that tests computed values or arguments, not counters or options."""
     nodes = [*ast.walk(scope)]
     counts = {node for loop in nodes for node in _counters(loop)}
     made = {ast.unparse(n) for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store) and n not in counts}
@@ -212,7 +209,7 @@ def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
 
 
 def _counters(node: ast.AST) -> Iterable[ast.expr]:
-    """What a statement gives the number of a pass, or another number that is in the program."""
+    """Return targets that a statement assigns a loop counter or a literal number."""
     match node:
         case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range"))):
             return [target]
@@ -266,7 +263,7 @@ def _end(body: Sequence[ast.stmt]) -> int:
 
 
 def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
-    """What an `if` leaves out that ends in a jump."""
+    """Yield the statements skipped by each `if` that ends in a jump."""
     for place, one in enumerate(statements[:-1]):
         if isinstance(one, ast.If) and not one.orelse and isinstance(jump := one.body[-1], _JUMPS):
             rest = statements[place + 1 :]
@@ -275,7 +272,7 @@ def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Itera
 
 
 def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
-    """The lines that end a loop; `inner`: a `break` among these statements is of another loop."""
+    """Yield the lines that end a loop; `inner`: `break` ends a nested loop."""
     for one in body:
         if isinstance(one, ast.Return) or (isinstance(one, ast.Break) and not inner):
             yield one.lineno, type(one).__name__.lower()
@@ -288,7 +285,7 @@ def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]
 
 
 def _times(over: ast.expr) -> float | None:
-    """How often a loop over `range(a number)` runs."""
+    """Return the number of iterations over `range(literal)`, else None."""
     match over:
         case ast.Call(func=ast.Name(id="range"), args=[ast.Constant(value=int(count))]):
             return float(count)

@@ -1,4 +1,4 @@
-"""`replace`: a copy of a dataclass or of a Struct with other values of some fields."""
+"""`replace`: copy a dataclass or Struct with changed fields."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, structs
 
-if TYPE_CHECKING:  # by which fields and their types are checked, for Structs too
+if TYPE_CHECKING:  # so that type checkers verify fields of Structs too
     from dataclasses import replace as replace
 else:
     Value = TypeVar("Value")
 
     def replace(value: Value, /, **changes: Any) -> Value:
-        """The copy.
+        """Return a copy with changed fields.
 
         Raises:
-            TypeError: There is no such field.
+            TypeError: A field does not exist.
         """
         return (structs if isinstance(value, Struct) else dataclasses).replace(value, **changes)

@@ -1,4 +1,4 @@
-"""The result of a check: `Finding` values in a `Report`, which goes to JSON and comes back the same."""
+"""Result of a check: a `Report` with `Finding` values, and its JSON round trip."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity as Severity
 
 SCHEMA_VERSION = 1
-_UNTOLD = 0.5  # a tolerance from which on a comparison tells nothing: the smallest fault that was measured is as large
+_UNTOLD = 0.5  # tolerances from here on detect nothing: the smallest measured fault is of this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Finding:
     """One defect: a root cause, with its consequences as evidence.
 
     Attributes:
-        code: Key into the rule table, for example "DDP101".
+        code: Code of the rule, for example "DDP101".
         subjects: Fully qualified names (parameters, buffers, modules, options), sorted by the detector.
-        message: One sentence that says what is wrong, without markup or trailing newline.
-        severity: Usually the rule's; a detector may choose another where the circumstances do.
-        ranks: The ranks concerned; empty means every rank.
-        steps: The steps concerned, counted from 0; empty means every step, or before the first.
-        location: The line to edit, when known.
-        evidence: One fact a line: numbers, places, consequences.
-        fix: What to do, in this case; the rule's advice when empty.
-        related: Other lines: where it was noticed, where a layer is made, where the loop is.
-        path: Of a parameter, which stands for all subjects, to where it ends; None where it is not known.
-        tags: Beyond the code, for code that decides which finding causes which: words of a detector, and the codes of
-            findings that came with this one. Not in the JSON.
+        message: One sentence that describes the defect, without markup or trailing newline.
+        severity: Severity of the rule, unless the detector overrides it.
+        ranks: Affected ranks; empty means every rank.
+        steps: Affected steps, counted from 0; empty means every step, or before the first.
+        location: Line to edit, if known.
+        evidence: One fact per entry: numbers, lines, consequences.
+        fix: Advice for this case; if empty, the advice of the rule.
+        related: Other lines: where the defect was noticed, where a layer is constructed, where the loop is.
+        path: Path of one parameter, as an example for all subjects, to its end; None if unknown.
+        tags: Internal labels that decide which finding causes another: words of a detector, and codes of findings
+            reported together. Not in the JSON.
     """
 
     code: str
@@ -67,14 +67,14 @@ class Finding:
     tags: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata={"added": True})
 
     def sort_key(self) -> tuple[Any, ...]:
-        """Worst first, then by code and subject, so that reports are stable."""
+        """Return the sort key: worst severity first, then code and subjects."""
         return (self.severity.rank, self.code, self.subjects, self.ranks, self.steps, self.message)
 
     @property
     def places(self) -> tuple[Location, ...]:
-        """The lines that it names, each once.
+        """All lines of the finding, without duplicates.
 
-        They are where what cut its path begins, where the path ends, the line of the finding itself, and related ones.
+        In order: the line that caused a cut, the end of the path, the line of the finding, related lines.
         """
         path = self.path
         of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
@@ -82,7 +82,7 @@ class Finding:
         return tuple(dict.fromkeys(place for place in places if place is not None))
 
     def relocated(self, location: Location | None, role: str = "noticed") -> Finding:
-        """The finding at another line, if that is known; its own line becomes a related location."""
+        """Return the finding moved to `location`; the old line becomes a related location."""
         if location in (None, self.location):
             return self
         own = () if self.location is None else (RelatedLocation(role, self.location),)
@@ -91,13 +91,13 @@ class Finding:
 
     @property
     def what_to_do(self) -> str:
-        """The finding's own `fix`, else that of its rule; empty for a code that this ddpcheck does not know."""
+        """Advice of the finding (`fix`), else of the rule; empty for an unknown code."""
         rule = RULES.get(self.code)
         return self.fix or (rule.fix if rule is not None else "")
 
     @property
     def headline(self) -> str:
-        """Its code, name and subjects, and what it says, on one line."""
+        """Code, rule name, subjects and message on one line."""
         more = f" and {len(self.subjects) - 3} more" if len(self.subjects) > 3 else ""
         named = (self.code, getattr(RULES.get(self.code), "name", ""), ", ".join(self.subjects[:3]) + more)
         return " ".join(f"{' '.join(filter(None, named))}: {self.message}".split())
@@ -105,12 +105,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedFinding:
-    """A finding that is shown and does not count.
+    """Finding that is shown but not counted.
 
     Attributes:
-        finding: What was found.
-        by: A suppression of the configuration, or a baseline that knows it.
-        reason: Why it does not count.
+        finding: The finding.
+        by: Suppression in the configuration or in a source comment, or a baseline with the same finding.
+        reason: Why the finding is not counted.
     """
 
     finding: Finding
@@ -131,11 +131,11 @@ class CheckResult:
     """One check of a report.
 
     Attributes:
-        name: Of the check.
-        status: How it ended.
-        seconds: How long it took.
-        detail: What was compared and held, or what did not hold, or why it was not compared.
-        asked: Whether any of its rules is selected, and not ignored.
+        name: Name of the check.
+        status: Outcome of the check.
+        seconds: Duration of the check.
+        detail: Compared values that matched, or the mismatch, or why nothing was compared.
+        asked: True if any rule of the check is selected and not ignored.
     """
 
     name: str
@@ -147,17 +147,17 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ParityEntry:
-    """The difference of one gradient from one reference in one step.
+    """Difference of one gradient from one reference in one step.
 
     Attributes:
-        step: Counted from 0.
+        step: Index of the step, from 0.
         parameter: Fully qualified name.
         reference: "local" (the same shards without the reducer) or "single-process" (the global batch).
         relative_error: Frobenius norm of the difference, relative to the reference's scale.
-        tolerance: What `relative_error` may be.
+        tolerance: Maximum allowed `relative_error`.
         absolute_error: Frobenius norm of the difference.
-        reference_norm: Of the reference.
-        elements: How many there are.
+        reference_norm: Frobenius norm of the reference.
+        elements: Number of elements of the gradient.
     """
 
     step: int
@@ -171,17 +171,17 @@ class ParityEntry:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the error is more than it may be; NaN is."""
+        """True if the error exceeds the tolerance, or is NaN."""
         return not self.relative_error <= self.tolerance
 
     @property
     def tells(self) -> bool:
-        """Whether the tolerance is so small that a gradient within it is known to be near its reference."""
+        """True if the tolerance is small enough to detect a wrong gradient."""
         return self.tolerance < _UNTOLD
 
     @property
     def excess(self) -> float:
-        """The error as a multiple of its tolerance; infinite for NaN."""
+        """Error as a multiple of the tolerance; infinite for NaN."""
         if math.isnan(self.relative_error):
             return math.inf
         return self.relative_error / self.tolerance if self.tolerance > 0 else self.relative_error
@@ -189,12 +189,12 @@ class ParityEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReportError:
-    """Why a report is not complete.
+    """Error that stopped the checks.
 
     Attributes:
         message: One sentence: what, where, what to do.
-        exit_code: 3 when the target failed for a reason of its own, 4 after a hang.
-        detail: The target's own traceback or output; may be empty.
+        exit_code: 3 if the target failed, 4 after a hang.
+        detail: Traceback or output of the target; may be empty.
     """
 
     message: str
@@ -211,23 +211,23 @@ checks could not be finished. `hang`: because ranks hung."""
 
 
 class Document:
-    """Base of results that go to JSON and come back the same."""
+    """Base class of results with a JSON round trip."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `to_json` writes it."""
+        """Return plain data, as written by `to_json`."""
         return {"schema_version": SCHEMA_VERSION, **_plain(self)}
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The result as JSON; only the values under `seconds` and `timing` differ between two equal runs."""
+        """Return JSON; equal runs differ only under `seconds` and `timing`."""
         return json.dumps(
             self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
         )
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; a finding with the name of its rule and what to do."""
+    """Convert a value to JSON types; add rule name and advice to findings."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -236,7 +236,7 @@ def _plain(value: Any) -> Any:
         return value.value if isinstance(value, Severity) else value
     data = {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if isinstance(value, Finding):
-        rule = RULES.get(value.code)  # of a report that a newer version wrote there may be none
+        rule = RULES.get(value.code)  # None for a rule of a newer version
         del data["tags"]
         data.update(name=rule.name if rule is not None else "", fix=value.what_to_do)
     return data
@@ -244,25 +244,25 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Document):
-    """The result of checking one target. A renderer needs nothing else.
+    """Result of checking one target; the only input of renderers.
 
     Attributes:
-        target: What was checked, as the user spelled it.
+        target: The target, as spelled by the user.
         environment: Versions and platform.
-        world: World size, backend, device, steps, seed, timeout; `notes` holds sentences on how the check was run.
-        checks: In the order in which they ran.
-        findings: Sorted, worst first.
-        ignored: The codes of findings that are not shown, since their rules are ignored or not selected; sorted.
-        parity: Sorted by step, reference and parameter.
+        world: World size, backend, device, steps, seed, timeout; `notes` has sentences on how the check was run.
+        checks: Checks in execution order.
+        findings: Findings, worst first.
+        ignored: Sorted codes of findings that are not shown, since the rule is ignored or not selected.
+        parity: Gradient differences, sorted by step, reference and parameter.
         timing: Seconds by phase.
-        error: Set when the checks could not be finished.
+        error: Error that stopped the checks, or None.
         tool: Name and version of the tool that wrote the report.
-        accepted: Findings that do not count: suppressed with a reason, or known from a baseline.
-        modules: Those of the model, in the order of registration; not all of a large one.
-        timelines: The last collectives of each process group, where ranks have failed or parted.
-        curves: Numbers on the ranks and in a single process over time, of `ddpcheck run --check-parity`.
-        excerpts: The source around the lines that findings name, as it was when the report was made.
-        command: The command line that made it; empty where none did.
+        accepted: Findings that are not counted: suppressed with a reason, or known from a baseline.
+        modules: Modules of the model in registration order; truncated for a large model.
+        timelines: Last collectives of each process group, if ranks failed or diverged.
+        curves: Metrics on the ranks and in a single process over time (`ddpcheck run --check-parity`).
+        excerpts: Source around the lines of findings, as of the time of the report.
+        command: Command line that made the report; may be empty.
     """
 
     target: str
@@ -284,7 +284,7 @@ class Report(Document):
 
     @property
     def status(self) -> Status:
-        """`hang` or `error` when the checks could not be finished; `clean` only where nothing is left to say."""
+        """Outcome of the whole check; `hang` or `error` if the checks were stopped."""
         if self.error is not None:
             return "hang" if self.error.exit_code == EXIT_HANG else "error"
         if self.findings:
@@ -295,17 +295,17 @@ class Report(Document):
 
     @property
     def not_made(self) -> tuple[str, ...]:
-        """The names of the checks that were asked for and could not be made, or not in every step."""
+        """Names of selected checks that were skipped or stopped."""
         return tuple(check.name for check in self.checks if check.status in ("skipped", "error") and check.asked)
 
     @property
     def ok(self) -> bool:
-        """Whether the checks were finished and found no error; `status` says whether all of them could be made."""
+        """True if the checks finished without errors; skipped checks show in `status`."""
         return self.exit_code() == EXIT_CLEAN
 
     @property
     def summary(self) -> str:
-        """The status in words."""
+        """Status in words."""
         if self.error is not None and not self.findings:
             return self.status
         if self.status == "clean":
@@ -318,9 +318,9 @@ class Report(Document):
 
     @property
     def shortfall(self) -> str:
-        """Why a report without findings is not clean, in words. Checks were not made, or findings do not count."""
+        """Checks that were not made and findings that are not counted, in words."""
         words = []
-        if self.not_made and not self.at_or_above(Severity.ERROR):  # which would be the reason
+        if self.not_made and not self.at_or_above(Severity.ERROR):  # an error explains missing checks
             asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
             words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
         by = {
@@ -334,23 +334,23 @@ class Report(Document):
         return "; ".join(words)
 
     def with_excerpts(self) -> Report:
-        """The same with the lines around those that its findings name, of files that are there now."""
+        """Return a copy with source excerpts around the lines of findings and timelines."""
         places = [place for finding in self.findings for place in finding.places]
         places += [place for timeline in self.timelines for _, _, place in timeline.sides()]
         return replace(self, excerpts=excerpts_of(places, folder_of(self.target)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
-        """The findings that are as bad as `threshold` or worse."""
+        """Return the findings with severity `threshold` or worse."""
         return tuple(finding for finding in self.findings if finding.severity.reaches(threshold))
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """The exit code of a command that made this report; `fail_on=None` never fails for findings."""
+        """Return the exit code of the command; `fail_on=None` never fails for findings."""
         if self.error is not None:
             return self.error.exit_code
         return EXIT_FINDINGS if fail_on is not None and self.at_or_above(fail_on) else EXIT_CLEAN
 
     def raise_for_findings(self, fail_on: Severity = Severity.ERROR) -> None:
-        """Raise when the report is not good enough for a test.
+        """Raise an error for findings at or above `fail_on`, for tests.
 
         Raises:
             FindingsError: There is a finding at or above `fail_on`, or the checks could not be finished.
@@ -368,35 +368,35 @@ class Report(Document):
         return f"<Report on {self.target}: {self.summary}{f' ({codes})' if codes else ''}>"
 
     def __str__(self) -> str:
-        """The report as text, without colour."""
+        """Return the report as text, without colour."""
         return self._rendered("text").rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """The page, as a notebook shows it."""
+        """Return the HTML page in an iframe, for notebooks."""
         page = self._rendered("html")
         return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to a file, in the format of its extension: text, JSON, HTML, Markdown, SARIF or JUnit XML.
+        """Write text, JSON, HTML, Markdown, SARIF or JUnit XML, by file extension.
 
         Raises:
-            UsageError: The extension is of no format.
+            UsageError: The file extension is unknown.
             OSError: The file cannot be written.
         """
         form = importlib.import_module("ddpcheck.render").format_for(None, path=os.fspath(path))
         Path(path).write_text(self._rendered(form), encoding="utf-8", errors="backslashreplace")
 
     def _rendered(self, form: str) -> str:
-        renderer = importlib.import_module("ddpcheck.render").renderer_for(form)  # which imports this module
+        renderer = importlib.import_module("ddpcheck.render").renderer_for(form)  # imports this module
         return str(renderer.render(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `to_json` writes it."""
+        """Return plain data, as written by `to_json`."""
         return {**Document.to_dict(self), "status": self.status}
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             ValueError: `text` is not a report, or was written by a newer ddpcheck.
@@ -408,16 +408,16 @@ class Report(Document):
 
 
 def folder_of(target: str) -> Path | None:
-    """The folder of the file that a target names: a script with its arguments, or a recipe in a file."""
+    """Return the folder of a target (script with arguments, or recipe in a file)."""
     ends = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
     return next((Path(one).parent for one in ends if os.path.isfile(one)), None)
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:
-    """`data`, which is an object that this ddpcheck can read.
+    """Return `data` if its schema version and notes are valid.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The schema version is missing or unsupported, or the notes are invalid.
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
@@ -432,7 +432,7 @@ def checked_version(data: Any, what: str) -> dict[str, Any]:
 
 
 def without_rules_fix(value: Finding) -> Finding:
-    """A finding that was read, without the advice that is its rule's."""
+    """Return the finding without a `fix` that equals the advice of its rule."""
     rule = RULES.get(value.code)
     return replace(value, fix="") if rule is not None and value.fix == rule.fix else value
 
@@ -440,17 +440,17 @@ def without_rules_fix(value: Finding) -> Finding:
 def select_findings(
     findings: Iterable[Finding], *, select: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> tuple[Finding, ...]:
-    """The findings whose code or name matches `select` (all when empty) and does not match `ignore`, sorted.
+    """Return the findings that match `select` (all if empty) and not `ignore`, sorted.
 
-    A pattern is a code ("DDP101"), a prefix of one ("DDP1") or a rule's name ("unused-parameter"). Where both
-    match, the longer pattern wins, so that `--ignore DDP1 --select DDP101` keeps DDP101.
+    A pattern is a code ("DDP101"), a code prefix ("DDP1") or a rule name ("unused-parameter"). If both match, the
+    longer pattern wins: `--ignore DDP1 --select DDP101` keeps DDP101.
     """
     kept = (finding for finding in findings if is_selected(finding.code, select, ignore))
     return tuple(sorted(kept, key=Finding.sort_key))
 
 
 def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
-    """Whether `select_findings` keeps the findings of a rule."""
+    """Check if `select_findings` keeps the findings of a rule."""
 
     def longest(patterns: Sequence[str]) -> int:
         name = RULES[code].name

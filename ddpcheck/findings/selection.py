@@ -1,4 +1,4 @@
-"""Which findings count: those that are selected, and neither suppressed with a reason nor known from a baseline."""
+"""Selection of findings that count: rules, suppressions with a reason, and a baseline."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ddpcheck.findings.rules import matching_rules
 from ddpcheck.findings.wording import counted, join_names
 
 _COMMENT = re.compile(r"#\s*ddpcheck:\s*ignore\[(?P<codes>[^\]]*)\](?P<reason>.*)")
-Mark = tuple[str, str, str]  # one subject of a finding's `fingerprint`: code, file, subject
+Mark = tuple[str, str, str]  # code, file and one subject of a finding
 
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Findings that are accepted, and why.
+    """Rule for findings to accept, with a reason.
 
     Attributes:
-        rule: Code, prefix of a code or name of the rules.
-        reason: Shown in each report that it changes.
-        parameter: A pattern such as "aux.*" for the subjects of a finding: parameters, buffers, modules or options.
-        target: A pattern for the target, as it was spelled; with or without ":attr" or a script's arguments.
-        file: A pattern for the file that a finding is in, as the report shows it.
+        rule: Rule code, code prefix or rule name.
+        reason: Reason, shown in each affected report.
+        parameter: Pattern such as "aux.*" for the subjects of a finding: parameters, buffers, modules or options.
+        target: Pattern for the target as spelled by the user, with or without ":attr" or script arguments.
+        file: Pattern for the file of a finding, as shown in the report.
         code: Deprecated: another name of `rule`.
     """
 
@@ -55,17 +55,17 @@ class Suppression:
 
     @property
     def codes(self) -> frozenset[str]:
-        """Of the rules that it is about."""
+        """Codes of the matching rules."""
         return frozenset(rule.code for rule in matching_rules(self.rule))
 
     def applies_to(self, target: str) -> bool:
-        """Whether it is for this target."""
+        """Check if `target` matches the pattern."""
         path = target.split("::")[0].split(" ")[0].removeprefix("./")
         names = {target, path, path.rpartition(":")[0] or path}
         return any(fnmatchcase(name, self.target.removeprefix("./")) for name in names)
 
     def matched(self, finding: Finding) -> frozenset[str]:
-        """The subjects of a finding that it matches; "" stands for those of a finding that has none."""
+        """Return the matching subjects of a finding; {""} for a finding without subjects."""
         path = finding.location.path if finding.location else ""
         if finding.code not in self.codes or not fnmatchcase(path, self.file):
             return frozenset()
@@ -75,14 +75,14 @@ class Suppression:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What was found, sorted by whether it counts.
+    """Findings, split into counted, ignored and accepted.
 
     Attributes:
-        kept: What counts.
-        ignored: The codes of findings whose rules are ignored or not selected.
-        accepted: What is suppressed, or known from the baseline.
-        loose: The suppressions that matched nothing, or not all of any finding, each in a sentence.
-        gone: A sentence on what the baseline has and this does not; empty where there is none.
+        kept: Findings that count.
+        ignored: Codes of findings whose rules are ignored or not selected.
+        accepted: Findings that are suppressed, or known from the baseline.
+        loose: One sentence per suppression or source comment that suppressed no finding.
+        gone: Sentences on a baseline of another target, and on baseline findings not found again.
     """
 
     kept: tuple[Finding, ...]
@@ -92,7 +92,7 @@ class Selection:
     gone: tuple[str, ...] = ()
 
     def complete(self, report: Report) -> Report:
-        """The report with these findings; what was not found is told where every check was made."""
+        """Return the report with the selection; add notes if every check was made."""
         report = replace(report, findings=self.kept, ignored=self.ignored, accepted=self.accepted)
         if report.error is not None or report.not_made or not (self.loose or self.gone):
             return report
@@ -109,19 +109,19 @@ def sort_out(
     suppress: Sequence[Suppression] = (),
     baseline: Report | None = None,
 ) -> Selection:
-    """Sort findings by whether they count.
+    """Split findings into counted, ignored and accepted.
 
-    A finding is suppressed if each of its subjects is matched by a suppression of its code, or if its line in the file
-    has a comment `# ddpcheck: ignore[CODE] reason`. It is known if the baseline has each of its subjects in the same
-    file, under the same code, and as severe.
+    A finding is suppressed if suppressions of its code match every subject, or if its source line has a comment
+    `# ddpcheck: ignore[CODE] reason`. A finding is known if the baseline has every subject in the same file with the
+    same code, at least as severe.
 
     Args:
-        findings: All that were made.
-        target: What was checked, as the user spelled it.
-        select: Codes, prefixes or names of the rules to report; all when empty.
-        ignore: Those not to report.
-        suppress: What is accepted.
-        baseline: An earlier report, whose findings are known.
+        findings: All findings.
+        target: The target, as spelled by the user.
+        select: Codes, prefixes or names of the rules to report; all if empty.
+        ignore: Codes, prefixes or names of the rules to ignore.
+        suppress: Suppressions.
+        baseline: Earlier report with known findings.
     """
     chosen = select_findings(findings, select=select, ignore=ignore)
     own = [one for one in suppress if one.applies_to(target)]
@@ -147,7 +147,7 @@ def sort_out(
 
 
 def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
-    """Return the reason of `# ddpcheck: ignore[CODE] reason` at the line of a finding; else why it is not applied."""
+    """Return (reason, "") of an ignore comment, or ("", why not applied)."""
     place = finding.location
     excerpt = next(iter(excerpts_of([place], folder_of(target))), None)
     comment = _COMMENT.search(excerpt.lines[place.line - excerpt.first]) if place and excerpt else None
@@ -166,12 +166,12 @@ def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
 
 
 def is_any_selected(codes: Iterable[str], *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
-    """Whether any rule with one of these codes is selected, and not ignored."""
+    """Check if any rule with one of the codes is selected and not ignored."""
     return any(is_selected(code, select, ignore) for code in codes)
 
 
 def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
-    """A sentence on a suppression that suppressed nothing; empty where it did."""
+    """Return a sentence on a suppression without effect, or ""."""
     matched = [finding for finding in findings if suppression.matched(finding)]
     if not matched:
         return f"the suppression of {suppression} matched no finding of this check"
@@ -186,12 +186,12 @@ def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence
 
 
 def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
-    """Code, file and subjects: the same for the same fault where lines have moved and numbers are others."""
+    """Return code, file and subjects: stable if lines or numbers change."""
     return finding.code, finding.location.path if finding.location else "", finding.subjects
 
 
 def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
-    """The marks of findings, each with the rank of the worst severity that it was told with."""
+    """Map the marks of findings to the rank of the worst severity."""
     found: dict[Mark, int] = {}
     for finding in findings:
         code, path, subjects = fingerprint(finding)
@@ -202,12 +202,12 @@ def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
-    """Whether each of its marks is among those `known`, as severe or more."""
+    """Check if `known` has every mark of a finding, at least as severe."""
     return all(known.get(mark, 99) <= rank for mark, rank in marks([finding]).items())
 
 
 def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Sequence[str]) -> Iterable[str]:
-    """Sentences on a baseline that does not fit what was found."""
+    """Yield sentences on a baseline that does not match the findings."""
     if baseline.target != target:
         yield f"the baseline was made of {baseline.target}"
     fixed = not_found(baseline.findings, findings, hidden)
@@ -218,6 +218,6 @@ def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Se
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
-    """Those of `before` of which nothing is among `now`, without codes that are `hidden`, of which nobody knows."""
+    """Return the findings of `before` with no mark in `now`, except `hidden` codes."""
     found = marks(now)
     return tuple(one for one in before if one.code not in hidden and not any(mark in found for mark in marks([one])))

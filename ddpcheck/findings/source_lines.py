@@ -1,6 +1,6 @@
-"""From a parameter or a module to the line of the user's code that made it, and from a stack to the line to show.
+"""Find the user's line that made a parameter or module, or in a stack.
 
-Torch is only touched inside `record_origins`, so that everyone can use the frame helpers.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LIBRARY_FOLDERS = tuple(
 
 
 def relative_path(path: str) -> str:
-    """`path` relative to the working folder, else to the folder of installed packages, else its last part."""
+    """Return `path` relative to the working or site-packages folder, else its last part."""
     global _working_folder
     try:
         _working_folder = os.getcwd()
-    except OSError:  # the script has deleted it: the last one that was there
+    except OSError:  # deleted by the script: use the last known folder
         pass
     return _relative_path(path, _working_folder)
 
@@ -71,7 +71,7 @@ _REAL_STDLIB = os.path.realpath(_STDLIB) + os.sep
 
 @functools.cache
 def is_user_file(name: str) -> bool:
-    """Whether the source file `name` belongs neither to torch or pytest, nor to Python itself, nor to ddpcheck."""
+    """Check if a source file is not part of torch, pytest, Python or ddpcheck."""
     if not name or name.startswith(("<", OWN_FOLDER)):
         return False
     parts = name.replace("\\", "/").split("/")
@@ -82,13 +82,13 @@ def is_user_file(name: str) -> bool:
 
 
 def user_location(frame: FrameType | None = None) -> Location | None:
-    """The innermost line on the stack that belongs neither to torch, nor to Python itself, nor to ddpcheck."""
+    """Return the innermost stack line outside torch, Python and ddpcheck, or None."""
     found = user_frame(frame or sys._getframe(1))
     return None if found is None else location_of(found)
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
-    """The frame of the line that `user_location` gives; `over_packages`: passing over them or not, whatever it does."""
+    """Return the frame of `user_location`; `over_packages` overrides `pass_over_packages`."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
@@ -102,20 +102,20 @@ def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) ->
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, and those that lead to it: from the innermost on."""
+    """Yield a frame and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def location_of(frame: FrameType) -> Location:
-    """The line at which a frame is."""
+    """Return the current line of a frame."""
     return Location(relative_path(frame.f_code.co_filename), frame.f_lineno)
 
 
 def lines_of_program(frame: FrameType) -> tuple[str, ...]:
-    """The lines on the stack that belong to the user's own program, as "path:line", innermost first."""
-    lines: list[str] = []  # no generators: this runs in each step
+    """Return the stack lines of the user's program as "path:line", innermost first."""
+    lines: list[str] = []  # no generators: runs in every step
     current: FrameType | None = frame
     while current is not None and len(lines) < _MOST_LINES:
         file = current.f_code.co_filename
@@ -126,13 +126,13 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
 
 
 def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
-    """The line that `user_location` gives, "" for none, and those of `lines_of_program`; by one walk, where it can."""
+    """Return `user_location` (or "") and `lines_of_program`, in one walk if possible."""
     lines = lines_of_program(frame)
     return lines[0] if lines and _passes_over_packages else str(user_location(frame) or ""), lines
 
 
 def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """The line of a stack below which another one has come to another line; innermost first."""
+    """Return the outermost line that differs between two stacks (innermost first), or ""."""
     same = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lines[::-1], others[::-1], strict=False))
     )
@@ -145,33 +145,33 @@ def _line(file: str, number: int) -> str:
 
 
 def file_of(line: str) -> str:
-    """The file of a line, as this process has shown it."""
+    """Return the file of a line that this process has shown."""
     return _files[line.rpartition(":")[0]]
 
 
-_files: dict[str, str] = {}  # by how they are shown
+_files: dict[str, str] = {}  # by shown path
 _MOST_LINES = 16  # of a stack
 
 
 def variables_of(frame: FrameType) -> dict[str, object]:
-    """The local variables of a frame, which are not kept alive by asking for them.
+    """Return the local variables of a frame without extending their lifetime.
 
-    Before Python 3.13 (PEP 667), a frame of a function keeps the dictionary that it makes of them until it returns; and
-    after a call of a profile or trace function, takes its variables from there, so that it is left as it is then.
+    Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, and reads
+    variables back after a call of a profile or trace function: the dictionary is not cleared if one is set.
     """
     held = frame.f_locals
     variables = dict(held)
     of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
-    if of_function and type(held) is dict and sys.getrefcount(held) <= _ONLY_THE_FRAME:  # else the program holds it too
+    if of_function and type(held) is dict and sys.getrefcount(held) <= _ONLY_THE_FRAME:  # else the program refers to it
         held.clear()
     return variables
 
 
-_ONLY_THE_FRAME = 3  # references: of the frame, of `held`, and of the argument of `getrefcount`
+_ONLY_THE_FRAME = 3  # references: the frame, `held`, and the argument of `getrefcount`
 
 
 def is_called_by_a_package() -> bool:
-    """Whether the innermost frame of that kind is one of an installed package, and not of the user's program."""
+    """Check if the innermost user frame belongs to an installed package."""
     files = (frame.f_code.co_filename for frame in frames_from(sys._getframe(1)))
     return is_installed(next(filter(is_user_file, files), ""))
 
@@ -180,9 +180,9 @@ _passes_over_packages = False
 
 
 def pass_over_packages() -> None:
-    """From now on, the line of the user is that of the program, and not of a framework that it calls, if there is one.
+    """Prefer lines of the user's program to lines of installed packages from now on.
 
-    For a script in a trainer that somebody else wrote: two barriers of a framework are told apart by their callers.
+    For scripts that call a trainer of a framework: barriers of the framework are distinguished by their callers.
     """
     global _passes_over_packages
     _passes_over_packages = True
@@ -190,29 +190,29 @@ def pass_over_packages() -> None:
 
 @functools.cache
 def is_installed(path: str) -> bool:
-    """Whether a file belongs to an installed package, and so not to the user's own program."""
+    """Check if a file belongs to an installed package."""
     return not {"site-packages", "dist-packages"}.isdisjoint(path.replace("\\", "/").split("/"))
 
 
 @functools.cache
 def is_of_program(path: str) -> bool:
-    """Whether a file belongs to the user's own program."""
+    """Check if a file belongs to the user's own program."""
     return is_user_file(path) and not is_installed(path)
 
 
 def file_of_module(module: Any) -> str:
-    """The source file of a module; "" where it has none. One that is loaded when it is asked for more is not asked."""
+    """Return the source file of a module, or ""; does not load lazy modules."""
     file = getattr(module, "__dict__", {}).get("__file__")
     return file if isinstance(file, str) else ""
 
 
 def file_of_class(kind: type) -> str:
-    """The source file of the module of a class; "" where it has none."""
+    """Return the source file of the module of a class, or ""."""
     return file_of_module(sys.modules.get(kind.__module__))
 
 
 def code_of(function: Any) -> CodeType | None:
-    """The code that a function runs, or the function of a partial one; `None` for one without code."""
+    """Return the code object of a function or `functools.partial`, or None."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -220,13 +220,13 @@ def code_of(function: Any) -> CodeType | None:
 
 
 def defined_at(function: Any) -> Location | None:
-    """The line at which the definition of a function begins, with its decorators; `None` for one without code."""
+    """Return the first line of a function definition with its decorators, or None."""
     code = code_of(function)
     return Location(relative_path(code.co_filename), code.co_firstlineno) if code is not None else None
 
 
 def exception_location(error: BaseException) -> Location | None:
-    """The innermost line of the user's code in the traceback of `error`, by the same measure as `user_location`."""
+    """Return the innermost user line in a traceback, chosen as in `user_location`."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return Location(relative_path(error.filename), error.lineno)
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -239,12 +239,12 @@ def exception_location(error: BaseException) -> Location | None:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` as text, without frames of ddpcheck, its paths relative where they can be."""
+    """Return the traceback as text with relative paths, without frames of ddpcheck."""
     return _formatted(error, hidden=(OWN_FOLDER, "<frozen importlib"))
 
 
 def whole_traceback(error: BaseException) -> str:
-    """The same with every frame."""
+    """Return the traceback as text with relative paths and all frames."""
     return _formatted(error, hidden=())
 
 
@@ -265,12 +265,12 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
 
 
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
-    """The line that assigns the attribute or global variable in which an unregistered tensor is found.
+    """Return the line that assigns the attribute or global of an unregistered tensor.
 
     Args:
-        module: Whose attribute it is.
-        name: The tensor's path from there, as `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors` writes it.
-        beside: A function among whose globals the variable is, where the module has no such attribute.
+        module: Module with the attribute.
+        name: Path of the tensor from `module`, as in `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors`.
+        beside: Function whose globals have the variable, if `module` has no such attribute.
     """
     holder = module
     first, *rest = re.split(r"[.\[]", name)
@@ -284,12 +284,12 @@ def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Loc
 
 
 def making_of(module: nn.Module, name: str) -> Location | None:
-    """The line that assigns the parameter, buffer or layer `name`, else that of the nearest module around it."""
+    """Return the line that assigns `name`, else the nearest enclosing module."""
     return assignment_in_classes(classes_of_program(module), name)
 
 
 def classes_of_program(module: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
-    """By path of each part that is of a class of the user's, or of one that stems from it: file and name of these."""
+    """Map submodule paths to (file, qualified name) of their user-defined classes."""
     found = {path: _classes_of(part) for path, part in module.named_modules()}
     return {path: classes for path, classes in found.items() if classes}
 
@@ -300,7 +300,7 @@ def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
-    """As `making_of`, of a module in another process, with its `classes_of_program`."""
+    """Return `making_of` for a module of another process, from its `classes_of_program`."""
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
@@ -311,7 +311,7 @@ def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name
 
 
 def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | None:
-    """The assignment of `self.attribute` in the class that has the qualified name `kind`."""
+    """Return the line that assigns `self.attribute` in the class with qualified name `kind`."""
     node: ast.AST | None = parsed_source(file)
     for part in kind.replace(".<locals>", "").split("."):
         if node is not None:
@@ -321,10 +321,10 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
 
 
 def last_assignment(at: Location, name: str) -> Location | None:
-    """The line that has last assigned the variable `name` before the line `at`, in the function that has that line.
+    """Return the last line up to `at` that assigns `name` in the same function.
 
-    Of "data.classes", what assigns an attribute of that name in the file, else the variable that it begins with. Of an
-    argument, or an attribute that a constructor is given, the one line that computes it for a call by that name.
+    For "data.classes": the line that assigns such an attribute in the file, else the variable `data`. For an argument,
+    or an attribute set from one: the only line that computes the keyword argument of the same name for a call.
     """
     tree = parsed_source(_files.get(at.path, at.path))
     first, *attributes = name.split(".")
@@ -349,7 +349,7 @@ def last_assignment(at: Location, name: str) -> Location | None:
 
 @functools.cache
 def computed_for(tree: ast.AST, name: str) -> int | None:
-    """The one line of a call that is given an argument by this name, and what is more than a variable or a number."""
+    """Return the only line that computes a value for the keyword argument `name`."""
     plain = (ast.Name, ast.Attribute, ast.Constant)
     found = {
         one.value.lineno
@@ -362,7 +362,7 @@ def computed_for(tree: ast.AST, name: str) -> int | None:
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
-    """The first line that calls a function of one of these names, in `files` (by the path that is shown)."""
+    """Return the first call of a function in `names`; `files` by shown path."""
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
@@ -371,7 +371,7 @@ def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
 
 
 def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
-    """The lines of `files` that raise SystemExit; those that call `sys.exit` are known otherwise."""
+    """Return the lines of `files` that raise SystemExit, without calls of `sys.exit`."""
     found = []
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
@@ -382,7 +382,7 @@ def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
 
 @functools.cache
 def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
-    """What is assigned in `tree`, each name with its line; not what a class declares, of which no variable is made."""
+    """Return (line, name) of each assignment, without class attributes and bare annotations."""
     declared = {
         target
         for node in ast.walk(tree)
@@ -398,7 +398,7 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def parsed_source(file: str) -> ast.Module:
-    """The tree of a file; an empty one where it is no Python."""
+    """Return the AST of a file; empty if not valid Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -406,14 +406,14 @@ def parsed_source(file: str) -> ast.Module:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns, or an assignment in an expression does."""
+    """Return the targets of an assignment statement or expression, else []."""
     if isinstance(node, ast.Assign):
         return node.targets
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else []
 
 
 def _assigned(nodes: Iterable[ast.AST], wanted: str, path: str) -> Location | None:
-    """The line of the first of these nodes that assigns `wanted`."""
+    """Return the line of the first node that assigns `wanted`."""
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and wanted in map(ast.unparse, targets_of(node)):
             return Location(relative_path(path), node.lineno)

@@ -1,4 +1,4 @@
-"""Stacks of ranks: from what `faulthandler` writes to frames, what the rank does, and whether it waits for others."""
+"""Parse `faulthandler` stacks of ranks, and detect ranks that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}|\?\?\?),? 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One line of a Python stack."""
+    """Frame of a Python stack."""
 
     file: str
     line: int
@@ -25,9 +25,9 @@ class Frame:
 
 
 def own_stack(dump: str) -> tuple[Frame, ...]:
-    """Return the user's part of the stack in what `faulthandler` wrote, most recent call first.
+    """Return the user's frames in a `faulthandler` dump, most recent call first.
 
-    It is the thread that ddpcheck's own loop runs in, else the one that wrote it, without frames of ddpcheck.
+    Uses the thread of ddpcheck's loop, else the thread that wrote the dump, without frames of ddpcheck.
     """
     best: tuple[Frame, ...] = ()
     for block in _threads(dump):
@@ -41,26 +41,26 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
 
 
 def of_main_thread(dump: str) -> str:
-    """What another thread has had `faulthandler` write, as the main thread would have written it.
+    """Return the main thread of a dump, relabelled as the current thread.
 
-    Threads are written from the newest to the oldest, which is the main one.
+    Threads are listed from newest to oldest; the oldest is the main thread.
     """
     blocks = [block for block in _threads(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
 
 def has_no_python_left(dump: str) -> bool:
-    """Whether the thread that wrote a dump has no Python code to return to, as where the interpreter ends."""
+    """Check if the thread that wrote a dump has no Python frames (interpreter shutdown)."""
     return any(block.lstrip().startswith("Current thread") and not frames_of(block) for block in _threads(dump))
 
 
 def has_other_threads(dump: str) -> bool:
-    """Whether there is another Python thread than the one of ddpcheck's loop. A timer has library code alone."""
+    """Check for Python threads besides ddpcheck's loop, even with library frames only (timers)."""
     return any(frames and _loop_at(frames) is None for frames in map(frames_of, _threads(dump)))
 
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
-    """The stacks of other threads than the one that wrote a dump, in which the program runs, without our frames."""
+    """Return the stacks of other threads that run the program, without ddpcheck frames."""
     others = (frames_of(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
     of_program = (stack for stack in others if any(is_of_program(frame.file) for frame in stack))
     return [tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER)) for stack in of_program]
@@ -71,7 +71,7 @@ def _threads(dump: str) -> list[str]:
 
 
 def frames_of(block: str) -> tuple[Frame, ...]:
-    """The frames of a stack as `faulthandler` or `traceback` writes it, in that order."""
+    """Parse the frames of a `faulthandler` or `traceback` stack, in the same order."""
     return tuple(
         Frame(match["file"], int(match["line"]) if match["line"] != "???" else 0, match["name"])
         for match in map(_FRAME.match, block.splitlines())
@@ -80,7 +80,7 @@ def frames_of(block: str) -> tuple[Frame, ...]:
 
 
 def _loop_at(frames: Sequence[Frame]) -> int | None:
-    """Where in a stack ddpcheck's own loop begins."""
+    """Return the index in a stack where ddpcheck's own loop begins, or None."""
     ours = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
     return next((at for at, frame in enumerate(frames) if ours[at] and frame.name in _LOOP), None)
 
@@ -94,7 +94,7 @@ def format_stack(frames: Sequence[Frame]) -> str:
 
 
 def collective_of(frames: Sequence[Frame]) -> str:
-    """Return which function of `torch.distributed` the stack waits in, with the place of the call; `""` if none."""
+    """Return the `torch.distributed` function in the stack with its caller; `""` if none."""
     name = ""
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
@@ -105,21 +105,21 @@ def collective_of(frames: Sequence[Frame]) -> str:
 
 
 def traceback_stack(text: str) -> tuple[Frame, ...]:
-    """The stack of the last traceback in a text, most recent call first."""
+    """Return the frames of the last traceback in a text, most recent call first."""
     return frames_of(text.rpartition("(most recent call last)")[2])[::-1]
 
 
 def collectives_of_threads(dump: str) -> list[str]:
-    """The collectives that threads beside the one that wrote a dump are in, each with its line if the program has one.
+    """Return the collectives of all threads except the writer of the dump.
 
-    Threads of torch's own count as well: that of `async_save` runs no line of the program.
+    Includes threads of torch: the thread of `async_save` runs no line of the program.
     """
     others = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
     return [call for block in others if (call := collective_of(frames_of(block)))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:
-    """The lines of the user's program in a dump of `faulthandler` or in a traceback, innermost first."""
+    """Return the program's lines in a `faulthandler` dump or traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
     frames = traceback_stack(text) if is_traceback else own_stack(text)
     return tuple(_where(frame) for frame in frames if is_of_program(frame.file))
@@ -129,7 +129,7 @@ CONSTRUCTOR = "the constructor of DistributedDataParallel"
 FORWARD = "the forward of DistributedDataParallel"
 BACKWARD = "backward"
 WORKERS = "the wait for a worker of its data loader"
-_REGIONS = (  # of torch, in which a rank may wait for others without calling a collective itself
+_REGIONS = (  # torch functions where a rank may wait for other ranks without calling a collective
     ("nn/parallel/distributed.py", "__init__", CONSTRUCTOR),
     ("nn/parallel/distributed.py", "forward", FORWARD),
     ("autograd/graph.py", "_engine_run_backward", BACKWARD),
@@ -138,7 +138,7 @@ _REGIONS = (  # of torch, in which a rank may wait for others without calling a 
 
 
 def region_of(frames: Sequence[Frame]) -> str:
-    """Return which part of DDP's work the stack is in, in words; `""` if none."""
+    """Return the phase of DDP in the stack, in words; `""` if none."""
     for frame in frames:
         for file, name, words in _REGIONS:
             if frame.name == name and frame.file.replace("\\", "/").endswith(f"torch/{file}"):
@@ -146,7 +146,7 @@ def region_of(frames: Sequence[Frame]) -> str:
     return ""
 
 
-_WAITING = (  # innermost Python frames of ranks that wait for others in C++; `None`: any function of the file
+_WAITING = (  # innermost Python frames of ranks that wait in C++; `None`: any function of the file
     ("torch/distributed/distributed_c10d.py", None),
     ("torch/distributed/_functional_collectives.py", None),
     ("torch/distributed/utils.py", None),
@@ -156,7 +156,7 @@ _WAITING = (  # innermost Python frames of ranks that wait for others in C++; `N
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether a stack ends where torch may wait for other ranks, rather than in code that has work of its own."""
+    """Check if the innermost frame is torch code that may wait for ranks."""
     return bool(frames) and any(
         f"/{frames[0].file}".replace("\\", "/").endswith(f"/{file}") and name in (None, frames[0].name)
         for file, name in _WAITING
@@ -167,9 +167,9 @@ _LOCKS = ("threading.py", "queue.py")
 
 
 def lock_waited_for(frames: Sequence[Frame]) -> str:
-    """Which function of Python's threads a stack waits in, with the line that has called it; "" for none.
+    """Return the blocking `threading` or `queue` call of a stack; "" if none.
 
-    What waits there goes on when another thread of its process has it go on.
+    The wait ends when another thread of the same process releases it.
     """
     own = next((at for at, frame in enumerate(frames) if is_user_file(frame.file)), 0)
     if not own or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:own]):
@@ -181,14 +181,14 @@ _PICKLING = ("_object_to_tensor", "_tensor_to_object")
 
 
 def pickles(frames: Sequence[Frame]) -> bool:
-    """Whether a stack is in a collective of objects, which it pickles: that is work, and may be code of the user's."""
+    """Check if a stack is pickling for an object collective (may run user code)."""
     return any(frame.name in _PICKLING and frame.file.endswith("distributed_c10d.py") for frame in frames)
 
 
 def work_waited_for(dump: str) -> str:
-    """Which `wait()` for an asynchronous collective, as ddpcheck records it, the thread that wrote a dump is in; or "".
+    """Return the recorded `wait()` for an asynchronous collective in a dump, or "".
 
-    C++ leaves no frame for it: the innermost one is ddpcheck's own.
+    C++ adds no Python frame: the innermost frame is ddpcheck's.
     """
     for block in _threads(dump):
         if block.lstrip().startswith("Current thread") and (frames := frames_of(block)):
@@ -204,9 +204,9 @@ _BLOCKING = re.compile(r"\.(wait|item|cpu|tolist|numpy|synchronize)\(")
 
 
 def waits_for_result(frames: Sequence[Frame]) -> bool:
-    """Whether a stack ends in a line that blocks until what was begun before has ended: `work.wait()`, `loss.item()`.
+    """Check if the innermost line blocks on earlier work: `work.wait()`, `loss.item()`.
 
-    C++ leaves no frame for these calls, so that the text of the line has to tell; False where it is not here.
+    C++ adds no Python frame for these calls, so the source line is searched; False if the file is missing.
     """
     try:
         line = ["", *read_source(frames[0].file).splitlines()][frames[0].line]
@@ -216,18 +216,18 @@ def waits_for_result(frames: Sequence[Frame]) -> bool:
 
 
 def is_waiting(failure: RankFailure) -> bool:
-    """Whether a stuck rank waits for others, as far as its collective and its stack tell."""
+    """Check if a stuck rank waits for other ranks, by its collective and stack."""
     return bool(failure.collective) or waits_for_others(frames_of(failure.stack))
 
 
 def place_of(frames: Sequence[Frame]) -> str:
-    """Return the innermost line of the user's own code, `""` if there is none."""
+    """Return function and line of the innermost user frame, else any frame, or `""`."""
     users = [frame for frame in frames if is_user_file(frame.file)]
     return next((f"{frame.name} at {_where(frame)}" for frame in (*users, *frames)), "")
 
 
 def location_of(frames: Sequence[Frame]) -> str:
-    """Return the innermost line of the user's own code as "path:line", `""` if there is none."""
+    """Return the innermost line of user code as "path:line", `""` if none."""
     return next((_where(frame) for frame in frames if is_user_file(frame.file)), "")
 
 

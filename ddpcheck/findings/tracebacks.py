@@ -1,12 +1,11 @@
-"""Exceptions of a target: whether ddpcheck is to blame, what torch has carried from another process, and their text.
+"""Exceptions of a target: fault, exceptions of workers, and traceback text.
 
-The origin: what counts is the innermost frame of the traceback that belongs to neither torch nor Python. In a hook or a
-mode of ddpcheck it is ours, although the target's code called; in the target's code, or in ours while it calls the
-target or torch as a training loop would (`for_target`), it is the target's; and so is what a public function of
-ddpcheck says to a target that calls it, and what the handler of a signal raises, wherever it interrupts.
+Fault: the innermost frame that belongs to neither torch nor Python decides. Frames of ddpcheck hooks and modes count as
+ddpcheck's, even if called by the target. Frames of the target, of functions marked `for_target` and of signal handlers
+count as the target's, as do errors that a public function of ddpcheck raises to the target.
 
-From a worker of a loader, or from a thread, `torch._utils.ExceptionWrapper` raises another exception of the same class
-at the line that waited, whose text holds the traceback of the first: "Caught KeyError in DataLoader worker process 0.",
+`torch._utils.ExceptionWrapper` re-raises an exception of a data loader worker or thread at the line that waited: an
+exception of the same class, whose text has the original traceback: "Caught KeyError in DataLoader worker process 0.",
 "Original Traceback (most recent call last):" and so on.
 """
 
@@ -30,27 +29,27 @@ from ddpcheck.findings.stacks import frames_of, location_of
 from ddpcheck.findings.wording import counted, join_names
 
 BUG = "this is a bug in ddpcheck"
-_LONGEST = 150  # characters of a message of somebody else's
+_LONGEST = 150  # characters of a foreign message
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_passing_on: set[CodeType] = {ddpcheck.__getattr__.__code__}  # a name that the package has not: whoever asked for it
+_passing_on: set[CodeType] = {ddpcheck.__getattr__.__code__}  # unknown attributes are the caller's error
 _for_target: set[CodeType] = set()
 
 
 def passes_on(function: _Function) -> _Function:
-    """Mark a function of ddpcheck that stands in torch's place and hands calls on: its frames count as torch's."""
+    """Mark a ddpcheck function that forwards calls: its frames count as torch's."""
     _passing_on.add(function.__code__)
     return function
 
 
 def for_target(function: _Function) -> _Function:
-    """Mark a function that calls the target, or torch as a training loop would: its frames count as the target's."""
+    """Mark a function that runs the target: its frames count as the target's."""
     _for_target.add(function.__code__)
     return function
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether `error`, or one that it was raised in the handling of, is a bug of ddpcheck."""
+    """Check if `error`, or an exception in its chain, is a bug of ddpcheck."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -66,30 +65,30 @@ def is_ours(error: BaseException) -> bool:
 
 
 def is_of_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal has raised `error`, as a loader's does whose worker was killed."""
+    """Check if a signal handler raised `error`, as for a killed data loader worker."""
     handlers = _code_of_handlers()
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _code_of_handlers() -> set[CodeType]:
-    """The functions other than ours that handle signals in this process."""
+    """Return the code of signal handlers in this process, without ddpcheck's."""
     functions = (getattr(handler, "__func__", handler) for handler in map(signal.getsignal, signal.valid_signals()))
     code = (function.__code__ for function in functions if isinstance(function, FunctionType))
     return {one for one in code if not one.co_filename.startswith(OWN_FOLDER)}
 
 
 def is_misuse(error: DDPCheckError) -> bool:
-    """Whether the target has called a public function of ddpcheck that refused; a wrong recipe is not that."""
+    """Check if a public ddpcheck function raised `error` to the target (except `Recipe`)."""
     run = _innermost_run(error)
     return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 
 
 def as_bug(error: BaseException, place: str = "") -> BugError:
-    """A bug of ddpcheck as an error that asks to report it, with the whole traceback.
+    """Wrap a bug of ddpcheck in a `BugError` with the full traceback.
 
     Args:
-        error: Whatever was raised.
-        place: What was being done, in the words of `ddpcheck.rank.set_status`.
+        error: The exception.
+        place: Current status, as in `ddpcheck.rank.set_status`.
     """
     if isinstance(error, BugError):
         return error
@@ -108,7 +107,7 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
 
 
 def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
-    """Our frames at the end of the traceback, outermost first, with lines; empty where its end is the target's."""
+    """Return the ddpcheck frames (with lines) that end the traceback, outermost first."""
     run: list[tuple[FrameType, int]] = []
     handlers = _code_of_handlers()
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -121,33 +120,33 @@ def _innermost_run(error: BaseException) -> Sequence[tuple[FrameType, int]]:
 
 
 def _is_asked_for(entry: FrameType) -> bool:
-    """Whether the frame at which a traceback enters ddpcheck is that of something public."""
+    """Check if the frame where a traceback enters ddpcheck is public API."""
     module = str(entry.f_globals.get("__name__", ""))
     return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
 
 
 _RAISES_AGAIN = "ExceptionWrapper.reraise"
-_ORIGINAL_HEAD = re.compile(  # not one that a message of the user's holds
+_ORIGINAL_HEAD = re.compile(  # does not match tracebacks inside a user's message
     r"(?:^Original |(?:direct cause of the following exception|another exception occurred):\n\n)"
     r"Traceback \(most recent call last\):\n",
     re.MULTILINE,
 )
 _SAID = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
-_OF_MAIN = ("__mp_main__.", "__main__.")  # how a worker that was spawned calls the script, and one that was forked
+_OF_MAIN = ("__mp_main__.", "__main__.")  # module of the script in a spawned worker, and in a forked worker
 
 
 @dataclass(frozen=True, slots=True)
 class OriginalException:
-    """What was raised first."""
+    """Original exception of a worker or thread."""
 
-    type: str  # the name of its class
-    text: str  # its message
-    location: Location | None  # the innermost line of the user's code in its traceback; `None` where there is none
-    where: str  # in which worker or thread, in torch's words: "in DataLoader worker process 0"
+    type: str  # name of the class
+    text: str  # message
+    location: Location | None  # innermost line of user code in the traceback, if any
+    where: str  # worker or thread, in torch's words: "in DataLoader worker process 0"
 
 
 def original_of(error: BaseException) -> OriginalException | None:
-    """The exception that `error` was made of in another process or thread; `None` for any other."""
+    """Return the exception that `ExceptionWrapper` carried over, or None if not re-raised."""
     codes = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
     if codes[-1:] != [_RAISES_AGAIN] or not isinstance(error, Exception):
         return None
@@ -156,7 +155,7 @@ def original_of(error: BaseException) -> OriginalException | None:
     except Exception:
         return None
     heads = [head.end() for head in _ORIGINAL_HEAD.finditer(text)]
-    last = text[heads[-1] :] if heads else ""  # of a cause and its consequence, the consequence
+    last = text[heads[-1] :] if heads else ""  # the last exception of a chain
     said = re.search(r"^\S", last, re.MULTILINE)
     match = _SAID.match(last[said.start() :].rstrip()) if said is not None else None
     if match is None or said is None:
@@ -173,19 +172,19 @@ _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)")
 _OF_PYTHON = re.compile(r"(^|/)lib/python3\.\d+t?/|^<frozen |^(importlib|multiprocessing|concurrent|asyncio|unittest)/")
 _FOLDED = ("torch", "ddpcheck", "_pytest", "pluggy", "cloudpickle")
-_LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # of Python, as they are told without a folder
+_LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # Python files that are shown without a folder
 
 
 def fold_traceback(text: str) -> str:
-    """A traceback, or a text with some in it, with each run of frames of torch, of Python and of ddpcheck as one line.
+    """Fold each run of torch, Python and ddpcheck frames into one line.
 
-    A traceback that has no other frame stays as it is. Stacks of `faulthandler` are folded as well.
+    A traceback without user frames is not changed. Stacks of `faulthandler` are folded too.
 
     Args:
-        text: With paths as they are, or relative to the folder of installed packages.
+        text: Text with tracebacks; paths are absolute, or relative to the folder of installed packages.
     """
     lines = text.splitlines()
-    owners: dict[int, str] = {}  # of the frame that each line belongs to; "" is the user
+    owners: dict[int, str] = {}  # owner of the frame by line number; "" is the user
     for number, line in enumerate(lines):
         frame = _FRAME.match(line)
         if frame:
@@ -206,12 +205,12 @@ def fold_traceback(text: str) -> str:
 
 
 def _goes_on(line: str, indent: int) -> bool:
-    """Whether a line is of the frame above it: its source, the marks below that, or how often it repeats."""
+    """Check if a line continues the frame above: source, markers or repeat count."""
     return line.startswith(" " * (indent + 1)) or line.strip().startswith("[Previous line repeated")
 
 
 def _has_users_frames(number: int, owners: dict[int, str]) -> bool:
-    """Whether the traceback that the line `number` belongs to has frames of the user."""
+    """Check if the traceback around the line `number` has user frames."""
     first = last = number
     while first - 1 in owners:
         first -= 1
@@ -221,7 +220,7 @@ def _has_users_frames(number: int, owners: dict[int, str]) -> bool:
 
 
 def _owner(file: str) -> str:
-    """Whose a file is: the name of a package whose frames are folded, Python, or nobody's but the user's."""
+    """Return the owner of a file: a folded package, "Python", or "" (user)."""
     path = file.replace("\\", "/")
     installed = _INSTALLED.search(path)
     package = installed[1] if installed else path.partition("/")[0]

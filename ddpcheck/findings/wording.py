@@ -1,4 +1,4 @@
-"""Ranks, steps and names in words, texts of a length that a person reads, findings with the texts of their rules."""
+"""Format ranks, steps and names, shorten texts, and make findings from rules."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 LONGEST_TRACEBACK = 10_000  # characters
 _LONGEST = 2_000
-_LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by the name of the field
+_LONGEST_OF = {"subjects": 500, "parameter": 500, "detail": 20_000}  # by field name
 
 
 def suggests_names(what: str) -> Callable[[Function], Function]:
-    """Have a function name the argument that an unknown one is like; Python says only that it is unknown."""
+    """Decorate a function to suggest the closest name for an unknown argument."""
 
     def decorate(function: Function) -> Function:
         names = [*inspect.signature(function).parameters]
@@ -48,7 +48,7 @@ def suggests_names(what: str) -> Callable[[Function], Function]:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`; where it has more than `most` characters, its beginning and end, and how much is left out between."""
+    """Return `text`, cut in the middle if longer than `most` characters."""
     left_out = len(text) - most
     if left_out <= 0:
         return text
@@ -57,13 +57,13 @@ def shortened(text: str, most: int) -> str:
 
 
 def limited(value: Value) -> Value:
-    """A report, or anything that such is made of, with every text in it shortened."""
+    """Return a report, or part of a report, with every text shortened."""
     made = _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST)))
     return cast(Value, made)
 
 
 def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
-    """A value with each text in it as `change` makes it of that and of the name of its field."""
+    """Return `value` with `change(text, field name)` applied to every text."""
     if isinstance(value, str):
         return value if isinstance(value, Enum) else change(value, name)
     if isinstance(value, tuple | list):
@@ -82,12 +82,12 @@ _PREFIX = re.compile(r"\b_orig_mod\.|\._orig_mod\b| \(in module _orig_mod\)")
 
 
 def plain_name(text: str) -> str:
-    """A name of a parameter or module, or a text with some in it, without what `torch.compile` puts before them."""
+    """Remove the `_orig_mod` prefix of `torch.compile` from names in a text."""
     return _PREFIX.sub("", text)
 
 
 def without_prefix(finding: Finding) -> Finding:
-    """A finding whose names are those of the code as it is written: `torch.compile(module)` holds it as `_orig_mod`."""
+    """Return the finding without the `_orig_mod` prefix of `torch.compile` in names."""
     made: Finding = _with_texts(
         finding, lambda text, name: plain_module(text) if name == "module" else plain_name(text)
     )
@@ -95,7 +95,7 @@ def without_prefix(finding: Finding) -> Finding:
 
 
 def plain_module(name: str) -> str:
-    """As `plain_name`, of a module, whose name may be nothing else."""
+    """Apply `plain_name` to a module name, which may be just `_orig_mod`."""
     return "" if name == "_orig_mod" else plain_name(name)
 
 
@@ -108,15 +108,15 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 7 and 9", "ranks 3 to 1019 in steps of 8".
+    """Format ranks: "rank 1", "ranks 0 to 7 and 9".
 
-    Of many that follow no such rule, the first ones and how many more there are.
+    Regular: "ranks 3 to 1019 in steps of 8". Long irregular lists are truncated to the first ranks and a count.
     """
     return _format_numbers("rank", ranks)
 
 
 def format_steps(steps: Iterable[int]) -> str:
-    """Steps in words: "step 1", "steps 0 and 2"."""
+    """Format steps: "step 1", "steps 0 and 2"."""
     return _format_numbers("step", steps)
 
 
@@ -140,25 +140,25 @@ def _format_numbers(noun: str, numbers: Iterable[int]) -> str:
 
 
 def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks whose value is not the most common one (of equally common ones: not the one seen first)."""
+    """Return the ranks whose value differs from the most common value (ties: first seen)."""
     common = Counter(values).most_common(1)[0][0]
     return tuple(rank for rank, value in enumerate(values) if value != common)
 
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
-    """The ranks that are in the minority for any of several names (values by rank)."""
+    """Return the ranks in the minority for any name (values by rank)."""
     return sorted({rank for of_name in values for rank in minority_ranks(of_name)})
 
 
 def join_names(names: Sequence[str], *, most: int = 3) -> str:
-    """Names in a sentence, shortened."""
+    """Join names for a sentence, truncated to `most`."""
     if len(names) > most:
         return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Those with the same key together, in the order in which they come."""
+    """Group items by key, in order of first occurrence."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -166,44 +166,44 @@ def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
 
 
 def group_by_value(values: Sequence[Any]) -> tuple[str, ...]:
-    """The values of all ranks, equal ones together: "rank 0: a", "ranks 1 and 2: b"."""
+    """Group ranks by equal values: "rank 0: a", "ranks 1 and 2: b"."""
     groups = group_by(range(len(values)), lambda rank: str(values[rank]))
     return tuple(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Under each name the values of all ranks, as `group_by_value` tells them: "lr: rank 0: 0.1; rank 1: 0.2"."""
+    """Format values by name and rank: "lr: rank 0: 0.1; rank 1: 0.2"."""
     return [f"{name}: {'; '.join(group_by_value(of_name))}" for name, of_name in values.items()]
 
 
 def counted(number: object, noun: str) -> str:
-    """A number of things in words: "1 step", "3 steps", "2 passes", "2 batches"."""
+    """Format a count: "1 step", "3 steps", "2 passes", "2 batches"."""
     return f"{number} {noun}{'' if str(number) == '1' else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def suggestion(word: str, choices: Sequence[str], noun: str) -> str:
-    """What a misspelled `word` was probably meant to be, or what there is, in plural `noun`."""
+    """Suggest the closest choice for a misspelled `word`, or list all choices."""
     close = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the {noun} are {', '.join(choices)}"
 
 
 def plural_verb(of_one: str, of_several: str, subjects: Sequence[object]) -> str:
-    """The form of a verb that goes with so many subjects."""
+    """Return the verb form for the number of subjects."""
     return of_one if len(subjects) == 1 else of_several
 
 
 def capitalized(text: str) -> str:
-    """`text` with a capital first letter, and the rest as it is."""
+    """Capitalize only the first letter of `text`."""
     return text[:1].upper() + text[1:]
 
 
 def printable(text: str, but: str = "") -> str:
-    """`text`, with what cannot be printed written as Python escapes it, `but` for some characters."""
+    """Escape unprintable characters as `repr` does, except characters in `but`."""
     return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 
 def unless_all(numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Ranks or steps as a finding names them: none where they are all of `count`."""
+    """Return ranks or steps for a finding: () if all `count`."""
     return tuple(numbers) if len(numbers) < count else ()
 
 
@@ -213,30 +213,30 @@ PARAMETER_MADE = "parameter made"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of parameters in findings: with all aliases of tied ones, and the lines that made them."""
+    """Parameter names for findings, with aliases of tied parameters and source lines."""
 
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     locations: Mapping[str, Location] = field(default_factory=dict)
 
     def subjects(self, names: Iterable[str]) -> tuple[str, ...]:
-        """`names` with the other names of tied parameters, sorted as registered."""
+        """Return `names` with all aliases of tied parameters, without duplicates."""
         return tuple(dict.fromkeys(alias for name in names for alias in self.aliases.get(name, (name,))))
 
     def location(self, names: Sequence[str]) -> Location | None:
-        """The line that made the first of `names`."""
+        """Return the line of the first of `names` with a known line."""
         return next((self.locations[name] for name in names if name in self.locations), None)
 
     def one_finding(
         self, code: str, names: Sequence[str], message: str, location: Location | None = None, **more: Any
     ) -> list[Finding]:
-        """A finding on parameters, with all their names, at the line that made the first if `location` is unknown."""
+        """Return one finding on parameters; `location` defaults to the first parameter's line."""
         made = self.location(names)
         related = {**more.pop("related", {}), PARAMETER_MADE: made}
         return one_finding(code, self.subjects(names), message, location=location or made, related=related, **more)
 
 
 def format_place(finding: Finding) -> str:
-    """Where and when: "at train.py:3, on rank 1, in step 2"."""
+    """Format line, ranks and steps: "at train.py:3, on rank 1, in step 2"."""
     place = [f"at {finding.location}"] if finding.location else []
     place.append(f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank")
     if finding.steps:
@@ -259,7 +259,7 @@ def make_finding(
     path: ParameterPath | None = None,
     tags: tuple[str, ...] = (),
 ) -> Finding:
-    """A finding with the severity and the advice (`fix`) of its rule, unless others are given; no evidence is empty."""
+    """Return a finding; severity defaults to the rule's, and empty evidence is dropped."""
     return Finding(
         code=code,
         subjects=tuple(subjects),
@@ -280,11 +280,11 @@ def _in_list(make: Callable[_Given, Finding]) -> Callable[_Given, list[Finding]]
     return lambda *given, **named: [make(*given, **named)]
 
 
-one_finding = _in_list(make_finding)  # `make_finding` in a list, as judges return what they find
+one_finding = _in_list(make_finding)  # `make_finding` as a list, the return type of judges
 
 
 def phrase(failure: RankFailure) -> str:
-    """The message of a failure without the rank at its beginning."""
+    """Return the message of a failure without its "rank N" prefix."""
     return failure.message.removeprefix(f"rank {failure.rank} ")
 
 
@@ -292,7 +292,7 @@ _OF_SEVERAL = {"was": "were", "is": "are", "has": "have", "waits": "wait"}
 
 
 def agreeing(phrase: str, ranks: Sequence[int]) -> str:
-    """`phrase` with its verb in the plural where there are several ranks: "was killed by" becomes "were killed by"."""
+    """Put the verb of `phrase` in the plural for several ranks: "was" to "were"."""
     if len(ranks) == 1:
         return phrase
     verb, space, rest = phrase.partition(" ")
@@ -300,6 +300,6 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
 
 
 def told_together(said: Iterable[tuple[int, str]]) -> list[str]:
-    """What each rank does, ranks that do the same together: "rank 0 waits in a", "ranks 1 and 2 have ended"."""
+    """Group ranks by equal text: "ranks 1 and 2 have ended"."""
     groups = {text: [rank for rank, _ in same] for text, same in group_by(said, lambda one: one[1]).items()}
     return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]

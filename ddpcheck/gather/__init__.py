@@ -1,1 +1,1 @@
-"""Gathering evidence, on a rank or in a reference process. All but `patching` imports torch, and nothing judges."""
+"""Gather evidence on ranks or in a reference process, without judging it."""

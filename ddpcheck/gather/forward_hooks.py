@@ -1,4 +1,4 @@
-"""Hooks around the forward pass of any module, also of one that TorchScript has compiled."""
+"""Forward hooks for any module, including TorchScript-compiled modules."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils.hooks import RemovableHandle
 
 
 def before_forward(module: nn.Module, hook: Callable[..., None], *, with_kwargs: bool = False) -> RemovableHandle:
-    """Have `hook` called before each forward pass of `module`, as `nn.Module.register_forward_pre_hook` does.
+    """Register a forward pre-hook on `module`, like `nn.Module.register_forward_pre_hook`.
 
-    `torch.jit.ScriptModule` has put a method that raises in the place of that one (torch/jit/_script.py), and yet calls
-    what is registered, where Python calls it; compiled code calls no hook of the modules in it.
+    `torch.jit.ScriptModule` overrides the method with one that raises (torch/jit/_script.py), but still runs registered
+    hooks when called from Python. Compiled code skips the hooks of its submodules.
     """
     return nn.Module.register_forward_pre_hook(module, hook, with_kwargs=with_kwargs)
 
 
 def after_forward(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Have `hook` called after each forward pass of `module`; for the rest, as `before_forward`."""
+    """Register a forward hook on `module`, like `before_forward`."""
     return nn.Module.register_forward_hook(module, hook)
 
 
 class OutsideOfCompiledCode:
-    """A hook on a part of a model, which code that `torch.compile` makes of the model does not call.
+    """Module hook that is skipped inside code compiled by `torch.compile`.
 
-    Modules are followed from some step on, and may be compiled again after that. torch traces this class, and finds
-    that nothing is done: the code stays one graph, also with `fullgraph=True`.
+    The model may be recompiled after the hooks are registered. torch traces `__call__` and finds nothing to do: no
+    graph break, even with `fullgraph=True`.
     """
 
     def __init__(self, hook: Callable[..., None]) -> None:
@@ -42,7 +42,7 @@ class OutsideOfCompiledCode:
 
 
 class OutsideOfTraining(OutsideOfCompiledCode):
-    """Such a hook, which is not called in training mode with gradients either."""
+    """Hook that is also skipped in training mode with gradients enabled."""
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -54,11 +54,11 @@ class OutsideOfTraining(OutsideOfCompiledCode):
 def scripting_in(
     around: Callable[[object], contextlib.AbstractContextManager[None]], script: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`torch.jit.script`, which compiles code in the context `around(code)`."""
+    """Wrap `torch.jit.script` to compile in the context `around(code)`."""
 
     @functools.wraps(script)
     def scripted(code: Any, *arguments: Any, **named: Any) -> Any:
-        if not arguments:  # names in a class are those of the frame that calls, which is one more away
+        if not arguments:  # names are resolved in the calling frame; this wrapper adds one
             named["_frames_up"] = named.get("_frames_up", 0) + 1
         with around(code):
             return script(code, *arguments, **named)
@@ -68,7 +68,7 @@ def scripting_in(
 
 @contextlib.contextmanager
 def hooks_put_aside(code: object) -> Iterator[None]:
-    """Take hooks of ddpcheck off a module while TorchScript compiles it, which would compile its hooks as well."""
+    """Remove ddpcheck's hooks while TorchScript compiles a module and its hooks."""
     parts = code.modules() if isinstance(code, nn.Module) else ()
     tables = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     ours = [(t, key, hook) for t in tables for key, hook in t.items() if isinstance(hook, OutsideOfCompiledCode)]

@@ -1,7 +1,7 @@
-"""Functions in the place of torch's (or Python's), and the recorders that are called with each call.
+"""Patches of functions in torch (or Python), with recorders called on each call.
 
-A function hands each call on to the original, whose frames count as torch's in a traceback, and whose exceptions pass.
-An error of ours never gets into the code that makes the call: it ends the recorder that has raised it, and no other.
+A patch forwards each call to the original: the original's frames count as torch's in a traceback, and its exceptions
+propagate. A ddpcheck error never reaches the caller; it only disables the recorder that raised it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")  # check lines, of its steps
+OF_A_WRAPPER = ("parameters", "replicas", "reducer", "loop", "loss", "optimizers")  # check lines on wrapped steps
 
 _INHERITED, _RETURNED = object(), object()
 
-CALLER = 2  # frames from what `patched` calls to what calls the replaced function
+CALLER = 2  # frame depth from a `patched` callback to the caller of the replaced function
 
 
 class Recorder:
-    """Records a part of a program until an error in one of its methods, which ends this recorder alone.
+    """Recorder of a part of a program; disabled by its first error.
 
-    From then on (`is_off`) its public methods return empty values. `subjects` are the check lines that depend on it.
+    Once disabled (`is_off`), its public methods return empty values. `subjects` are the check lines that depend on it.
     """
 
     name = ""
@@ -37,7 +37,7 @@ class Recorder:
     is_off = False
 
     def __init_subclass__(cls, subjects: tuple[str, ...] = (), inner: Collection[str] = ()) -> None:
-        """Guard public methods but those of `inner`, which cannot raise, or whose caller handles errors."""
+        """Guard public methods except `inner`, which cannot raise or whose caller handles errors."""
         cls.subjects, cls.name = subjects, cls.__name__
         for name, function in [*vars(cls).items()]:
             if name in inner or (name.startswith("_") and name != "__init__"):
@@ -49,7 +49,7 @@ class Recorder:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:  # that `__init__` has not come to
+        def __getattr__(self, name: str) -> Any:  # attributes that an aborted `__init__` did not set
             if not self.is_off or name.startswith("__"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return _Nothing()
@@ -71,7 +71,7 @@ _EMPTY |= {"Mapping": dict, "Iterator": tuple, "Sequence": tuple}
 
 
 def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard a method: an error in it ends its recorder."""
+    """Wrap a method to disable its recorder on error."""
     returned = str(method.__annotations__.get("return", "")).partition("[")[0]
     nothing = _EMPTY.get(returned, lambda: None)
 
@@ -89,18 +89,18 @@ def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_a_line(error: Exception) -> str:
-    """The class of an error, and the first sentence of what it says."""
+    """Return the class and the first sentence of the message of an error."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0]
 
 
 class OwnErrors:
-    """The receiver of ddpcheck's own errors in calls by torch or a script."""
+    """Handler of ddpcheck's own errors in calls by torch or a script."""
 
-    taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # takes one; else it is raised
+    taken_by: ClassVar[Callable[[Exception, Recorder], object] | None] = None  # error handler; None: raise
 
     @classmethod
     def take(cls, error: Exception, recorder: Recorder) -> None:
-        """Switch a recorder off, or raise an error that is meant for the script: of a signal, or a finding."""
+        """Disable a recorder, or raise an error meant for the script (signal, finding)."""
         if cls.taken_by is None or isinstance(error, DDPCheckError) or is_of_signal(error):
             raise error
         if not recorder.is_off:
@@ -109,7 +109,7 @@ class OwnErrors:
 
 
 def recorder_of(function: Any) -> Recorder:
-    """Return the recorder of a method; a new one for any other function."""
+    """Return the recorder of a method, or a new one for a function."""
     while isinstance(function, functools.partial):
         function = function.func
     found = getattr(function, "__self__", None)
@@ -121,9 +121,9 @@ def recorder_of(function: Any) -> Recorder:
 
 
 def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
-    """Wrap a hook: an error in it ends its recorder."""
+    """Wrap a hook to disable its recorder on error."""
     mine = recorder or recorder_of(function)
-    errors, is_finalizing = OwnErrors, sys.is_finalizing  # the names of a module are gone when the interpreter ends
+    errors, is_finalizing = OwnErrors, sys.is_finalizing  # module globals may be cleared at interpreter exit
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result | None:
         if mine.is_off or is_finalizing():
@@ -138,15 +138,15 @@ def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = Non
 
 
 class Patch(AbstractContextManager[None]):
-    """An attribute that has been replaced: until the end of a `with`, until `undo`, or until the process ends.
+    """Replaced attribute; restored by leaving the `with` block or by `undo`.
 
     Attributes:
-        redo: Puts what was made in the place of the original once more.
-        undo: Puts the original back.
+        redo: Install the replacement again.
+        undo: Restore the original.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the place of the attribute `name` of a module or a class; it `passes_on`."""
+        """Replace attribute `name` of a module or class by `make(original)`, marked with `passes_on`."""
         original = vars(owner).get(name, _INHERITED)
         made = make(getattr(owner, name))
         for function in (made, getattr(made, "fget", None), getattr(made, "fset", None)):
@@ -161,32 +161,32 @@ class Patch(AbstractContextManager[None]):
         self.redo()
 
     def __enter__(self) -> None:
-        """It has been in place since it was made."""
+        """Do nothing: `__init__` has installed the patch."""
 
     def __exit__(self, *_error: object) -> None:
         self.undo()
 
 
 def patched(owner: Any, name: str, around: Callable[..., Any]) -> Patch:
-    """Have each call of a function go with one of `around`, which gets the same arguments.
+    """Call `around` with the same arguments on each call of `owner.name`.
 
-    A plain function is called before the original, and a generator function runs to its `yield` before it, and is sent
-    the result, unless it has returned before; where the original raises, it is closed.
+    A plain function runs before the original. A generator function runs to its `yield` before the original and is then
+    sent the result; if the original raises, the generator is closed.
     """
     return Patch(owner, name, functools.partial(accompanied, around=around))
 
 
 def accompanied(original: Any, around: Callable[..., Any]) -> Any:
-    """`original` as `patched` replaces it."""
-    import torch  # which has been imported where something of it is replaced
+    """Wrap `original` as `patched` does."""
+    import torch  # imported late: this module must not require torch
 
     both, is_compiling, mine = inspect.isgeneratorfunction(around), torch.compiler.is_compiling, recorder_of(around)
-    errors, is_finalizing = OwnErrors, sys.is_finalizing  # here, since most calls of a step come through this frame
+    errors, is_finalizing = OwnErrors, sys.is_finalizing  # locals: this frame is on the hot path
 
     @functools.wraps(original)
     @passes_on
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or mine.is_off or is_finalizing():  # where it is traced, what is compiled is the original
+        if is_compiling() or mine.is_off or is_finalizing():  # while tracing, compile the original
             return original(*args, **kwargs)
         running: Generator[None, Any, None] | None = None
         try:

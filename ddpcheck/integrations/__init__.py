@@ -1,1 +1,1 @@
-"""ddpcheck inside training frameworks: a module for each, which imports it and is imported by nothing but its users."""
+"""Integrations with training frameworks, one optional module for each framework."""

@@ -1,4 +1,4 @@
-"""accelerate: watching the `DistributedDataParallel` of a loop around an `Accelerator`."""
+"""accelerate: watch the `DistributedDataParallel` of a training loop with an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ddpcheck.monitor.watch import Watch
 
 
 def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> AcceleratorWatch:
-    """Watch a training loop around `accelerator`, from here to `close`, or for a `with` block; every rank has to.
+    """Watch a loop until `close` or within a `with` block, on all ranks.
 
-    Micro-batches under `accelerator.accumulate` belong to the optimizer step that they are accumulated for. The watch
-    lives as long as the model, also where `accelerator.unwrap_model` has taken the wrapper away. In a run of one
-    process there is nothing to watch, and the loop runs as it is.
+    Micro-batches under `accelerator.accumulate` count for the optimizer step that uses their gradients. The watch lives
+    as long as the model, even if `accelerator.unwrap_model` removes the wrapper. With one process nothing is watched.
 
     Args:
-        accelerator: That of the loop.
-        model: As `accelerator.prepare` has returned it, or as it was given.
-        **options: Of `ddpcheck.watch`: `on_finding`, `check_consistency_every`, ...
+        accelerator: The `Accelerator` of the loop.
+        model: The model, before or after `accelerator.prepare`.
+        **options: Options of `ddpcheck.watch`: `on_finding`, `check_consistency_every`, ...
 
     Returns:
         The watch, which is a context manager.
 
     Raises:
-        UsageError: There are several processes and the model is not in a `DistributedDataParallel`, which `prepare`
-            wraps it in, or an option is none of its choices.
+        UsageError: There are several processes and `prepare` has not wrapped the model in `DistributedDataParallel`,
+            or an option is invalid.
     """
     if not isinstance(accelerator, Accelerator):
         raise WrongTypeError(f"watch takes the Accelerator first, and then the model; got {type(accelerator).__name__}")
@@ -49,7 +48,7 @@ def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> Acceler
 
 
 class AcceleratorWatch:
-    """The watch of a model under accelerate; without one in a run of one process."""
+    """Watch of a model under accelerate; inactive if there is only one process."""
 
     def __init__(self, watch: Watch | None) -> None:
         self._watch = watch
@@ -62,19 +61,19 @@ class AcceleratorWatch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that has been found so far, the same on every rank."""
+        """Return all findings so far, identical on every rank."""
         return () if self._watch is None else self._watch.findings
 
     @property
     def step(self) -> int:
-        """The number of synchronised backward passes that have ended."""
+        """Return the number of completed backward passes with gradient synchronization."""
         return 0 if self._watch is None else self._watch.step
 
     def compare(self) -> list[Finding]:
-        """Compare modules, parameters and buffers of the ranks now, as `ddpcheck.Watch.compare` does."""
+        """Compare modules, parameters and buffers between ranks, as `ddpcheck.Watch.compare` does."""
         return [] if self._watch is None else self._watch.compare()
 
     def close(self, *, failing: bool = False) -> None:
-        """Leave the model as it was, as `ddpcheck.Watch.close` does; may be called again."""
+        """Detach from the model, as `ddpcheck.Watch.close` does; may be called again."""
         if self._watch is not None:
             self._watch.close(failing=failing)

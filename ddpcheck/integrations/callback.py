@@ -1,4 +1,4 @@
-"""The part of a callback that is the same in every framework: options, comparisons, findings."""
+"""Base class of the framework callbacks: options, comparisons and findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpcheck.monitor.watch import Watch
 
 
 class WatchCallback:
-    """Base of the callbacks, which say what the options mean."""
+    """Base class of the callbacks, which document the options."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WatchCallback:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that has been found while the model trains, or did last; the same on every rank."""
+        """Return the findings of the last training run, identical on every rank."""
         return tuple(self._found if self._watch is None else self._watch.findings)
 
     def _compare(self) -> None:

@@ -1,6 +1,6 @@
 """mmengine: `CheckedMMDistributedDataParallel` for `model_wrapper_cfg`, and `DDPCheckHook` for `custom_hooks`.
 
-A config names them by `custom_imports = dict(imports=["ddpcheck.integrations.mmengine"])`; see docs/mmengine.md.
+Register in a config by `custom_imports = dict(imports=["ddpcheck.integrations.mmengine"])`; see docs/mmengine.md.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LEVELS = {Severity.ERROR: logging.ERROR, Severity.WARNING: logging.WARNING, Sev
 
 
 def log_finding(finding: Finding) -> None:
-    """Write a finding into the log of the run, on the main process: what `on_finding="log"` stands for."""
+    """Write a finding to mmengine's log on the main process, as `on_finding="log"` does."""
     if is_main_process():
         print_log(as_text(finding), logger="current", level=_LEVELS[finding.severity])
 
 
 def _resolved(on_finding: OnFinding) -> Any:
-    """The function in place of "log", and of "package.module:function", since none can stand in a config."""
+    """Return the function for "log" or "package.module:function": a config cannot hold functions."""
     if on_finding == "log":
         return log_finding
     if isinstance(on_finding, str) and ":" in on_finding:
@@ -59,15 +59,15 @@ def _resolved(on_finding: OnFinding) -> Any:
 
 @MODEL_WRAPPERS.register_module()
 class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistributedDataParallel):  # type: ignore[misc]
-    """mmengine's `MMDistributedDataParallel` that reports what is wrong while it trains.
+    """mmengine's `MMDistributedDataParallel` with checks during training.
 
-    Its steps are mmengine's own. On CPU it does without the `device_ids` that a `Runner` always gives and DDP refuses.
+    The steps are those of mmengine. On CPU, `device_ids` is dropped: a `Runner` always passes it and DDP rejects it.
 
     Args:
         module: The model.
-        detect_anomalous_params: As of `CheckedDistributedDataParallel`, whose detector takes the place of mmengine's.
-        on_finding: Likewise, or "log" to write into mmengine's log and go on; a function as "module:function", too.
-        **kwargs: Of `CheckedDistributedDataParallel`, and of `DistributedDataParallel` by name.
+        detect_anomalous_params: As in `CheckedDistributedDataParallel`; replaces mmengine's own detector.
+        on_finding: As in `CheckedDistributedDataParallel`, or "log" for mmengine's log, or "module:function".
+        **kwargs: Keyword arguments of `CheckedDistributedDataParallel` and `DistributedDataParallel`.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class CheckedMMDistributedDataParallel(CheckedDistributedDataParallel, MMDistrib
     test_step = MMDistributedDataParallel.test_step
 
 
-@HOOKS.register_module(["DDPCheckHook", "DdpCheckHook"])  # the second one is deprecated
+@HOOKS.register_module(["DDPCheckHook", "DdpCheckHook"])  # the second name is deprecated
 class DDPCheckHook(Hook):  # type: ignore[misc]
-    """Watches the model of any `Runner` while it trains, and compares the ranks before a checkpoint is saved.
+    """Hook that watches the model of a `Runner` and compares the ranks.
 
-    The ranks are compared before training, before each validation, at the end of each epoch, and before what a
-    `CheckpointHook` saves in between. A `CheckedDistributedDataParallel` has a watch of its own, with its own settings,
-    and is only compared.
+    The ranks are compared before training, before each validation, at the end of each epoch, and before iteration-based
+    checkpoints of a `CheckpointHook`. A `CheckedDistributedDataParallel` keeps its own watch and settings, and is only
+    compared.
 
     Args:
-        on_finding: As of `ddpcheck.watch`, or "log" to write into mmengine's log and go on; a function as
-            "module:function", too, which is how it travels through a config.
-        **settings: Of `ddpcheck.watch`.
+        on_finding: As in `ddpcheck.watch`, or "log" to write to mmengine's log and continue, or "module:function" to
+            name a function in a config.
+        **settings: Options of `ddpcheck.watch`.
 
     Attributes:
-        watches: One for each `DistributedDataParallel` in the model, from `before_train` on.
+        watches: One watch for each `DistributedDataParallel` in the model, from `before_train` on.
     """
 
-    priority = "LOW"  # after hooks that bring buffers together or put averaged weights in place, before CheckpointHook
+    priority = "LOW"  # after hooks that sync buffers or swap in averaged weights, before CheckpointHook
 
     def __init__(self, on_finding: OnFinding = "raise", **settings: Any) -> None:
         self.watches: list[Watch] = []
@@ -108,7 +108,7 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
         self._own = contextlib.ExitStack()
 
     def before_train(self, runner: Any) -> None:
-        self._own.close()  # where training before this ended in an exception
+        self._own.close()  # still open if an earlier run raised
         ddp = nn.parallel.DistributedDataParallel
         wrappers = [part for part in runner.model.modules() if isinstance(part, ddp)]
         outer = [part for part in wrappers if any(isinstance(inner, ddp) for inner in part.module.modules())]

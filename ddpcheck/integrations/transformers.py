@@ -1,4 +1,4 @@
-"""transformers: a callback that watches the `DistributedDataParallel` of a `Trainer` while it trains."""
+"""transformers: a callback that watches the `DistributedDataParallel` of a `Trainer`."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ __getattr__ = renamed(__name__, DdpCheckCallback="DDPCheckCallback")
 
 
 class DDPCheckCallback(WatchCallback, TrainerCallback):
-    """Finds what is wrong under `DistributedDataParallel` in a run of the `Trainer` of transformers.
+    """Callback that detects faults under `DistributedDataParallel` in a `Trainer` of transformers.
 
-    `Trainer(..., callbacks=[DDPCheckCallback()])` is all; in a run of one process it does nothing. Steps are the
-    trainer's, counted from 0 where `train` begins.
+    Use `Trainer(..., callbacks=[DDPCheckCallback()])`; with one process the callback does nothing. Steps are those of
+    the trainer, counted from 0 at the start of `train`.
 
     Args:
-        detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
-            with cause, ranks and steps, in the step in which they are missing.
-        check_consistency: Compare parameters and buffers of the ranks where training begins, at the end of each epoch
-            and where a checkpoint is saved (DDP306, DDP214), by fingerprints.
-        check_consistency_every: Compare them, and gradients, every so many steps too; 0 for never.
-        check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
-        check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of tokens (DDP514,
-            DDP305): a `compute_loss` that ignores `num_items_in_batch`, a model that does, or
+        detect_anomalous_params: Detect parameters that do not contribute to the loss as DDP expects (DDP101 to DDP108)
+            in the same step, with cause, ranks and steps.
+        check_consistency: Compare fingerprints of parameters and buffers between ranks when training begins, at the end
+            of each epoch and when a checkpoint is saved (DDP306, DDP214).
+        check_consistency_every: Also compare parameters, buffers and gradients every N steps; 0 for never.
+        check_parity_every: Compare the reducer with ddpcheck's own average every N steps (DDP302, 303).
+        check_normalisation: Detect means of means over micro-batches or ranks with unequal numbers of tokens (DDP514,
+            DDP305): a model or `compute_loss` that ignores `num_items_in_batch`, or
             `average_tokens_across_devices=False`.
-        on_finding: "raise" raises `FindingsError` for errors out of `Trainer.train`, on all ranks in the same step, and
-            warns of the rest; "warn" warns of both; a function is called with each `Finding`. Each cause is
+        on_finding: "raise" raises `FindingsError` for errors from `Trainer.train`, on all ranks in the same step, and
+            warns about other findings; "warn" only warns; a function is called with each `Finding`. Each cause is
             reported once.
-        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
+        ignore: Codes, code prefixes or names of rules not to report, for intended behavior.
         timeout: Seconds to wait for the other ranks in a comparison.
 
     Raises:
-        UsageError: An argument is none of its choices.
+        UsageError: An argument is invalid.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
     ) -> None:
-        """The model has just been wrapped, unless it was before: attach."""
+        """Attach to the model, which is wrapped by now."""
         self._detach()
         self._found = ()
         try:
@@ -61,7 +61,7 @@ class DDPCheckCallback(WatchCallback, TrainerCallback):
         self._compare()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
-        """Compare the replicas: that of rank 0 has been saved."""
+        """Compare the replicas, since only the replica of rank 0 was saved."""
         self._compare()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:

@@ -1,4 +1,4 @@
-"""From evidence to findings: pure functions, which import `findings` and `stream` only, and never torch.
+"""Judges: pure functions from evidence to findings, which never import torch.
 
-On which facts each of them decides, and who gathers these, is in docs/rules-in-code.md.
+Judges import only `findings` and `stream`. docs/rules-in-code.md lists the facts of each judge and their recorders.
 """

@@ -1,4 +1,4 @@
-"""One finding a root cause: which findings are only consequences of which, as `Rule.explains` has it."""
+"""Merge findings with a common root cause, as `Rule.explains` defines."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ddpcheck.judge.replicas.replica_state import RUNNING_STATISTICS
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Findings, one for each root cause."""
+    """Root causes of a list of findings."""
 
-    findings: list[Finding]  # the causes; each has its consequences as evidence
-    # for each of the findings that were given, the one of these that tells it: itself, or its cause; `None` where the
-    # same rule was given before, on all of its subjects
+    findings: list[Finding]  # root causes, each with its consequences as evidence
+    # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier one of the
+    # same rule covers all of its subjects
     told_by: list[Finding | None]
 
 
 def find_causes(findings: Sequence[Finding]) -> Causes:
-    """One finding a root cause; the same rule on fewer subjects is told once."""
+    """Group findings by root cause; drop repeats of a rule on the same subjects."""
     single: list[Finding] = []
     number_of: list[int | None] = []
     for finding in findings:
@@ -47,7 +47,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
         roots[number] = root
         found, cause = single[number], kept[root]
         how = _explains(cause, found)
-        if how is None or how.quietly:  # a consequence of a consequence, or one that goes without saying
+        if how is None or how.quietly:  # an indirect consequence, or not worth reporting
             continue
         worst = min(cause.severity, found.severity, key=lambda severity: severity.rank)
         kept[root] = replace(
@@ -60,7 +60,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
 
 
 def _causes(findings: Sequence[Finding]) -> dict[int, int]:
-    """The number of the cause of each finding that has one: one that has none itself, where there is such a one."""
+    """Map explained findings to their causes by index, preferring unexplained causes."""
     possible: dict[int, list[int]] = {}
     for number, found in enumerate(findings):
         explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, found)]
@@ -70,7 +70,7 @@ def _causes(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _goes_before(cause: Finding, found: Finding) -> bool:
-    """Whether one explains the other; of two that explain each other it is the one that does so in fewer cases."""
+    """Check if `cause` explains `found`; if mutual, only the conditional direction counts."""
     how, back = _explains(cause, found), _explains(found, cause)
     return how is not None and (back is None or back.when == "always" != how.when)
 
@@ -85,30 +85,30 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "always": lambda _cause, _found: True,
     "an error": lambda cause, _found: cause.severity is Severity.ERROR,
     "same subjects": lambda cause, found: set(found.subjects) <= set(cause.subjects),
-    # only the loss is known to differ on a rank, and not the data that it is computed from
+    # the loss is known to differ between ranks, its input data is not
     "only the loss": lambda _cause, found: found.subjects == ("loss",),
-    # after DDP had looked: every rank began with other values
+    # created after DDP's constructor ran, so initial values differ between ranks
     "made in forward": lambda cause, _found: MADE_IN_FORWARD in cause.tags,
-    # of layers that couple the samples
+    # running statistics of normalisation layers that couple samples
     "its statistics": lambda cause, found: (
         BY_NORMALISATION in cause.tags and all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.subjects)
     ),
     "a note": lambda _cause, found: found.severity is Severity.NOTE,
-    # backward passes that are averaged are fewer
+    # fewer backward passes are averaged
     "by steps": lambda _cause, found: "step" in found.subjects,
-    # no gradient, where others might be zero
+    # every gradient is missing, none is zero
     "none is there": lambda _cause, found: ALL_MISSING in found.tags,
     "of gradients": lambda cause, _found: OF_GRADIENTS in cause.tags,
-    # as the rank has raised it that reads the file
+    # raised by the ranks that read the truncated file
     "of a cut file": lambda cause, found: OF_A_CUT_FILE in found.tags and {*cause.ranks} <= {*found.ranks},
 }
 
 
-# What has been reported before
+# Findings reported earlier
 
 
 class ReportedCauses:
-    """Findings that were reported, each cause once."""
+    """Findings reported so far, one per root cause."""
 
     def __init__(self, reported: Sequence[Finding] = ()) -> None:
         self.findings = list(reported)
@@ -116,7 +116,7 @@ class ReportedCauses:
         self._causes = set(map(cause_of, reported))
 
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
-        """Add those whose cause is new, located by `locate`; returns them."""
+        """Add findings with a new cause, located by `locate`, and return them."""
         new: list[Finding] = []
         every = [*self.findings, *findings]
         for finding in findings:
@@ -132,7 +132,7 @@ class ReportedCauses:
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """The key of a root cause: the code and the subjects, blocks of a list taken together where they are one defect."""
+    """Return the key of a root cause; indices in names become '*' if `by_family`."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].by_family:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
@@ -140,14 +140,14 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
 
 
 def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Whether `finding` is a consequence of an error among others."""
+    """Check if `finding` is a consequence of an error in `findings`."""
     return any(
         other != finding and other.severity is Severity.ERROR and _goes_before(other, finding) for other in findings
     )
 
 
 def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
-    """Whether `finding` is a reported one that has spread: more tensors differ for the same reason."""
+    """Check if `finding` extends a reported finding to more tensors."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
         other.code == finding.code and subjects & set(other.subjects) for other in reported

@@ -1,4 +1,4 @@
-"""The verdicts of `ddpcheck run` on the optimizers of a script; `script_table` has their rows."""
+"""Verdicts of `ddpcheck run` on a script's optimizers, for the rows of `script_table`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from ddpcheck.judge.verdict import Verdict, Verdicts
 
 
 def judge_states_of_optimizers(facts: ScriptFacts) -> Verdicts:
-    """The values and the state that each optimizer steps from."""
+    """Judge the parameters and state before each optimizer's steps."""
     found = [finding for one in facts.optimizers for finding in judge_optimizer_state(one.steps)]
     return {"optimizers": Verdict(told_by_files(found, facts.of(FileUsed)))}
 
 
 def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
-    """Options, pace, gradients and schedule of each optimizer."""
+    """Judge options, pace, gradients and schedule of each optimizer."""
     found: list[Finding] = []
     known = facts.optimizers
     wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
@@ -60,7 +60,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     in_step = any(reduces_in_step(one.steps) for one in known)
     for one in known:
         of_one = judge_optimizer_options(one.steps) + judge_shard_scales(one.steps)
-        of_one += judge_pace(one.steps, one.ends if facts.ended else ())  # a rank that raises makes no step any more
+        of_one += judge_pace(one.steps, one.ends if facts.ended else ())  # a rank that raised has fewer steps
         of_one += judge_shard_states(one.steps)
         apart = bool(judge_optimizer_state(one.steps))
         of_one += [] if apart else judge_step_gradients(one.steps, clips)
@@ -87,7 +87,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
         found += judge_schedule(one.ends, len(facts.ranks))
         found += judge_summed_again(one.steps, len(facts.ranks))
     firsts = [first_steps(rank) for rank in facts.ranks]
-    if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # ranks may have given them other parameters
+    if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # parameters may differ between ranks
         for first in zip(*firsts, strict=True):
             found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
     steps = sum(len(one.steps) for one in known)
@@ -103,12 +103,12 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
 
 
 def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two optimizers are of the same parameters in no wrapper, by their names."""
+    """Check if two optimizers hold the same unwrapped parameters, by name."""
     return bool(one.steps and other.steps) and one.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
 
 
 def judge_all_clips(facts: ScriptFacts) -> Verdicts:
-    """What is done to gradients between their average and the step."""
+    """Judge changes to gradients between the average and the optimizer step."""
     clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
     found = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
     for of_ranks in () if found else steps:
@@ -120,14 +120,14 @@ def judge_all_clips(facts: ScriptFacts) -> Verdicts:
 
 
 def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
-    """Metrics by which schedules decide."""
+    """Judge metrics that drive learning rate schedules and callbacks."""
     local = {one.steps[0][0].optimizer for one in facts.optimizers if one.steps and are_local(one.steps)}
     used = [[one for one in of_rank if one.optimizer not in local] for of_rank in facts.of(MetricUsed)]
     return {"optimizers": Verdict(judge_metrics(used))}
 
 
 def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
-    """Parameters that get gradients and that no optimizer holds."""
+    """Detect parameters that get gradients but belong to no optimizer."""
     if not facts.wrappers:
         return {}
     every = [one for of_rank in facts.of(OptimizerStep) for one in of_rank]
@@ -139,7 +139,7 @@ def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
 
 
 def _with_model(found: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
-    """Findings on parameters that never move, with the one of several wrapped modules that they are of."""
+    """Name the wrapped module in findings on parameters that never change."""
     told = []
     for finding in found:
         of_model = [

@@ -1,7 +1,7 @@
-"""Comparison of a script on several ranks with a single process on the same samples, number by number.
+"""Compare a script on several ranks with a single process on the same samples.
 
-Rounding and random numbers have no threshold here: a second run in a single process, on the samples in another order
-and with other random numbers, has measured them. What differs by a small multiple of that is not decided.
+There is no fixed threshold for rounding and random numbers: a second single-process run, with another sample order and
+other random numbers, measures the noise. Differences up to a few times the noise are undecided.
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from ddpcheck.findings.report import Location
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.stream.rank_log import WatchedRank
 
-EQUAL = 1e-4  # relative; what is nearer is not measured any further
-MULTIPLE = 4.0  # of measured noise, up to which a difference is not decided
-FLOOR = 1e-5  # relative, of rounding that one other order of the samples has not shown
-_NEAR = 1e-3  # relative, of numbers of an evaluation, which may be rounded
-SMALL = 1e-2  # noise, relative, up to which a comparison says something
-_UNKNOWN = 0.5  # noise, relative, above which a quantity says nothing
-_SAME_ROWS = 1e-5  # of a feature, for each row
-_FEWEST_DIGITS = 100  # of the last digit, from which a number is not equal to a loss by chance
+EQUAL = 1e-4  # relative; smaller differences need no noise run
+MULTIPLE = 4.0  # times the measured noise; smaller differences are undecided
+FLOOR = 1e-5  # relative; rounding that one reordering of samples may not show
+_NEAR = 1e-3  # relative; evaluation numbers may be rounded
+SMALL = 1e-2  # relative noise up to which a comparison is conclusive
+_UNKNOWN = 0.5  # relative noise above which a quantity is useless
+_SAME_ROWS = 1e-5  # tolerance of a feature sum, per row
+_FEWEST_DIGITS = 100  # times the last digit; smaller numbers may equal a loss by chance
 _LARGEST = 1e30
 _Key = tuple[str, str, int]
 _Line = tuple[int, str, int, str, str]
-_Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # of all ranks, of one process, and of its noise
+_Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single process, noise run
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number of one step or place, on the ranks and in a single process."""
+    """A number of one step or place, on ranks and in a single process."""
 
     ranks: float
     single: float
     difference: float  # relative
-    noise: float  # relative, as far as it was measured
-    padding: float = 0.0  # relative, of samples that an evaluation on ranks takes twice
+    noise: float  # relative, measured by the noise run
+    padding: float = 0.0  # relative; share of samples that evaluation repeats on ranks
 
     @property
     def differs(self) -> bool:
-        """Return if the difference is more than noise."""
+        """Check if the difference exceeds the noise."""
         return not self.difference <= max(FLOOR, MULTIPLE * self.noise, self.padding) and self.noise < _UNKNOWN
 
     @property
     def is_equal(self) -> bool:
-        """Return if there is no more than noise between both, and noise is small."""
+        """Check if the difference is within the noise, and the noise is small."""
         noise = MULTIPLE * self.noise if self.noise <= SMALL else 0.0
         return not self.differs and self.difference <= max(EQUAL, noise)
 
     @property
     def is_padded(self) -> bool:
-        """Return if samples that an evaluation repeats may be all that is between both."""
+        """Check if repeated evaluation samples may explain the whole difference."""
         return not self.differs and self.difference > max(EQUAL, MULTIPLE * self.noise)
 
     @property
     def ratio(self) -> float:
-        """The factor by which the ranks' number is the larger one; NaN if there is none."""
+        """Ratio `ranks / single`; NaN if `single` is 0."""
         return self.ranks / self.single if self.single else math.nan
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs of one script, and perhaps a third one that measures noise."""
+    """Two runs of one script, and optionally a third run that measures noise."""
 
     ranks: Sequence[WatchedRank]
     single: WatchedRank
     noise: WatchedRank | None = None
-    other_rank: WatchedRank | None = None  # a single process that takes itself for another rank
+    other_rank: WatchedRank | None = None  # single process with another rank number
 
     def steps(self) -> list[_Step]:
-        """Return the steps that both runs have made on the same samples, in order."""
+        """Return the steps that both runs made on the same samples, in order."""
         if self.has_other_model or self.computes_with_rank:
             return []
         return [*itertools.takewhile(lambda step: self._have_same_samples(*step[:2]), self._steps_of_both)]
 
     def next_steps(self) -> list[_Step]:
-        """Return the first step of each optimizer after `steps`, of which only its parameters are those of `steps`."""
+        """Return each optimizer's first step after `steps`; only its parameters are comparable."""
         steps = self.steps()
         following = {(alone.optimizer, alone.count + 1) for _, alone, _ in steps}
         return [step for step in self._steps_of_both[len(steps) :] if (step[1].optimizer, step[1].count) in following]
@@ -104,7 +104,7 @@ class Comparison:
         ]
 
     def _have_same_samples(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> bool:
-        """Return if forward was given the same rows; without wrappers, if all that entered the script was replayed."""
+        """Check if forward got the same rows; without wrappers, if replay was complete."""
         sums = [math.fsum(column) for column in zip(*(one.samples for one in of_ranks), strict=True)]
         rows = max(sums[-1], alone.samples[-1])
         if not min(sums[-1], alone.samples[-1]):
@@ -113,7 +113,7 @@ class Comparison:
 
     @cached_property
     def has_other_model(self) -> bool:
-        """Return if a single process begins with other parameters than rank 0, or with parameters of other shapes."""
+        """Check if the single process's initial parameters differ from rank 0's."""
         first = [next(iter(entries_of(rank, ParityStep)), None) for rank in (*self.ranks, self.single)]
         *of_ranks, alone = first
         if alone is None or of_ranks[0] is None or alone.sharded:
@@ -125,12 +125,12 @@ class Comparison:
 
     @cached_property
     def is_partly_replayed(self) -> bool:
-        """Return if a single process was not given all that entered the script on the ranks."""
+        """Check if some script inputs could not be replayed in the single process."""
         return bool(entries_of(self.single, NotReplayed))
 
     @cached_property
     def computes_with_rank(self) -> bool:
-        """Return if a single process has other gradients if it takes itself for another rank."""
+        """Check if a single process's gradients change with its rank number."""
         if self.other_rank is None:
             return False
         steps = zip(*(entries_of(one, ParityStep) for one in (self.other_rank, self.single)), strict=False)
@@ -143,7 +143,7 @@ class Comparison:
 
     @cached_property
     def padding(self) -> float:
-        """The share of samples that evaluations take once more on ranks, so that all have as many."""
+        """Share of evaluation samples that ranks repeat to get equal shard sizes."""
         rows = Counter[str]()
         for one in (one for rank in self.ranks for one in entries_of(rank, PassTaken) if not one.trains):
             rows[one.loader] += one.rows
@@ -152,22 +152,22 @@ class Comparison:
 
     @property
     def has_same_samples(self) -> bool:
-        """Return if all steps that both runs have made are compared."""
+        """Check if all steps that both runs made are compared."""
         return len(self.steps()) >= min(len(entries_of(one, ParityStep)) for one in (self.ranks[0], self.single))
 
     def gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
-        """Return the gradients in the same step of some ranks; of parts that these have, those of the whole."""
+        """Return the gradients of one step on some ranks, with shards combined."""
         found: dict[str, float] = {}
         count = sum(not norm < 0 for norm in steps[0].norms)
         for rank, step in zip(ranks, steps, strict=True):
             names = self._names.get((rank.started.rank, rank.started.world_size, step.optimizer), ())
             for name, norm in zip(names, step.norms, strict=False):
-                if not norm < 0:  # NaN, too
+                if not norm < 0:  # or NaN
                     found[name] = math.hypot(found.get(name, 0.0), norm) if step.sharded else found.get(name, norm)
-        return _Gradients(found, steps[0].gradient if len(found) == count else ())  # else ranks step parts of the model
+        return _Gradients(found, steps[0].gradient if len(found) == count else ())  # else ranks hold parts of the model
 
     def factor_of(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> str:
-        """Return the factor of the world size by which all gradients of a step differ, in words; empty if none does."""
+        """Return the world size factor of all gradients in words, or ''."""
         many, one = self.gradients_of(self.ranks, of_ranks), self.gradients_of([self.single], [alone])
         for factor, words in ((self.world_size, str(self.world_size)), (1 / self.world_size, f"1/{self.world_size}")):
             scaled = _Gradients(
@@ -183,7 +183,7 @@ class Comparison:
 
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
-        """The names of an optimizer's parameters; those of rank 0, if it has parameters of the same sizes."""
+        """Parameter names by (rank, world size, optimizer); rank 0's if sizes match."""
         every = [*self.ranks, self.single, *filter(None, [self.noise])]
         steps = [(rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names]
         first = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
@@ -194,14 +194,14 @@ class Comparison:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.ranks[0].started.world_size
 
 
 def parameters(comparison: Comparison) -> list[Quantity]:
-    """Return the parameters before each step, and each next one, as far as each rank has them whole."""
+    """Compare the parameters before each step and next step; empty if sharded."""
     found, largest = [], 0.0
-    # Noise is not measured for less; samples that differ may be computed with parameters that do.
+    # Without a noise run, less is noise; different samples may result from different parameters.
     least = 0.0 if comparison.noise is not None else EQUAL if comparison.has_same_samples else FLOOR
     for of_ranks, alone, noise in [*comparison.steps(), *comparison.next_steps()]:
         if alone.sharded or len(of_ranks[0].values) != len(alone.values):
@@ -215,7 +215,7 @@ def parameters(comparison: Comparison) -> list[Quantity]:
 
 
 def gradients(comparison: Comparison) -> list[Quantity]:
-    """Return the gradients of each step that both runs have made: their norms, and how far they are apart."""
+    """Compare the gradients of each step that both runs made."""
     found, largest = [], 0.0
     for of_ranks, alone, noise in comparison.steps():
         many, one = (
@@ -230,8 +230,8 @@ def gradients(comparison: Comparison) -> list[Quantity]:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    norms: Mapping[str, float]  # by name of the parameter
-    sketch: Sequence[float] = ()  # of all of them; empty if it is of parts
+    norms: Mapping[str, float]  # by parameter name
+    sketch: Sequence[float] = ()  # of all gradients; empty if partial
 
     @property
     def norm(self) -> float:
@@ -239,7 +239,7 @@ class _Gradients:
 
 
 def _distance(some: _Gradients, others: _Gradients) -> float:
-    """Return how far gradients are apart, relative to the larger ones."""
+    """Return the distance between gradients, relative to the larger norm."""
     scale = max(some.norm, others.norm)
     if not math.isfinite(scale):
         return 0.0 if math.isfinite(some.norm) == math.isfinite(others.norm) else math.inf
@@ -250,26 +250,26 @@ def _distance(some: _Gradients, others: _Gradients) -> float:
     return apart / scale if scale else 0.0
 
 
-# What is shown
+# Shown numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A number that both runs have shown at one place."""
+    """A number that both runs show at the same place."""
 
     entry: NumbersShown  # of rank 0
-    place: int  # of the number in the text
+    place: int  # index of the number in the text
     quantity: Quantity
-    is_local: bool = False  # whether it is made of the losses of rank 0 alone, or other ranks show their own
+    is_local: bool = False  # if computed from rank 0's losses only, or different on other ranks
 
     @property
     def source(self) -> tuple[str, str, int]:
-        """The line, the words and the place in them, which are the same in each epoch."""
+        """Line, text and index of the number, equal in each epoch."""
         return str(self.entry.location), self.entry.text, self.place
 
 
 def shown_numbers(comparison: Comparison) -> list[Shown]:
-    """Return the numbers that both runs have shown, in order."""
+    """Return the numbers that both runs show, in order."""
     mine, theirs = _by_place(comparison.ranks[0]), _by_place(comparison.single)
     noise = _by_place(comparison.noise) if comparison.noise is not None else {}
     others = [_by_place(rank) for rank in comparison.ranks[1:]]
@@ -296,7 +296,7 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
 
 
 def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
-    """Return texts by line, words, and how many there were of them before."""
+    """Return entries by line, text and number of earlier occurrences."""
     found: dict[_Key, NumbersShown] = {}
     for entry in entries_of(rank, NumbersShown):
         number = 0
@@ -317,21 +317,21 @@ def _quantity(text: str, alone: str, again: str, padding: float) -> Quantity:
 
 
 def _last_digit(text: str) -> float:
-    """Return what the last digit of a number stands for; of one that is shown in full, nothing."""
+    """Return the unit of the last digit, or 0.0 without decimals."""
     mantissa, _, exponent = text.lower().partition("e")
     places = len(mantissa.partition(".")[2])
     return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
 
 
 def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
-    """Return if numbers are learning rates, or means of them, which are scaled."""
+    """Check if numbers are learning rates, or their means, scaled between runs."""
     pairs = [(float(text), _last_digit(text), known) for text, known in zip(texts, rates, strict=True) if known]
     ends = {max(known) for _, _, known in pairs}
     return len(ends) > 1 and all(min(known) - digit <= one <= max(known) + digit for one, digit, known in pairs)
 
 
 def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
-    """Return if a number is the last of some losses, or their mean or sum, as far as it has digits."""
+    """Check if a number is the last, mean or sum of `losses`."""
     value, digit = float(text), _last_digit(text)
     losses = [loss for loss in losses if abs(loss) < _LARGEST]
     if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
@@ -341,18 +341,18 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
     return any(abs(value - one) <= digit for one in made)
 
 
-# What an evaluation computes
+# Evaluation
 
 
 def first_unequal(comparison: Comparison, steps: range, difference: float = _NEAR) -> tuple[Location, str] | None:
-    """Return the line that first computes a number of an evaluation that is not one of a single process, with its name.
+    """Return the first line and variable of an evaluation that differs.
 
-    A number of a single process is, on the ranks, the same on each, or their sum, their mean or an extreme of them.
+    A number is equal if it, or its sum, mean, maximum or minimum over ranks, is the single process's.
 
     Args:
         comparison: The runs.
-        steps: After which an evaluation is looked at.
-        difference: Of what comes of the number, relative.
+        steps: Numbers of optimizer steps after which evaluations are compared.
+        difference: Relative difference of the number computed from the variable.
     """
     *of_ranks, alone = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
     noise = _last_values(comparison.noise, steps) if comparison.noise else alone
@@ -367,7 +367,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = _NEA
         changed = max(abs(a - b) for a, b in zip(noise[key], single, strict=True)) / scale
         allowed = max(min(_NEAR, difference / MULTIPLE), MULTIPLE * changed) * scale
         if changed > SMALL or any(math.dist(made, single) <= allowed for made in _made_of(others)):
-            continue  # a time, or random; or equal
+            continue  # a time or random number, or equal
         copies = (other for other, same in of_ranks[0].items() if same == value and value[0] % 1)
         path, line, _, name = next(copies, key)[1:]
         return Location(path, line), name
@@ -375,7 +375,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = _NEA
 
 
 def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location, str] | None:
-    """Return the line of an evaluation that first computes a number that is shown, with its name."""
+    """Return the evaluation line and variable that first compute a shown number."""
     digit = _last_digit(text)
     for (_, path, line, _, name), value in _last_values(rank, steps).items():
         if len(value) == 1 and abs(value[0] - float(text)) <= digit < abs(value[0]) / _FEWEST_DIGITS:
@@ -384,9 +384,9 @@ def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location
 
 
 def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ...]]:
-    """Return what each line has made of each variable at last in an evaluation, in order.
+    """Return the last value of each variable by evaluation line, in order.
 
-    Not what it has made before: lines in a loop change a variable more often on some ranks than on others.
+    Earlier values are dropped: loops assign a variable a different number of times on each rank.
     """
     found: dict[_Line, tuple[float, ...]] = {}
     for traced in entries_of(rank, EvaluationTraced):
@@ -398,9 +398,9 @@ def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ..
 
 
 def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Return what ranks may make of their numbers: the largest, the smallest, and unless they have it, sums and means.
+    """Yield the maximum, minimum and, unless already reduced, sum and mean over ranks.
 
-    Numbers that all ranks have alike are of all samples already, but for counts.
+    Numbers equal on all ranks already cover all samples, except counts.
     """
     for extreme in (max, min):
         yield [extreme(column) for column in zip(*numbers, strict=True)]
@@ -411,11 +411,11 @@ def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
     yield [total / len(numbers) for total in sums]
 
 
-# What is saved
+# Saved states
 
 
 def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
-    """Return what a rank has saved, by line and by how often that had saved before."""
+    """Return a rank's saved tensors by line and number of earlier saves."""
     found: dict[tuple[str, int], TensorsSaved] = {}
     for entry in entries_of(rank, TensorsSaved):
         number = sum(where == str(entry.location) for where, _ in found)
@@ -424,11 +424,11 @@ def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
 
 
 def values_that_differ(mine: TensorsSaved, single: TensorsSaved, again: TensorsSaved | None) -> list[str]:
-    """Return the names of saved tensors whose norms differ from a single process's by more than noise.
+    """Return names of saved tensors whose norms differ beyond noise.
 
-    Noise is the largest change in one of several norms: by chance, it leaves one as it is.
+    Noise is the largest change of several norms, because a single norm may stay equal by chance.
     """
-    largest = dict[str, float]()  # by the last part of the name, as "exp_avg"
+    largest = dict[str, float]()  # by last part of the name, such as "exp_avg"
     for name, norms in single.norms.items():
         kind = name.rpartition(".")[2]
         largest[kind] = max(largest.get(kind, 0.0), norms[0])

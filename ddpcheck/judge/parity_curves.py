@@ -1,4 +1,4 @@
-"""The curves of two runs of a script, on its ranks and in a single process: what a report draws of a comparison."""
+"""Curves of a script on its ranks and in a single process, for reports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _STEPS = "optimizer step"
 
 
 def curves(comparison: Comparison) -> tuple[ParityCurve, ...]:
-    """Return gradients, losses and numbers shown after evaluations; those that differ first before the others."""
+    """Return curves of gradients, losses and evaluation numbers, earliest divergence first."""
     found = [*_of_steps(comparison), *_of_shown(comparison)]
     found.sort(key=lambda one: (one.diverges_at is None, one.diverges_at or 0))
     return tuple(one for one in found if len(one.x) >= _FEWEST_POINTS)[:MOST_CURVES]
 
 
 def _of_steps(comparison: Comparison) -> Iterator[ParityCurve]:
-    """Compare gradients and losses by optimizer; the loss may have a factor of its own if gradients are equal."""
+    """Yield gradient and loss curves; losses are marked only if gradients differ."""
     every = zip(comparison.steps(), gradients(comparison), strict=True)
     by_optimizer = group_by(every, lambda one: one[0][1].optimizer)
     for number, some in by_optimizer.items():
@@ -40,7 +40,7 @@ def _of_steps(comparison: Comparison) -> Iterator[ParityCurve]:
 
 
 def _losses(steps: Sequence[tuple[list[ParityStep], ParityStep, ParityStep | None]]) -> list[tuple[int, Quantity]]:
-    """Return the mean loss of each step; differences are relative to the largest loss, since a loss may cross zero."""
+    """Return mean losses by step, compared relative to the largest loss."""
     points = []
     for of_ranks, single, noise in steps:
         if single.losses and all(one.losses for one in of_ranks):
@@ -63,7 +63,7 @@ def _apart(number: float, other: float) -> float:
 
 
 def _of_shown(comparison: Comparison) -> Iterator[ParityCurve]:
-    """Compare each number that is shown after evaluations; of several after the same step, in their order."""
+    """Yield curves of numbers shown after evaluations."""
     if not comparison.has_same_samples:
         return
     every = (one for one in shown_numbers(comparison) if one.entry.evaluates and not one.entry.during)
@@ -79,13 +79,13 @@ def _of_shown(comparison: Comparison) -> Iterator[ParityCurve]:
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
-    """Return if whole numbers grow by the same amount each time, as those of epochs do."""
+    """Check if integers grow by a constant amount, as epoch numbers do."""
     numbers = [int(text) for text in texts if text.isdecimal()]
     return len(numbers) == len(texts) and len({b - a for a, b in itertools.pairwise(numbers)}) == 1
 
 
 def _name(entry: NumbersShown, place: int) -> str:
-    """Return the words before a number in its line."""
+    """Return the text before a number in its line."""
     before = entry.text.split("#")[place].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
     return f"{entry.how}: {before[-_LONGEST_NAME:].strip() or f'number {place + 1}'}"
 
@@ -112,7 +112,7 @@ def _curve(
 
 
 def _thinned(size: int, first: int | None) -> Sequence[int]:
-    """Return which points are drawn: evenly apart, and the first divergence."""
+    """Return the indices of drawn points: evenly spaced, plus the first divergence."""
     if size <= MOST_POINTS:
         return range(size)
     even = {round(n * (size - 1) / (MOST_POINTS - 2)) for n in range(MOST_POINTS - 1)}

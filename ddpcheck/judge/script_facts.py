@@ -1,4 +1,4 @@
-"""The facts of a script: what its ranks have left, put together for the judges of `ddpcheck run`."""
+"""Facts for the judges of `ddpcheck run`, combined from all ranks' logs."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ from ddpcheck.stream.rank_log import WatchedRank
 _Kind = TypeVar("_Kind")
 
 PartSteps = Sequence[PartStep]
-"""One optimizer before one of its steps, by rank of those that compute one model together."""
+"""One step of an optimizer, by rank of one model-parallel group."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedWrapper:
-    """One wrapper on the ranks of its group, each of which constructed it as its `number`-th."""
+    """A wrapper on the ranks of its process group."""
 
-    number: int  # counted from 0
-    made: WrapperMade  # its construction on the first of these ranks
-    ranks: Sequence[WatchedRank]  # those that have left a log
+    number: int  # in construction order on each rank, from 0
+    made: WrapperMade  # its construction on the first of `ranks`
+    ranks: Sequence[WatchedRank]  # ranks of the group that left a log
 
     @property
     def missing(self) -> set[int]:
-        """The ranks of its group that have left no log here: they are on another machine, say."""
+        """Ranks of the group without a log here, such as on another machine."""
         return {*self.made.ranks} - {rank.started.rank for rank in self.ranks}
 
     @property
     def steps(self) -> int:
-        """How many have ended on each rank."""
+        """Number of steps completed on every rank."""
         return min(rank.counts[self.number][1] for rank in self.ranks)
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
-        """The entries of a kind on this wrapper, by rank of its group."""
+        """Return the entries of a kind on this wrapper, by rank of its group."""
         return [[one for one in entries_of(rank, kind) if _is_on(one, self.number)] for rank in self.ranks]
 
     @property
     def values_built(self) -> list[Mapping[str, int]]:
-        """By rank, what its parameters were built with before they were sharded; empty for DDP."""
+        """Parameter values before sharding, by rank; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
         return [one.values_built for one in contexts if one is not None]
 
     @property
     def policies(self) -> list[Mapping[str, str]]:
-        """By rank, the `mp_policy` that `fully_shard` was given; empty for DDP."""
+        """`mp_policy` arguments of `fully_shard`, by rank; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
         return [one.policies for one in contexts if one is not None]
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
-        """All of the ranks of its group."""
+        """Losses of each rank of the group."""
         return [entries_of(rank, LossDifferentiated) for rank in self.ranks]
 
     @property
     def loss_line(self) -> Location | None:
-        """The line that makes the loss of which it averages the gradients, else that of its backward."""
+        """Line that computes a loss the wrapper averages, else the backward call."""
         losses = (one for of_rank in self.losses for one in of_rank if self.number in one.wrappers)
         return next((line for one in losses if (line := one.made or one.location)), None)
 
@@ -78,19 +78,19 @@ def _is_on(entry: Any, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """One optimizer of the ranks that train with it together."""
+    """An optimizer of ranks that train together."""
 
-    steps: Sequence[Sequence[OptimizerStep]]  # that every rank has written down, each on all of these ranks
-    ends: Sequence[OptimizerEnd]  # of it, of the ranks on which it has come to its end
+    steps: Sequence[Sequence[OptimizerStep]]  # recorded on every rank, each as a sequence by rank
+    ends: Sequence[OptimizerEnd]  # from the ranks that recorded an end
 
 
 def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
-    """The entries of a kind in the log of a rank, in order."""
+    """Return the log entries of a kind on a rank, in order."""
     return [entry for entry in rank.entries if isinstance(entry, kind)]
 
 
 class ScriptFacts:
-    """What the ranks of a script have left."""
+    """Logs of a script's ranks, and facts derived from the logs."""
 
     def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool, source: ProgramSource | None = None) -> None:
         self.ranks = ranks
@@ -98,22 +98,22 @@ class ScriptFacts:
         self.source = source or ProgramSource()
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
-        """The entries of a kind, by rank."""
+        """Return the entries of a kind, by rank."""
         return [entries_of(rank, kind) for rank in self.ranks]
 
     @cached_property
     def world_size(self) -> int:
-        """Of the default process group; 0 where nobody has joined one."""
+        """World size of the default process group; 0 if never initialized."""
         return max((rank.started.world_size for rank in self.ranks), default=0)
 
     @cached_property
     def elsewhere(self) -> list[int]:
-        """The ranks that have left no log here."""
+        """Ranks without a log here."""
         return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
 
     @cached_property
     def unwatched(self) -> dict[str, str]:
-        """By check line that cannot be made, since a recorder has failed: why."""
+        """Reasons by check line, for lines that a failed recorder prevents."""
         found: dict[str, str] = {}
         for rank in self.ranks:
             for one in entries_of(rank, WatchingFailed):
@@ -126,19 +126,19 @@ class ScriptFacts:
 
     @property
     def can_compare(self) -> bool:
-        """Whether there are several ranks, and all have left a log here."""
+        """Check if there are several ranks, and all left a log here."""
         return len(self.ranks) > 1 and not self.elsewhere
 
     @cached_property
     def passes(self) -> list[list[LoaderPass]]:
-        """By rank, those over its data loaders."""
+        """Passes over data loaders, by rank."""
         return [rank.passes for rank in self.ranks]
 
     # Wrappers
 
     @cached_property
     def wrappers(self) -> list[WatchedWrapper]:
-        """Those that the ranks have constructed, in their order."""
+        """Wrappers of all ranks, in construction order."""
         groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
         for rank in self.ranks:
             for number, made in enumerate(rank.wrappers):
@@ -147,17 +147,17 @@ class ScriptFacts:
 
     @cached_property
     def steps(self) -> int:
-        """The most steps that a wrapper has made."""
+        """Largest step count of any wrapper."""
         return max((wrapper.steps for wrapper in self.wrappers), default=0)
 
     @cached_property
     def model_groups(self) -> dict[tuple[int, ...], ModelSplit]:
-        """How models are split, by group of ranks that compute one together (tensor parallelism)."""
+        """Model split by group of ranks that share a model (tensor parallelism)."""
         return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
 
     @cached_property
     def training_groups(self) -> list[list[WatchedRank]]:
-        """The ranks that have samples of their own: not those that compute together (tensor or context parallel)."""
+        """Groups of ranks with different samples (no tensor or context parallel peers)."""
         if models := self.model_groups or self.sample_groups:
             by_number = {rank.started.rank: rank for rank in self.ranks}
             return [[by_number[number] for number in same] for same in zip(*models, strict=False)]
@@ -170,7 +170,7 @@ class ScriptFacts:
 
     @cached_property
     def sample_groups(self) -> list[tuple[int, ...]]:
-        """The groups of ranks that take the same samples by right: they exchange activations, or compute on parts."""
+        """Groups of ranks that share samples on purpose, exchanging activations or splitting inputs."""
         trained = {rank.started.rank: [one for one in rank.passes if one.trains] for rank in self.ranks}
         given = {number: (one[0].indices, one[0].rows) if one else ((), ()) for number, one in trained.items()}
         same = group_by(self.ranks, lambda rank: given[rank.started.rank])
@@ -182,9 +182,9 @@ class ScriptFacts:
 
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
-        """The ranks that have a stage of one model each, of each model, as far as no wrapper says more; else empty.
+        """Pipeline parallel ranks by model; empty if every rank has a whole model.
 
-        They receive tensors from each other while they train, and step by gradients of their own.
+        Stages receive tensors from each other in training, and step with different gradients.
         """
         received = {
             rank.started.rank: {one.peer for one in entries_of(rank, PeerReceived) if one.training}
@@ -202,7 +202,7 @@ class ScriptFacts:
 
     @cached_property
     def moved(self) -> Mapping[str, bool]:
-        """By name of a parameter that got gradients, whether it has changed in the steps that were compared; rank 0."""
+        """Map parameters with gradients to True if the values change (rank 0)."""
         values: dict[str, set[int]] = {}
         times: Counter[str] = Counter()
         for one in entries_of(self.ranks[0], ReplicaCaptured):
@@ -216,7 +216,7 @@ class ScriptFacts:
 
     @cached_property
     def parameters_part(self) -> bool:
-        """Whether the parameters of a wrapper differ between its ranks in a step that was compared."""
+        """Check if a wrapper's parameters differ between ranks in a compared step."""
         return any(
             differing_names([one.state.values.parameters for one in replicas])
             for wrapper in self.wrappers
@@ -225,7 +225,7 @@ class ScriptFacts:
         )
 
     def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
-        """The replicas of a wrapper that were written down, by step."""
+        """Return the recorded replicas of a wrapper, by step."""
         every = itertools.chain.from_iterable(self.of(ReplicaCaptured))
         return group_by((one for one in every if one.wrapper == wrapper), lambda one: one.step)
 
@@ -233,14 +233,14 @@ class ScriptFacts:
 
     @cached_property
     def optimizers(self) -> list[Optimizer]:
-        """It is the same one on several ranks where it first steps at the same line, with the same parameters."""
+        """Optimizers, matched between ranks by first step line and parameters."""
         return list(self._optimizers())
 
     def _optimizers(self) -> Iterator[Optimizer]:
         known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
         by_number = {rank.started.rank: rank for rank in self.ranks}
         for rank in self.ranks:
-            times: Counter[tuple[Any, ...]] = Counter()  # that a script has made it anew, in each round say
+            times: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
             for first in first_steps(rank):
                 named = (*first.held, *(name for name in first.alone if "/" in name))
                 numbers = {int(name.partition("/")[0]) for name in named}
@@ -261,13 +261,13 @@ class ScriptFacts:
                 yield Optimizer(_in_step(list(theirs.values())), ends)
 
     def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
-        """The ranks that train with a rank what is in no wrapper, this one too."""
+        """Return the ranks that train unwrapped parameters with `rank`, including `rank`."""
         groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
         theirs = (tuple(one.started.rank for one in group) for group in groups if rank in group)
         return next(theirs, tuple(range(rank.started.world_size)))
 
     def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
-        """The steps that ranks have written down which compute one model together, by optimizer."""
+        """Return recorded steps of ranks that share a model, by optimizer."""
         of_ranks = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
         numbers = sorted({one.optimizer for one in of_ranks[0]})
         return [
@@ -277,7 +277,7 @@ class ScriptFacts:
 
     @cached_property
     def optimizer_steps(self) -> int:
-        """How many steps all optimizers of the first rank have made, as far as they were written down."""
+        """Total recorded steps of all optimizers on the first rank."""
         for rank in self.ranks[:1]:
             last = {one.optimizer: one.count + 1 for one in entries_of(rank, OptimizerStep)}
             return sum((last | {one.optimizer: one.count for one in entries_of(rank, OptimizerEnd)}).values())
@@ -285,17 +285,17 @@ class ScriptFacts:
 
     @cached_property
     def shards(self) -> int:
-        """How many parameters of an optimizer are shards."""
+        """Largest number of sharded parameters in an optimizer."""
         return max((one.shards for rank in self.ranks for one in entries_of(rank, OptimizerStep)), default=0)
 
     @cached_property
     def in_fsdp1(self) -> bool:
-        """Whether optimizers hold parameters that are in a `FullyShardedDataParallel`."""
+        """Check if an optimizer holds parameters of a `FullyShardedDataParallel`."""
         return any(one.in_fsdp1 for rank in self.ranks for one in entries_of(rank, OptimizerStep))
 
     @property
     def why_unwatched(self) -> str:
-        """Why parameters of optimizers are not compared; empty where all are."""
+        """Reason why some optimizer parameters are not compared, or ''."""
         if self.in_fsdp1:
             return (
                 "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
@@ -307,13 +307,13 @@ class ScriptFacts:
 
     @cached_property
     def trains_apart(self) -> bool:
-        """Whether each rank trains a model of its own, without any wrapper."""
+        """Check if each rank trains a separate model, without any wrapper."""
         return not self.wrappers and not self.model_groups and are_apart([one.steps for one in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
-        """Whether gradients that a wrapper has not averaged are the same on all ranks in the optimizers' steps.
+        """Check if gradients not averaged by the wrapper agree at the optimizer steps.
 
-        It has averaged none in these steps, or a communication hook has left each rank its own.
+        Only steps without a DDP average count, or all steps if a communication hook leaves local gradients.
         """
         steps = [
             of_ranks
@@ -326,14 +326,14 @@ class ScriptFacts:
         return len(steps) > 1 and all(map(all_gradients_agree, steps))
 
     def hook_that_leaves_own(self, wrapper: int) -> str:
-        """The communication hook after which gradients differ between the ranks of a wrapper; empty if none does."""
+        """Return the communication hook that leaves different gradients on ranks, or ''."""
         of_hook = [same for same in self.captured(wrapper).values() if same[0].hook]
         parted = (same for same in of_hook if differing_names([one.state.values.gradients for one in same]))
         return next((same[0].hook for same in parted), "")
 
 
 def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
-    """Whether ranks compute together on the same samples, which are `dealt` to as many groups of ranks, perhaps."""
+    """Check if ranks share samples on purpose; `dealt`: the sampler splits by group."""
     group = tuple(rank.started.rank for rank in ranks)
     used = [one.members for rank in ranks for one in entries_of(rank, GroupUsed) if one.differentiated_at is not None]
     if group in used and len(group) < ranks[0].started.world_size:
@@ -346,7 +346,7 @@ def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
 
 
 def _step_alike(one: WatchedRank, other: WatchedRank) -> bool:
-    """Whether two ranks step by the same gradients in a step: what averages them is theirs."""
+    """Check if two ranks use an equal nonzero gradient in any optimizer step."""
     steps = {(step.optimizer, step.count): step.gradients for step in entries_of(other, OptimizerStep)}
     pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(one, OptimizerStep))
     return any(
@@ -357,7 +357,7 @@ def _step_alike(one: WatchedRank, other: WatchedRank) -> bool:
 
 
 def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
-    """Steps of an optimizer on a rank, each with what the reduction before it has left, where that is known."""
+    """Yield optimizer steps on a rank with the preceding reduction, if known."""
     left = {(one.wrapper, one.step + 1): one for one in entries_of(rank, ReplicaCaptured) if one.averaged}
     for step in steps:
         numbers = {name.partition("/")[0] for name in step.norms}
@@ -367,12 +367,12 @@ def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple
 
 
 def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
-    """The first step of each optimizer of a rank."""
+    """Return the first step of each optimizer on a rank."""
     return [one for one in entries_of(rank, OptimizerStep) if not one.count]
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
-    """The end of an optimizer that was gone when the script ended, and its wrappers with it."""
+    """Fill in the reduction count of an optimizer freed before the script ended."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
     numbers = {int(name.partition("/")[0]) for name in last.held}
@@ -383,14 +383,14 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 
 def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
-    """The steps that every rank has written down, each on all ranks."""
+    """Return the steps recorded on every rank, each by rank."""
     counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
     common = set.intersection(*(set(of_rank) for of_rank in counts))
     return [[of_rank[count] for of_rank in counts] for count in sorted(common)]
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
-    """The groups of ranks that compute one model together, of which each says so; by rank, what it says."""
+    """Return model splits by group of ranks, if all members report the group."""
     found: dict[tuple[int, ...], ModelSplit] = {}
     for of_rank in splits.values():
         for one in of_rank[:1]:

@@ -1,4 +1,4 @@
-"""DDP314: what a script does on several ranks and not in a single process on the same samples."""
+"""DDP314: divergence of a script on several ranks from a single process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ddpcheck.judge.parity_comparison import (
 from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.stream.rank_log import WatchedRank
 
-_SLOWEST, _FASTEST = 0.75, 0.985  # noise, relative, of times and of what is divided by them
-_FACTOR = 1e-3  # relative, to which a ratio is a factor
+_SLOWEST, _FASTEST = 0.75, 0.985  # relative noise of times and throughputs
+_FACTOR = 1e-3  # relative tolerance of a factor
 _FEWEST_FACTORS = 2
-_NEAR_TOP = 1e-2  # of the highest rate, relative
-_NEAR_SHAPE = 0.05  # of the way from the highest rate to the last
+_NEAR_TOP = 1e-2  # relative distance from the peak learning rate
+_NEAR_SHAPE = 0.05  # fraction of the decay from the peak to the last rate
 _FIXES = {
     "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
     "rank has only its own samples, and DDP averages the gradients of the ranks' losses.",
@@ -50,7 +50,7 @@ _FIXES = {
     "samples": "Split the samples of an epoch between the ranks once: by the sampler, or by the dataset.",
 }
 _TRAINING = ("gradients", "clip", "update")
-_MOST_MISSING = 0.75  # of the samples that a single process takes
+_MOST_MISSING = 0.75  # fraction of the single process's samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Divergence:
     """The first difference in one kind of quantity."""
 
     kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
-    step: int  # optimizer steps before
+    step: int  # number of preceding optimizer steps
     location: Location | None
-    said: str  # what differs, in words
+    said: str  # description of the difference
     evidence: tuple[str, ...] = ()
 
 
 def divergences(comparison: Comparison) -> list[Divergence]:
-    """Return what differs, the first divergence first; what follows from gradients that differ is left out."""
+    """Return all divergences except consequences of diverging gradients or updates."""
     found = [*_of_gradients(comparison)]
     until = found[0].step if found else math.inf
     if updates := [*_of_updates(comparison)]:
@@ -90,7 +90,7 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
     factor = _factor([other.ratio for other in later[:8]], comparison.world_size)
     when = "From optimizer step {} on"
     if not factor and (factor := comparison.factor_of(of_ranks, alone)):
-        when = "In optimizer step {}"  # parameters differ after it, and with them the gradients
+        when = "In optimizer step {}"  # the step changes parameters, and thus later gradients
     how = f"{one.difference:.2g} (relative) from"
     if factor:
         how = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
@@ -116,11 +116,11 @@ def _of_gradients(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _of_updates(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare the parameters after steps that had equal gradients."""
+    """Compare the parameters after steps with equal gradients."""
     steps = [*comparison.steps(), *comparison.next_steps()]
     every = itertools.zip_longest(steps, parameters(comparison), gradients(comparison))
     for (of_ranks, alone, _), quantity, gradient in every:
-        if quantity is None:  # ranks have parts of the parameters
+        if quantity is None:  # sharded parameters
             return
         if quantity.differs:
             built = entries_of(comparison.ranks[0], OptimizerStep)
@@ -147,7 +147,7 @@ def _largest(every: Sequence[Quantity]) -> float:
 
 
 def _factor(ratios: Sequence[float], world_size: int) -> str:
-    """Return the factor that all ratios are, in words; empty if there is none."""
+    """Return the common factor of all ratios in words, or ''."""
     for factor, words in ((world_size, str(world_size)), (1 / world_size, f"1/{world_size}")):
         if ratios and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios):
             return words
@@ -158,19 +158,19 @@ def _factor(ratios: Sequence[float], world_size: int) -> str:
 
 
 def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
-    """Return the line that makes the loss of a step, or of one near it."""
+    """Return the line that computes the loss of the nearest step."""
     losses = [one for one in entries_of(rank, LossDifferentiated) if one.made is not None]
     near = sorted(losses, key=lambda one: abs(one.step - step.count))
     return near[0].made if near else None
 
 
 def _of_steps(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare how many steps were made, if both runs have come to their ends."""
+    """Compare the number of optimizer steps, if both runs completed."""
     ends = [end for one in (comparison.ranks[0], comparison.single) for end in entries_of(one, ParityEnded)]
     if len(ends) < 2 or any(end.why for end in ends):
         return
     of_ranks, alone = (end.steps for end in ends)
-    if alone not in (of_ranks, of_ranks * comparison.world_size):  # as many samples in all, at a batch size of a rank
+    if alone not in (of_ranks, of_ranks * comparison.world_size):  # same total samples with per-rank batch size
         last = entries_of(comparison.ranks[0], ParityStep)
         where = last[-1].location if last else None
         if line := first_unequal(comparison, range(min(of_ranks, alone) + 1)):
@@ -180,7 +180,7 @@ def _of_steps(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _of_samples(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare how many samples an epoch has, if all batches of a loader were taken."""
+    """Compare the number of samples of an epoch, if loaders were exhausted."""
     passes = [group_by(entries_of(rank, PassTaken), lambda one: one.loader) for rank in comparison.ranks]
     for alone in entries_of(comparison.single, PassTaken):
         of_ranks = [one for of_rank in passes for one in of_rank.get(alone.loader, ())]
@@ -197,9 +197,9 @@ def _of_samples(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare where learning rates rise to, fall and end, relative to their highest; a factor between them is meant."""
+    """Compare learning rate schedules relative to the peak; constant factors are intended."""
     if any(end.steps_schedules for end in entries_of(comparison.single, ParityEnded)):
-        return  # it makes as many steps more, with smaller batches, of which a script has told the schedule
+        return  # a single process makes world-size times as many (smaller) steps, as the schedule expects
     by_optimizer = group_by(comparison.steps(), lambda some: some[1].optimizer)
     for number, steps in by_optimizer.items():
         every = [
@@ -210,7 +210,7 @@ def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
             continue
         of_ranks, alone, again = (list(column) for column in zip(*every, strict=True))
         if not _have_one_shape(alone, again):
-            continue  # by a metric
+            continue  # driven by a metric
         tops, ends = (max(of_ranks), max(alone)), (of_ranks[-1], alone[-1])
         shares = [end / top for end, top in zip(ends, tops, strict=True)]
         said = f"After {counted(len(every), 'step')}, the learning rate on the ranks is at {shares[0]:.3g} of its "
@@ -229,9 +229,9 @@ def _of_schedules(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _have_one_shape(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return if two rates come to their highest values in the same step, and fall alike from there.
+    """Check if two rates peak in the same step (within one) and decay alike.
 
-    A warm-up may begin at one rate for all world sizes: a rate that does not rise says nothing on when another does.
+    Warm-ups may start at one rate for all world sizes, so a rate that never rises says nothing about the peak.
     """
     tops, ends = (max(some), max(others)), (some[-1], others[-1])
     high = [[rate >= (1 - _NEAR_TOP) * top for rate in every] for every, top in zip((some, others), tops, strict=True)]
@@ -248,13 +248,13 @@ def _have_one_shape(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
-    """Return if two rates came as far from their highest values to a lowest one that is not scaled: a `min_lr`."""
+    """Check if two rates decay toward one unscaled minimum (`min_lr`)."""
     apart = ends[0] + tops[1] - ends[1] - tops[0]
     return bool(apart) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / apart <= min(ends)
 
 
 def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
-    """Compare numbers that are shown after an evaluation; in training, only factors of the world size."""
+    """Compare numbers shown after evaluations; in training, only world size factors."""
     by_line = group_by(shown_numbers(comparison), lambda one: (one.entry.location, one.place, one.entry.text))
     for (where, place, _), every in by_line.items():
         evaluated = [one for one in every if one.entry.evaluates and not one.entry.during and not one.is_local]
@@ -289,7 +289,7 @@ def _of_shown(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def _is_of_ranks(every: Sequence[Shown], world_size: int) -> bool:
-    """Return if numbers are the world size times those of a single process, or divided by it."""
+    """Check if numbers differ by a factor of the world size, or its inverse."""
     return _factor([one.quantity.ratio for one in every], world_size) in (str(world_size), f"1/{world_size}")
 
 
@@ -316,19 +316,19 @@ def _of_saved(comparison: Comparison) -> Iterator[Divergence]:
 
 
 def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bool:
-    """Return if a single process has done the same, so that noise needs no measuring."""
+    """Check if the single process matches, so that no noise run is needed."""
     comparison = Comparison(ranks, singles[0])
     return _largest(gradients(comparison)) <= EQUAL and not divergences(comparison)
 
 
 def depends_on_rank(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank], noise: Sequence[WatchedRank]) -> bool:
-    """Return if gradients differ, perhaps since the script computes with the number of the rank."""
+    """Check if training diverges, perhaps because the script uses the rank number."""
     comparison = Comparison(ranks, singles[0], next(iter(noise), None))
     return any(one.kind in _TRAINING for one in divergences(comparison))
 
 
 def judge_parity(comparison: Comparison) -> list[Finding]:
-    """Return at most one finding: the first divergence, with later ones as evidence."""
+    """Return at most one finding: the first divergence, with the rest as evidence."""
     found = divergences(comparison)
     if not found:
         return []
@@ -346,20 +346,20 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
 
 
 _OF_EVALUATIONS = ("DDP801", "DDP802", "DDP803", "DDP805", "DDP806")
-_OF_GRADIENTS = ("DDP1", "DDP30", "DDP506", "DDP514")  # what is shown differs although gradients are equal
-# Rules that leave gradients and numbers as they are, on samples and random numbers that are those of the ranks.
+_OF_GRADIENTS = ("DDP1", "DDP30", "DDP506", "DDP514")  # cannot explain shown numbers if gradients are equal
+# Rules that change no gradients or numbers if samples and random numbers are replayed.
 _BESIDE = ("DDP4", "DDP6", "DDP7", "DDP510", "DDP512", "DDP520", "DDP522")
 
 
 def codes_that_explain(found: Finding, others: Sequence[Finding]) -> list[str]:
-    """Return the rules whose findings may explain what differs: none of evaluations if that is how the ranks train."""
+    """Return rules that may explain the divergence; in training, no evaluation rules."""
     beside = (*_BESIDE, *(_OF_EVALUATIONS if found.severity is Severity.ERROR else _OF_GRADIENTS))
     known = {one.code for one in others if one.severity is not Severity.NOTE and not one.code.startswith(beside)}
     return sorted(known - {found.code})
 
 
 def what_held(comparison: Comparison) -> str:
-    """Return what was compared and is equal, in words."""
+    """Describe what was compared and is equal."""
     every = [one for one in gradients(comparison) if one.is_equal]
     numbers = _evaluated(comparison) if comparison.has_same_samples else []
     shown = [one for one in numbers if one.quantity.is_equal]
@@ -387,18 +387,18 @@ def what_held(comparison: Comparison) -> str:
 
 
 def _is_undecided(number: Quantity) -> bool:
-    """Return if a number, which is no time, may be equal or not."""
+    """Check if a number is neither equal nor different, and not a time."""
     return not number.differs and not number.is_equal and not _SLOWEST < number.noise < _FASTEST
 
 
 def _evaluated(comparison: Comparison) -> list[Shown]:
-    """Return the numbers that are shown after an evaluation, without those of epochs, steps and saved options."""
+    """Return decimal numbers shown after an evaluation, except saved numbers."""
     shown = (one for one in shown_numbers(comparison) if one.entry.evaluates and one.entry.how != "saved")
     return [one for one in shown if "." in one.entry.numbers[one.place]]
 
 
 def confirmed(comparison: Comparison) -> dict[str, str]:
-    """Return what a single process shows of other check lines, if all of it is equal: in words, by their names."""
+    """Describe what the single process confirms, by check line; empty unless all matches."""
     if lacking(comparison) or divergences(comparison):
         return {}
     steps, numbers = len(gradients(comparison)), [one for one in _evaluated(comparison) if not one.is_local]
@@ -409,7 +409,7 @@ def confirmed(comparison: Comparison) -> dict[str, str]:
 
 
 def lacking(comparison: Comparison) -> str:
-    """Return what was not compared, in words; empty if nothing was left out."""
+    """Describe what was not compared, or return ''."""
     every = gradients(comparison)
     unknown = [one for one in every if not one.differs and not one.is_equal]
     refused = dict.fromkeys(f"{one.line} ({one.why})" for one in entries_of(comparison.single, NotReplayed))
@@ -433,7 +433,7 @@ def lacking(comparison: Comparison) -> str:
         )
     evaluated = [shown for shown in shown_numbers(comparison) if shown.entry.evaluates and not shown.is_local]
     decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
-    # not in any of the epochs
+    # undecided in every epoch
     numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
     if padded := [number for number in numbers if number.is_padded]:
         said.append(

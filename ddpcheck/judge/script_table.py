@@ -1,7 +1,7 @@
-"""The table of `ddpcheck run`: what is judged of a script, by which judge, and under which check line.
+"""Rows of `ddpcheck run`: judges of a script by check line.
 
-Each row takes its part of the facts, asks judges, and says what they have compared. Evidence of a rule is in
-`findings.evidence`, under the name of what records it (`record`).
+Each row selects facts, calls judges, and describes the comparison. Evidence of a rule is in `findings.evidence`, under
+the name of its recorder in `record`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from ddpcheck.judge.verdict import Row, Verdict, Verdicts
 from ddpcheck.judge.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.stream.rank_log import WatchedRank
 
-_NEAR = 0.3  # of a norm by a sketch, as a power of the world size
-_FEWEST_STEPS = 4  # that tell what is always so from what is so now and then
-_MOST_RUNS = 1024  # as many are written down: without a regular pace
+_NEAR = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
+_FEWEST_STEPS = 4  # enough steps to tell always from sometimes
+_MOST_RUNS = 1024  # recording limit, reached only without a regular pace
 _REPLICAS_PART = (
     *("DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"),
 )
 
 
 def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
-    """Of a comparison that was made so often; it had no subject where that is never."""
+    """Return a verdict whose subject exists only if `times` is not zero."""
     return Verdict(found, words if times else "")
 
 
@@ -83,7 +83,7 @@ def _judge_taken(facts: ScriptFacts) -> list[Finding]:
 
 
 def _judge_pace(facts: ScriptFacts) -> list[Finding]:
-    """The findings on steps that shift between ranks, and on gradients that are used again."""
+    """Judge steps that shift between ranks, and gradients that are reused."""
     for of_rank in facts.of(loop.GradientsLeft):
         if left := judge_left(of_rank):
             return left
@@ -116,7 +116,7 @@ def _graphs(facts: ScriptFacts) -> Verdicts:
 
 
 def _have_one_model(facts: ScriptFacts) -> bool:
-    """Whether all ranks train the same model: no stages of a pipeline, and no parts of one."""
+    """Check if all ranks train one replicated model (no pipeline or tensor parallelism)."""
     return not facts.model_groups and any(len(one.made.ranks) == len(facts.ranks) for one in facts.wrappers)
 
 
@@ -150,7 +150,7 @@ def _is_too_small(loss: script.LossDifferentiated) -> bool:
 
 
 def _are_scaled_back(rank: WatchedRank) -> bool:
-    """Whether steps use averaged gradients times the world size, or divided by it, as far as sketches tell."""
+    """Check if steps rescale averaged gradients by the world size or its inverse."""
     for step, left in used_by(rank, entries_of(rank, script.OptimizerStep)):
         there = math.hypot(*itertools.chain.from_iterable(left.averaged.values()))
         factor = math.hypot(*step.norms.values()) / there if there else 0.0
@@ -169,15 +169,15 @@ def _data(facts: ScriptFacts) -> Verdicts:
     found: list[Finding] = []
     for group in facts.training_groups:
         of_loaders = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
-        if _take_slices(group):  # of a batch that all load
+        if _take_slices(group):  # every rank loads the whole batch
             of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
         found += [finding for finding in of_loaders if finding not in found]
     orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
-    if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that compute together have this alike
+    if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that share a model share samples
         places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
         draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
         orders = [orders[place] for place in places]
-    others = len(set(orders)) == len(orders)  # which a loader gives the ranks
+    others = len(set(orders)) == len(orders)  # loaders give ranks different samples
     of_draws = script_draws.judge_step_draws(draws, inputs, loads_others=others)
     of_draws = of_draws or script_draws.judge_added_noise(draws, inputs)
     found += of_draws
@@ -217,7 +217,7 @@ def _data(facts: ScriptFacts) -> Verdicts:
 
 
 def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
-    """Whether each rank's forward is given a part of the batches that the loader gives."""
+    """Check if each rank's forward gets a slice of the loader's batches."""
     rows = [len(one.samples) for one in entries_of(ranks[0], script.Inputs)]
     sizes = [one.batch_size for one in ranks[0].passes if one.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
@@ -246,7 +246,7 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
     return {"evaluation": Verdict(found, held, "" if found else lacking)}
 
 
-# What is beside the wrappers
+# State outside the wrappers
 
 
 def _statistics(facts: ScriptFacts) -> Verdicts:
@@ -254,7 +254,7 @@ def _statistics(facts: ScriptFacts) -> Verdicts:
 
 
 def _copies(facts: ScriptFacts) -> Verdicts:
-    """Models beside the wrappers: no cause if the wrapped modules themselves are apart."""
+    """Judge models outside the wrappers, unless wrapped parameters or gradients differ."""
     held = facts.of(script.StateHeld)
     whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
     if not whole or facts.model_groups:
@@ -263,7 +263,7 @@ def _copies(facts: ScriptFacts) -> Verdicts:
     uses = facts.of(replicas.StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
     written = [[one for one in of_rank if one.wrapper == loop.OF_A_COPY] for of_rank in facts.of(loop.ModuleChanged)]
     found = judge_states(held, written) or judge_uses(uses, held, written)
-    if found and found[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # and so are copies of them
+    if found and found[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
         return {"replicas": Verdict(lacking=_ROUNDED)}
     return {"replicas": Verdict(found)}
 
@@ -317,11 +317,11 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(judge_parameters_unheld, ("optimizers",), ("DDP504",), unless=("DDP504",)),
     Row(_copies, ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
 )
-"""In the order in which they are asked: what says more comes first."""
+"""Rows in order of evaluation, most specific first."""
 
 
 def rows_of(facts: ScriptFacts) -> list[Row[ScriptFacts]]:
-    """Those that have a subject: judges that compare all ranks are asked where all have left a log here."""
+    """Return the rows to run: `over_ranks` rows need logs of all ranks."""
     return [row for row in ROWS if facts.can_compare or not row.over_ranks]
 
 
@@ -329,4 +329,4 @@ HEADINGS = (
     *("parameters", "replicas", "reducer", "loop", "loss", "optimizers", "data", "files"),
     *("collectives", "evaluation", "parity"),
 )
-"""The check lines, in the order in which they are shown."""
+"""Headings of the check lines, in display order."""

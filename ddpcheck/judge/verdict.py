@@ -1,7 +1,7 @@
-"""What judges say, and the check lines that are made of it: one shape for all doors.
+"""Verdicts of judges, and the check lines built from verdicts, for all entry points.
 
-A judge returns findings; a row makes a `Verdict` of them, which also says what was compared; `judge_all` asks all rows
-of a table. A check line is made of the verdicts under one heading: nothing else says what was compared.
+A judge returns findings; a row wraps findings in a `Verdict`, with a description of the comparison; `judge_all` runs
+the rows of a table. A check line is built only from the verdicts under its heading.
 """
 
 from __future__ import annotations
@@ -15,66 +15,63 @@ from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.judge.causes import find_causes
 
 Facts = TypeVar("Facts")
-OF_BUFFERS = ("DDP214", "DDP215")  # which leave the gradients of a step as they are
+OF_BUFFERS = ("DDP214", "DDP215")  # no effect on the gradients of a step
 
-Told = tuple[Finding, Finding]  # a finding, and the one of the report that tells it: itself, or its cause
+Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one comparison has come to."""
+    """Result of one comparison."""
 
-    findings: Sequence[Finding] = ()  # what was found
-    held: str = ""  # what held, in a sentence; empty where nothing was compared
-    lacking: str = ""  # why not all of it was compared; empty where it was
-    differing: str = ""  # how much did not hold; empty where all did
+    findings: Sequence[Finding] = ()
+    held: str = ""  # what matches, in a sentence; '' if nothing was compared
+    lacking: str = ""  # why the comparison is incomplete; '' if complete
+    differing: str = ""  # how much does not match; '' if all matches
 
 
-Verdicts = Mapping[str, Verdict]  # by heading, which is the name of a check line
+Verdicts = Mapping[str, Verdict]  # by heading (name of a check line)
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Facts]):
-    """A row of the table of a door."""
+    """A row in the table of an entry point."""
 
-    judge: Callable[[Facts], Verdicts]  # from the facts to verdicts
-    headings: tuple[str, ...]  # those under which these are
-    codes: tuple[str, ...]  # what it can find
-    # its findings of these codes are left out where an earlier row has found one of them, which says more
+    judge: Callable[[Facts], Verdicts]
+    headings: tuple[str, ...]  # headings of the verdicts
+    codes: tuple[str, ...]  # rules that the row can report
+    # findings of these codes are dropped if an earlier (more specific) row found any of these codes
     yields: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()  # it is not asked where an earlier row has found one of these
-    over_ranks: bool = True  # whether it compares all ranks
+    unless: tuple[str, ...] = ()  # skip the row if an earlier row found any of these codes
+    over_ranks: bool = True  # if the row compares all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the rows of a table have come to."""
+    """Combined results of the rows of a table."""
 
-    findings: list[Finding]  # causes only
-    told: Mapping[str, list[Told]]  # all that was found, by heading
+    findings: list[Finding]  # root causes only
+    told: Mapping[str, list[Told]]  # all findings, by heading
     verdicts: Mapping[str, list[Verdict]]  # by heading
-    errors: Mapping[str, Exception]  # what a judge has raised, which is a bug of ddpcheck, by heading
-    found: Sequence[tuple[str, Finding]]  # all that was found, with its heading, as judges say it
-    reported: Sequence[tuple[str, Finding]]  # what yields to findings of earlier rows, with its heading
+    errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
+    found: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
+    reported: Sequence[tuple[str, Finding]]  # (heading, finding) dropped by `Row.yields`
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
-        """How the check under a heading ended, and a sentence on it; `None` where it had no subject.
-
-        Findings that are not among those `kept` are ignored.
-        """
+        """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
         told = self.told.get(heading, [])
         said = zip(*((one.held, one.lacking, one.differing) for one in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, some))) for some in said] or ["", "", ""]
         return status_of(Verdict((), *texts), told, kept) if told or texts[0] or texts[1] else None
 
     def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
-        """The same with findings that were made when these were known; some of these may come of them."""
+        """Return a copy with further findings, which may explain earlier findings."""
         added = [*self.found, *((heading, finding) for finding in findings)]
         return _by_causes(added, self.verdicts, self.errors, self.reported)
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
-    """Ask one row after the other, without what is under some headings; a judge that raises leaves the others be."""
+    """Run rows in order, dropping headings in `but`; record exceptions of judges."""
     found: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
@@ -104,7 +101,7 @@ def _by_causes(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Find causes; `reported` yield to findings of the same code, which stand for them on their check lines."""
+    """Find root causes; `reported` findings are attached to findings of equal code."""
     causes = find_causes([finding for _, finding in found])
     told: dict[str, list[Told]] = {}
     for (heading, finding), by in zip(found, causes.told_by, strict=True):
@@ -122,7 +119,7 @@ def _by_causes(
 
 
 def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-    """How a check ended, and a sentence on it; findings that are not among those `kept` are ignored."""
+    """Return the status of a check and a sentence; ignore findings not in `kept`."""
     shown = [(finding, by) for finding, by in told if by in kept]
     severities = ((by if by.code == finding.code else finding).severity for finding, by in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)
@@ -130,7 +127,7 @@ def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -
     if worst is Severity.ERROR:
         return "failed", said
     hidden = _listed([(finding, by) for finding, by in told if by not in kept], verdict)
-    if verdict.differing:  # in some of the steps, where others are lacking
+    if verdict.differing:  # in some steps; others were not compared
         if shown:
             return "warned", said
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
@@ -145,7 +142,7 @@ def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -
 
 
 def _listed(told: Sequence[Told], verdict: Verdict) -> str:
-    """The codes of what was found, and how much differs, or holds all the same; empty where nothing was found."""
+    """List the codes found with what differs or still matches, or return ''."""
     said = [f.code for f, by in told if by.code == f.code]
     said += [f"{f.code}, which comes with {by.code}" for f, by in told if by.code != f.code]
     codes = join_names(list(dict.fromkeys(said)), most=5)
@@ -156,5 +153,5 @@ def _listed(told: Sequence[Told], verdict: Verdict) -> str:
 
 
 def _without_buffers(held: str) -> str:
-    """Return in words what matches between ranks if buffers differ."""
+    """Drop buffers from a sentence on what matches."""
     return held.replace(", buffers and", " and").replace(" and buffers", "")

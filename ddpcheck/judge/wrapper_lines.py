@@ -1,4 +1,4 @@
-"""The check lines of wrappers in `ddpcheck run`: what was compared of them, how often, and why not more."""
+"""Check lines of wrappers in `ddpcheck run`: comparisons made, and gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpcheck.judge.script_facts import ScriptFacts
 from ddpcheck.judge.verdict import OF_BUFFERS, Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 
-_COMPRESSED = 0.1  # what a communication hook may lose, from which on a comparison tells nothing
+_COMPRESSED = 0.1  # relative loss of a communication hook that makes comparison useless
 
 _NOT_REDUCED = (
     "not compared with the average: gradients that are split among more than 8 ranks or along several dimensions, and "
@@ -22,7 +22,7 @@ _NOT_REDUCED = (
 )
 
 
-PARTS = {  # by heading: the families of rules, and what was compared
+PARTS = {  # by heading: prefixes of rule codes, and what was compared
     "parameters": (("DDP1",), "every trainable parameter contributed to the loss in {steps}"),
     "replicas": (
         ("DDP2", "DDP301", "DDP306"),
@@ -38,7 +38,7 @@ _OF_SHARDS = {
 
 
 def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
-    """All that the wrappers of a script have shown, under the check lines of `PARTS`."""
+    """Judge the wrappers of a script, under the check lines of `PARTS`."""
     found = told_by_files(judge_wrappers(facts), facts.of(FileUsed))
     captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
     times = max(
@@ -85,14 +85,14 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
 
 
 def not_here(missing: Sequence[int]) -> str:
-    """Why not all ranks were compared; empty where they were."""
+    """Return why not all ranks were compared, or ''."""
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
 
 def _of_hooks(
     facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], found: Sequence[Finding]
 ) -> tuple[list[str], int]:
-    """Why gradients were not, or not in each step, compared with the average; and in how many steps they were."""
+    """Return why gradients were not compared with the average, and the step count."""
     told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
     every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
     why = [f"gradients that {one.hook} compresses are not compared" for one in every if not _tells(one)]
@@ -107,17 +107,17 @@ def _of_hooks(
 
 
 def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
-    """Whether each rank has kept something of its own gradients."""
+    """Check if each rank recorded local gradients."""
     return all(any(one.own for one in of_rank) for of_rank in captured)
 
 
 def _tells(one: ReplicaCaptured) -> bool:
-    """Whether a comparison of what a wrapper has left with the average tells something."""
+    """Check if gradients are exact enough to compare with the average."""
     return max(one.eps.values(), default=0.0) < _COMPRESSED
 
 
 def judge_constructions(facts: ScriptFacts) -> Verdicts:
-    """What shows when wrappers are made, although one may not have come to its end."""
+    """Judge wrapper constructions, including unfinished ones."""
     found = judge_begun(facts)
     order = [finding for finding in found if finding.code == "DDP403"]
     return {"replicas": Verdict([one for one in found if one not in order]), "collectives": Verdict(order)}

@@ -1,1 +1,1 @@
-"""Watching a training loop under `DistributedDataParallel` while it runs: one core, to which every door attaches."""
+"""Monitoring of a `DistributedDataParallel` training loop at runtime."""

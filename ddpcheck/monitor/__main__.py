@@ -1,7 +1,7 @@
-"""`python -m ddpcheck.monitor train.py`: watches a script that another launcher than `ddpcheck run` starts.
+"""`python -m ddpcheck.monitor train.py`: watch a script under any launcher.
 
-Each process of the launcher (torchrun, mpirun, srun, accelerate) becomes the script's: by `exec`, so that pid, signals
-and exit code are those of the script. The first of them leaves a process behind that reports when the ranks have ended.
+Each process of the launcher (torchrun, mpirun, srun, accelerate) becomes the script's process by `exec`: pid, signals
+and exit code are the script's. The first process starts a detached reporter for the end of the run.
 
 This module is light: it never imports torch.
 """
@@ -26,7 +26,7 @@ _REPORTER = "ddpcheck.cli.late_report"
 
 
 def main() -> int:
-    """Become the script; returns only where that cannot be done."""
+    """Replace the process by the script."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpcheck.monitor",
         usage="%(prog)s [options] script [arguments of the script]",
@@ -42,7 +42,7 @@ def main() -> int:
     if given.check_parity:
         parser.error("--check-parity starts the script again, which ddpcheck run does and this command does not")
     examine(given)
-    started = (process_stat(os.getppid())[19:] or "0")[0]  # tells the launcher from an earlier process of its number
+    started = (process_stat(os.getppid())[19:] or "0")[0]  # start time, since the pid may be reused
     folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")
     (folder / f"{os.getpid()}.pid").touch()
     script = [*(["-m"] if given.module else []), *script]
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _leave_behind(command: list[str]) -> None:
-    """Start a process that is no child of the script's, which may wait for children of its own."""
+    """Start a detached process that is no child of the script."""
     child = os.fork()
     if not child:
         try:

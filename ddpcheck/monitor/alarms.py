@@ -1,7 +1,7 @@
-"""Alarms between the ranks of a watched loop over the rendezvous store; without an alarm, the ranks do not communicate.
+"""Alarms between the ranks of a watched loop over the rendezvous store.
 
-A rank that has something to report posts an alarm *before* it takes part in the reduction of that step. So all alarms
-of a step are in the store when any rank has come through its reduction, and one question to the store is enough.
+A rank with something to report posts an alarm *before* it joins the reduction of that step. So all alarms of a step are
+in the store when any rank has completed the reduction, and a single query is enough.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, Store
 
 _ALWAYS_FOR = 32
 _THEN_EVERY = 16
-_LONG = 0.02  # seconds of a step beside which a question, of some 50 microseconds, does not count
+_LONG = 0.02  # seconds per step; a store query of about 50 microseconds is then negligible
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Stands for the value of a rank that has left, with the reason."""
+    """Placeholder for the value of a rank that has left, with the reason."""
 
     why: str
 
 
 class AlarmBoard:
-    """Alarms of the ranks of one process group, and the exchange of values after one.
+    """Alarms of a process group's ranks, and exchange of values after an alarm.
 
     Attributes:
-        silent: Ranks that have left or have not answered in time; from then on this rank is on its own.
+        silent: Ranks that have left or timed out; from then on this rank no longer communicates.
     """
 
     _every = _THEN_EVERY
@@ -47,31 +47,31 @@ class AlarmBoard:
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
         self.silent: tuple[int, ...] = ()
-        self._kept: list[str] = []  # keys of the last gatherings
+        self._kept: list[str] = []  # keys of the last gathers
 
     @property
     def open(self) -> bool:
-        """Whether there are other ranks that answer."""
+        """Return True if there are other ranks, all of them responsive."""
         return len(self.ranks) > 1 and dist.is_initialized() and not self.silent
 
     def is_checked(self, step: int) -> bool:
-        """Whether the ranks look for alarms after a step: the same on all of them."""
+        """Return True if all ranks check for alarms after a step."""
         return step < _ALWAYS_FOR or step % self._every == self._every - 1
 
     def set_pace(self, seconds: Iterable[float]) -> None:
-        """Look for alarms after every step where one takes long on every rank; `seconds` a step, by rank."""
+        """Check for alarms after every step if slow on all ranks (`seconds` each)."""
         self._every = 1 if min(seconds) >= _LONG else _THEN_EVERY
 
     def post(self, step: int) -> None:
-        """Have all ranks exchange reports after this step, or the next one after which they look for alarms."""
+        """Request an exchange of reports after this or the next checked step."""
         while not self.is_checked(step):
             step += 1
         if self.open:
-            with contextlib.suppress(Exception):  # the process with the store is gone: this rank is on its own
+            with contextlib.suppress(Exception):  # the process with the store has exited
                 default_store().set(self._key(step), b"1")
 
     def is_posted(self, step: int) -> bool:
-        """Whether any rank has posted an alarm for a step whose reduction this rank has come through."""
+        """Return True if any rank has posted an alarm for a reduced step."""
         if not (self.open and self.is_checked(step)):
             return False
         if torch.cuda.is_initialized():
@@ -85,9 +85,9 @@ class AlarmBoard:
         return f"{self._exchange.prefix}/alarm/{step}"
 
     def gather(self, key: str, value: Any, *, at_most: float = math.inf) -> list[Any]:
-        """The value of each rank under `key`, which is used once; that of this rank alone where another is silent.
+        """Gather a value per rank; just the own value after a timeout.
 
-        It waits for `at_most` seconds, where that is less than usual.
+        Waits at most `at_most` seconds if less than the default timeout.
         """
         if not self.open:
             return [value]
@@ -108,13 +108,13 @@ class AlarmBoard:
             warnings.warn(f"ddpcheck: {gone};{waits} judges alone from now on", stacklevel=2)
             return [value]
         self._kept.append(key)
-        if len(self._kept) > 2:  # every rank has read what this one wrote two gatherings ago, or it would not be here
+        if len(self._kept) > 2:  # this gather completed, so every rank has read the values of two gathers ago
             self._exchange.delete(self._kept.pop(0))
         return found
 
     def leave(self, keys: Iterable[str], why: str) -> None:
-        """Tell the others why this rank has left, under each key of a gathering where they may wait for it."""
+        """Post the reason for leaving under each key where ranks may wait."""
         if self.open:
-            for key in set(keys).difference(self._kept):  # another rank may not have read yet what is there
-                with contextlib.suppress(Exception):  # the process with the store is gone
+            for key in set(keys).difference(self._kept):  # other ranks may not have read yet
+                with contextlib.suppress(Exception):  # the process with the store has exited
                     self._exchange.put(key, Left(why))

@@ -1,7 +1,7 @@
-"""What ranks have alike that compute one model together (tensor parallelism), exchanged over the store without a wait.
+"""Comparison of ranks of a tensor parallel model over the store, without waiting.
 
-Each rank writes what it has before steps of an optimizer, and judges the steps before the last one that it has written:
-in the forward pass since then the ranks have met, so that the same steps are there on all of them.
+Each rank writes its state before optimizer steps, and judges the steps before its last one: the forward pass since then
+has synchronized the ranks, so that the same steps are available on all ranks.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
-_FEWEST = 3  # steps that are judged
-_MOST_KEPT = 8  # steps in the store
+_FEWEST = 3  # min steps to judge
+_MOST_KEPT = 8  # max steps in the store
 _Written = tuple[PartStep, Inputs | None]
 
 
 class ModelParts(StepListener, Recorder, subjects=("replicas",)):
-    """Compares the ranks over which one watched model is split; each watch is the n-th of its rank."""
+    """Comparison of the ranks of a tensor parallel model, n-th instance by instance."""
 
     def __init__(
         self, recorder: Callable[[], StepRecorder], every: int, tell: Callable[[Iterable[Finding]], object]
     ) -> None:
-        """Of the model that `recorder` returns what follows; `every` so many steps of an optimizer."""
+        """Initialize; `recorder` returns the model's recorder, `every`: optimizer steps between comparisons."""
         self._recorder = recorder
         self._tell = tell
         self._number = 0
         self._parts = PartRecorder(self._take, [self], every)
         self._inputs = InputRecorder(self._take, 0, tuple)
-        self._given: Inputs | None = None  # to the last forward pass
+        self._given: Inputs | None = None  # inputs of the last forward pass
         self._split: ModelSplit | None = None
-        self._paths: dict[int, str] | None = None  # of modules, once a step has ended
+        self._paths: dict[int, str] | None = None  # module paths by id, set after a step
         self._written = 0
-        self._read: dict[int, list[list[_Written]]] = {}  # by optimizer, step by step, of all ranks
+        self._read: dict[int, list[list[_Written]]] = {}  # steps with the entries of all ranks, by optimizer
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -65,7 +65,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         self._parts.close()
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Find out once which ranks have the other parts; keep what the last forward pass was given."""
+        """Detect split modules once; record the inputs of the last forward pass."""
         if self._paths is None:
             self._begin()
         if self._split is not None and snapshot is not None:
@@ -91,7 +91,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
             self._given = entry
         elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
             given, self._given = self._given, None
-            with contextlib.suppress(RuntimeError):  # the process with the store is gone
+            with contextlib.suppress(RuntimeError):  # the process with the store has exited
                 self._exchange(entry, given)
 
     def _exchange(self, step: PartStep, given: Inputs | None) -> None:
@@ -118,7 +118,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
-    """The findings on the steps of one optimizer."""
+    """Return the findings on the steps of an optimizer."""
     parts = [[one for one, _ in of_ranks] for of_ranks in steps]
     inputs = [[given for _, given in of_rank if given is not None] for of_rank in zip(*steps, strict=True)]
     if any(one.parts_given for of_ranks in parts for one in of_ranks):

@@ -1,4 +1,4 @@
-"""The options of a watch: those of `ddpcheck.watch`, which the wrapper and the callbacks take as well.
+"""Options of a watch, shared by `ddpcheck.watch`, the wrapper and the callbacks.
 
 This module is light: it never imports torch.
 """
@@ -14,15 +14,15 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.worlds.validation import check_seconds
 
 OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
-"""What to do with a finding."""
+"""Action on a finding: raise an exception, warn, or call a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """As of `ddpcheck.watch`, which says what each of them means.
+    """Options of a watch, documented in `ddpcheck.watch`.
 
     Raises:
-        UsageError: One of them is none of its choices; names it.
+        UsageError: An option has an invalid value.
     """
 
     detect_anomalous_params: bool = True

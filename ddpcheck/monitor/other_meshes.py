@@ -1,7 +1,7 @@
-"""What ranks hold that shard the same model over another mesh, exchanged over the store without a wait.
+"""Comparison of ranks that shard the same model over different meshes.
 
-Each rank writes what it has in the steps in which its own mesh compares, and reads what those of other meshes have
-written before. Where one of them does not watch, or has a stage of a pipeline, nothing is compared.
+Each rank writes its state at the steps that its own mesh compares, and reads the earlier states of other meshes. If any
+rank has no watch, or has a pipeline stage, nothing is compared.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
-_MOST_KEPT = 8  # steps: a mesh that is further behind is not compared with
+_MOST_KEPT = 8  # max steps in the store; a mesh further behind is not compared
 _Written = tuple[tuple[int, ...], bool, ReplicaCaptured]
-"""The ranks of a mesh, whether they have a stage of a pipeline, and what one of them holds."""
+"""(ranks of a mesh, True for a pipeline stage, state of one of the ranks)"""
 
 
 class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
-    """Compares the shards of one watch with those of the watches on other meshes, each the n-th of its rank."""
+    """Comparison of shards between the n-th watches on different meshes."""
 
     def __init__(
         self,
@@ -44,22 +44,22 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         is_due: Callable[[int], bool],
         tell: Callable[[Iterable[Finding]], object],
     ) -> None:
-        """Of the parameters that `recorder` returns what follows; `is_due`: in which steps."""
+        """Initialize; `recorder` returns the watch's recorder, `is_due` selects the steps."""
         self._recorder = recorder
         self._is_due = is_due
         self._tell = tell
         self._number = 0
-        self._looks: list[int] = []  # the steps in which this rank has written
+        self._looks: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Write what this rank has, and read the steps in which all have: the first, and the last but this one."""
+        """Write this rank's state; compare the first and second-last written steps."""
         recorder = self._recorder()
         if not self._is_due(step) or not _misses_ranks(recorder):
             return
         given = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
-        is_stage = any(one.requires_grad for one in given)  # its backward pass goes on in another one
+        is_stage = any(one.requires_grad for one in given)  # its backward pass continues in another stage
         by_step: dict[int, list[_Written]] = {}
-        with contextlib.suppress(RuntimeError):  # the process with the store is gone
+        with contextlib.suppress(RuntimeError):  # the process with the store has exited
             self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, _held(recorder, step))))
             by_step = self._all_of([self._looks[0], self._looks[-2]] if len(self._looks) > 2 else [])
         if by_step and not any(stage for every in by_step.values() for _, stage, _ in every):
@@ -76,7 +76,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
             remove_value(store.delete_key, self._key(self._looks.pop(1), recorder.rank))
 
     def _all_of(self, steps: Sequence[int]) -> dict[int, list[_Written]]:
-        """What all ranks have written in these steps; empty where one has not yet, or does not."""
+        """Return all ranks' states at the given steps; empty if any is missing."""
         store, ranks = default_store(), range(dist.get_world_size())
         if not steps or not store.check([self._key(step, rank) for step in steps for rank in ranks]):
             return {}
@@ -87,7 +87,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _misses_ranks(recorder: StepRecorder) -> bool:
-    """Whether the mesh misses ranks, and those have no other parts of the same parameters (tensor parallelism)."""
+    """Return True if the mesh omits ranks, other than for tensor parallelism."""
     if not recorder.is_sharded or len(recorder.ranks) == dist.get_world_size():
         return False
     mesh = mesh_of(recorder.module)

@@ -1,4 +1,4 @@
-"""Comparison of the replicas by a watch: modules, parameters, buffers and gradients of all ranks."""
+"""Comparison of replicas: modules, parameters, buffers and gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaComparison:
-    """The comparisons of one watch.
+    """Replica comparisons of a watch.
 
     Attributes:
-        again: A step after which the ranks have to be compared, whatever the options say; the same on all of them.
+        again: Step after which the ranks must be compared regardless of the options; the same on all ranks.
     """
 
     again = -1
@@ -44,21 +44,21 @@ class ReplicaComparison:
 
     @property
     def next_key(self) -> str:
-        """Under which the ranks gather first in the next comparison."""
+        """Return the key of the first gather in the next comparison."""
         return f"digest/{self._replica.count}"
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
-        """Compare the replicas, in full only where their digests differ; every rank of the group has to call this.
+        """Compare the replicas, in full if digests differ; collective on the group.
 
-        So many steps have ended, and `after_backward` another one just now, before the optimizer's step; the gradients
-        that its `probe` has kept are compared with the average.
+        `step` is the number of ended steps; with `after_backward`, another step has just been reduced, before the
+        optimizer step, and the gradients kept by its `probe` are compared with the average.
         """
         digest_key, key = self.next_key, self._replica.count
         state = self._replica.capture(step, after_backward=after_backward)
         alike = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
         wrapper = self._recorder.wrapper
         keeps = probe is not None and probe.keep is not None
-        if self._alarms.open and probe is not None and keeps and wrapper is not None:  # every rank is here
+        if self._alarms.open and probe is not None and keeps and wrapper is not None:  # on all ranks
             differences = self._differences_from_average(probe.local, wrapper)
             state = replace(state, values=replace(state.values, against_local=differences))
             alike &= not any(self._alarms.gather(f"parity/{key}", any(difference.bad for difference in differences)))
@@ -67,15 +67,15 @@ class ReplicaComparison:
             return repeated
         states = self._alarms.gather(f"state/{key}", state)
         context = self._recorder.context
-        if wrapper is not None:  # hooks may be registered after it was made
+        if wrapper is not None:  # hooks may be registered after construction
             context = replace(context, wrapper=replace(context.wrapper, comm_hook=comm_hook_of(wrapper)))
         if not step and after_backward and averages_elsewhere([one.values for one in states], context, step):
-            self.again = 1  # whether parameters stay the same
+            self.again = 1  # check that parameters stay equal
         found = judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
         return repeated + found
 
     def _compare_shards(self, step: int, key: int) -> list[Finding]:
-        """Find ranks with the same values in shards of another number; each names its values only if some have."""
+        """Find ranks with equal values in shards of different numbers."""
         parameters = self._recorder.parameters
         mesh = mesh_of(self._recorder.module)
         number = next((shard_number(shard, mesh) for shard in parameters.values()), -1)
@@ -93,11 +93,11 @@ class ReplicaComparison:
     def _differences_from_average(
         self, local: Mapping[str, torch.Tensor], wrapper: nn.Module
     ) -> tuple[Difference, ...]:
-        """Differences of `.grad` from the average of the ranks' own gradients, made by an all-reduce of ddpcheck's.
+        """Return differences of `.grad` from the average of the ranks' own gradients.
 
-        Every rank of the wrapper's group has to call this. Nothing is compared where a gradient is not finite.
+        Must be called by every rank of the wrapper's group. Returns () if a gradient is not finite.
         """
-        now = named_parameters(self._recorder.module)  # without those that DTensors stand for after a forward pass
+        now = named_parameters(self._recorder.module)  # without the tensors that replace DTensors after a forward pass
         parameters = {name: now.get(name, held) for name, held in self._recorder.parameters.items()}
         if not parameters:
             return ()

@@ -1,4 +1,4 @@
-"""Reports findings to the user as an exception, a warning or a call of their function, each cause once.
+"""Reporting of findings as an exception, warning or function call.
 
 This module is light: it never imports torch.
 """
@@ -20,10 +20,10 @@ _MOST_SUBJECTS = 12
 
 
 class FindingWarning(UserWarning):
-    """A finding in a training loop that goes on.
+    """Warning for a finding in a training loop that continues.
 
     Attributes:
-        finding: What was found; `None` where only the text has come from another process (pytest-xdist sends that).
+        finding: The finding; `None` if only the text was received from another process (pytest-xdist).
     """
 
     def __init__(self, finding: Finding | str) -> None:
@@ -36,11 +36,11 @@ class FindingWarning(UserWarning):
 
 _OF_DDP = "'Expected to have finished reduction in the prior iteration'"
 _IN_SHORT = "'Expected to have finished reduction ...'"
-"""Lightning takes an error with the whole sentence in it for DDP's own, and puts its advice in place of the text."""
+"""Shortened because Lightning replaces any error text that contains the whole sentence."""
 
 
 def as_text(finding: Finding) -> str:
-    """A finding on a few lines: what, where, on which ranks, in which steps, and what to do."""
+    """Format a finding: rule, location, message, ranks, steps, evidence and fix."""
     from ddpcheck.findings.rules import RULES
 
     rule = RULES[finding.code]
@@ -59,7 +59,7 @@ def as_text(finding: Finding) -> str:
 
 
 class FindingReporter:
-    """Reports each cause once."""
+    """Reporter of findings, once per cause."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class FindingReporter:
         locate: Callable[[Finding], Finding] = lambda finding: finding,
         reported: Sequence[Finding] = (),
     ) -> None:
-        """Begin with what somebody else has reported.
+        """Initialize with already reported findings.
 
         Args:
-            options: `on_finding` and `ignore` of these.
-            shows_warnings: False on all ranks but one: they have the same findings.
-            locate: Adds to a finding the line that it is about.
-            reported: Findings that have been reported already.
+            options: The watch options; uses `on_finding` and `ignore`.
+            shows_warnings: False on all ranks but one, since all have the same findings.
+            locate: Adds the source line to a finding.
+            reported: Findings that were already reported.
         """
         self._reported = ReportedCauses(reported)
         self._on_finding = options.on_finding
@@ -85,14 +85,14 @@ class FindingReporter:
 
     @property
     def findings(self) -> list[Finding]:
-        """All that were reported, in their order."""
+        """Return all reported findings in order."""
         return self._reported.findings
 
     def report(self, findings: Iterable[Finding]) -> None:
-        """Report those of `findings` whose cause is new, worst first.
+        """Report the findings whose cause is new, worst first.
 
         Raises:
-            FindingsError: There is an error among them, and errors are to be raised; after all have been noted.
+            FindingsError: A new finding is an error and `on_finding` is "raise"; raised after all are recorded.
         """
         chosen = select_findings(findings, ignore=self._ignore)
         new = self._reported.add(chosen, lambda finding: without_prefix(self._locate(finding)))
@@ -102,7 +102,7 @@ class FindingReporter:
             if callable(self._on_finding):
                 self._on_finding(finding)
             elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
-                here = user_location() or Location(__file__, 1)  # the line that calls backward, say
+                here = user_location() or Location(__file__, 1)  # the line that calls backward, for example
                 warnings.warn_explicit(FindingWarning(finding), FindingWarning, here.path, here.line)
         if errors and self._on_finding == "raise":
             raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)

@@ -1,4 +1,4 @@
-"""`watch`: attaches to a wrapper, follows its steps, and has the ranks exchange reports after an alarm."""
+"""`watch`: attach to a wrapper, follow its steps, and exchange reports after alarms."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepR
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
-_PACED = 16  # the step after which the ranks agree on how often they look for alarms
-_COMPILED = 32  # the step from which on ranks compare what they compile: before, one may yet meet its shapes
+_PACED = 16  # step after which the ranks agree on the interval of alarm checks
+_COMPILED = 32  # first step at which ranks compare compilations; earlier, a rank may still see new shapes
 _LAST_WAIT = 10.0  # seconds that ranks wait for each other when the watch closes
 
 
@@ -55,36 +55,36 @@ def watch(
     ignore: Sequence[str] = (),
     timeout: float = 60.0,
 ) -> Watch:
-    """Watch a training loop under `DistributedDataParallel` or `fully_shard` until `close`; every rank of it has to.
+    """Watch a training loop under `DistributedDataParallel` or `fully_shard` until `close`, on every rank.
 
-    The watch lives as long as the module in the wrapper, whoever holds it: also where the wrapper is dropped and
-    training goes on without it, which is reported (DDP501).
+    The watch lives as long as the wrapped module, even if the wrapper is dropped and training continues without it,
+    which is reported (DDP501).
 
     Args:
-        wrapper: The `DistributedDataParallel`, or a module that holds one (a compiled one, say) or is in one; or the
-            outermost module that `fully_shard` was called on, or one that holds it.
+        wrapper: The `DistributedDataParallel`, or a module that contains it (a compiled module, say) or is part of it;
+            or the outermost module sharded by `fully_shard`, or a module that contains it.
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects (DDP101 to DDP108),
-            before a rank hangs on one. A step that misses a parameter goes on with a gradient of zeros for it, as
-            under `find_unused_parameters`.
+            before a rank hangs. In a step that misses a parameter, its gradient is zero, as under
+            `find_unused_parameters`.
         check_consistency_every: Compare modules, parameters, buffers and gradients of the ranks every so many
-            synchronised backward passes (DDP2xx, 301, 306); 0 for never. Where ranks train apart on purpose (post-local
-            SGD), `close` compares whether their parameters were ever the same again.
-        check_parity_every: Every so many, average the ranks' own gradients once more by an all-reduce of ddpcheck's,
-            and compare the result with what the reducer has left in `.grad` (DDP302, 303); 0 for never.
-        check_normalisation: Measure, in optimizer steps 0, 1, 2, 4, 8 ..., what weight the cross entropy of each target
-            (token, say) has in the step, and find means of means over unequal micro-batches or ranks (DDP514, 305).
+            synchronized backward passes (DDP2xx, 301, 306); 0 for never. If ranks train independently on purpose
+            (post-local SGD), `close` checks if their parameters were ever equal again.
+        check_parity_every: Every so many synchronized backward passes, average the ranks' own gradients by an
+            additional all-reduce, and compare the result with `.grad` after DDP's reducer (DDP302, 303); 0 for never.
+        check_normalisation: Measure, in optimizer steps 0, 1, 2, 4, 8 ..., the weight of each target's (token's, say)
+            cross entropy in the step, and find means of means over unequal micro-batches or ranks (DDP514, 305).
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both, on the first rank of the group; a function is called with each `Finding` on
             every rank. Each cause is reported once.
-        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
+        ignore: Rules that are not reported because the behavior is intended, by code, prefix of a code or name.
         timeout: Seconds to wait for the other ranks in an exchange or a comparison.
 
     Returns:
         The watch, which is a context manager.
 
     Raises:
-        UsageError: There is no DDP in `wrapper` and no sharded module, or an argument is none of its choices; parity is
-            asked for of a sharded module, of which each rank has a part.
+        UsageError: `wrapper` has no DDP and no sharded module, an argument has an invalid value, or parity is requested
+            for a sharded module.
     """
     return Watch(
         wrapper,
@@ -101,7 +101,7 @@ def watch(
 
 
 class Watch:
-    """A watch on a wrapper, as `watch` returns it; attached until `close`."""
+    """Watch on a wrapper, returned by `watch`; attached until `close`."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class Watch:
         """Attach to a wrapper.
 
         Args:
-            wrapper: As of `watch`.
-            options: As of `watch`.
-            reported: Findings that have been reported already.
-            began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
+            wrapper: As in `watch`.
+            options: As in `watch`.
+            reported: Findings that were already reported.
+            began_alike: True if parameters are known to be equal on all ranks at construction of the wrapper.
         """
         wrapper = find_wrapper(wrapper)
         if options.check_parity_every and not is_ddp(wrapper):
@@ -171,15 +171,15 @@ class Watch:
         self.close(failing=error is not None)
 
     def close(self, *, failing: bool = False) -> None:
-        """Leave the wrapper as it was; may be called again.
+        """Detach from the wrapper; may be called again.
 
-        Findings of the last steps that this rank has alone are reported without the others, which are not asked.
+        Findings of this rank alone in the last steps are reported without asking the other ranks.
 
         Args:
-            failing: Whether the loop has ended in an exception of its own; then nothing is reported.
+            failing: True if the loop has ended in an exception; then nothing is reported.
 
         Raises:
-            FindingsError: There is an error among them, and errors are to be raised.
+            FindingsError: A finding is an error and `on_finding` is "raise".
         """
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
@@ -201,7 +201,7 @@ class Watch:
             self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Tell the ranks that wait at the next exchange or comparison that this rank does not come."""
+        """Notify waiting ranks that this rank has left."""
         why = "has closed its watch"
         if error is not None:
             where = exception_location(error)
@@ -211,7 +211,7 @@ class Watch:
     def _report_the_rest(self) -> None:
         self._ignored.forward_begins()
         mine, settles = self._recorder.last_report(), self._recorder.settles
-        if mine is not None:  # the ranks meet once more where what an option allows for is judged after few steps
+        if mine is not None:  # ranks meet again if an option is still to be judged after few steps
             reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT) if settles else [mine]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (apart := self._apart.at_last()) is not None:
@@ -224,82 +224,82 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that has been found so far, the same on every rank."""
+        """Return all findings so far, the same on every rank."""
         return tuple(self._reporter.findings)
 
     @property
     def step(self) -> int:
-        """The number of synchronised backward passes that have ended."""
+        """Return the number of synchronized backward passes that have ended."""
         return self._recorder.step
 
     @property
     def is_of_living_wrapper(self) -> bool:
-        """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
+        """Return True if the wrapper still exists (the module may outlive it)."""
         return self._recorder.wrapper is not None
 
     def report(self) -> Report:
-        """The findings so far as a report, for the renderers."""
+        """Return the findings so far as a report for the renderers."""
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
         checks = tuple(self._unwatched)
         return Report(type(self._recorder.module).__qualname__, world=world, checks=checks, findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Use `context()` around a forward pass that is run again to say why a parameter is missing."""
+        """Use `context()` around a rerun forward pass that explains a missing parameter."""
         self._recorder.history.around_replay = context
 
     def expect(self, loss: Any) -> None:
-        """Take `loss` for the output of the forward pass: for frameworks that call backward inside of it."""
+        """Treat `loss` as the forward output, for frameworks that call backward inside forward."""
         self._recorder.tracker.expect(loss)
 
     def settle(self) -> None:
-        """No further backward pass will come: an optimizer is about to use the gradients.
+        """Record that no further backward pass follows before the optimizer step.
 
-        The watch notices by itself where the backward pass is over when `Optimizer.step` is called; a framework that
-        runs it inside, as a closure, calls this.
+        Only needed by frameworks that run backward inside `Optimizer.step`, as a closure; otherwise the watch detects
+        the end of backward when `Optimizer.step` is called.
 
         Raises:
-            FindingsError: An error was found, and errors are to be raised.
+            FindingsError: A finding is an error and `on_finding` is "raise".
         """
         self._recorder.tracker.settle()
 
     def compare(self) -> list[Finding]:
-        """Compare modules, parameters and buffers of the ranks now; every rank of the group has to call this.
+        """Compare modules, parameters and buffers of the ranks now, on every rank.
 
         Returns:
             The findings, which have also been reported.
 
         Raises:
-            FindingsError: There is an error among them, and errors are to be raised.
+            FindingsError: A finding is an error and `on_finding` is "raise".
         """
         found = self._comparison.compare(self.step, after_backward=False)
         self._report(found)
         return found
 
-    # As the door of the recorder
+    # Callbacks of the recorder
 
     def alarm(self, step: int) -> None:
-        """Have all ranks exchange reports after this step."""
+        """Request an exchange of reports by all ranks after this step."""
         self._alarms.post(step)
 
     def tell(self, report: RankReport) -> None:
-        """Report a fault of this rank without the others."""
+        """Report a fault of this rank without the other ranks."""
         self._report(judge_reports([report], self._recorder.context, settled=False))
 
     def cannot_follow(self) -> None:
-        """Say that steps cannot be followed."""
+        """Warn that steps cannot be followed."""
         if self._alarms.rank == self._alarms.ranks[0]:
             warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
 
     def left_out(self, step: int) -> None:
-        """Have all ranks exchange reports after the next step."""
+        """Request an exchange of reports by all ranks after the next step."""
         self._alarms.post(step + 1)
 
     def absent(self, report: RankReport) -> None:
-        """The alarm has been posted; should the reduction end, the ranks exchange reports."""
+        """Do nothing: the alarm is posted, so reports follow after the reduction."""
 
     def reduced(self, ended: EndedStep) -> None:
-        """Exchange reports and compare replicas, if it is their turn or a rank has posted an alarm."""
+        """Exchange reports and compare replicas, if due or after an alarm."""
         step = ended.number
         if self._alarms.is_checked(step) and self._recorder.notices_unfrozen(ended):
             self._alarms.post(step + 1)
@@ -312,7 +312,7 @@ class Watch:
             self._report(findings)
 
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
-        """Gather the reports of all ranks, and judge them: the findings are the same on every rank."""
+        """Gather and judge the reports of all ranks, equally on every rank."""
         mine = self._recorder.report(ended)
         if ended.number >= _COMPILED:
             mine = replace(mine, compiled=tuple(self._compiled))
@@ -323,7 +323,7 @@ class Watch:
         return judge_reports(reports, self._recorder.context, settled=is_settled(ended.number))
 
     def _locate(self, finding: Finding) -> Finding:
-        """Add the line that makes the first subject."""
+        """Add the line that creates the first subject of a finding."""
         made = making_of(self._recorder.module, finding.subjects[0]) if finding.subjects else None
         return replace(finding, location=made).relocated(finding.location, PARAMETER_MADE)
 
@@ -341,7 +341,7 @@ _at_exit: WeakSet[Watch] = WeakSet()
 
 
 def _unwatched(error: Exception, recorder: Recorder) -> None:
-    """Have watches go on without a recorder; an error of a function that is told of findings is the user's."""
+    """Disable a failed recorder in all watches; re-raise errors of user functions."""
     if any(frame.f_code is FindingReporter.report.__code__ for frame, _ in walk_tb(error.__traceback__)):
         raise error
     for watch in _at_exit:
@@ -356,7 +356,7 @@ def _unwatched(error: Exception, recorder: Recorder) -> None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Leave for watches that a program has not closed when it ends, perhaps by an exception."""
+    """Leave all watches that are still attached at exit, possibly after an exception."""
     for watch in list(_at_exit):
         if watch._attached:
             watch._leave(getattr(sys, "last_value", None))

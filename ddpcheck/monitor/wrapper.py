@@ -1,4 +1,4 @@
-"""`CheckedDistributedDataParallel`: DDP that checks itself, and the three step methods of mmengine's wrapper."""
+"""`CheckedDistributedDataParallel`: self-checking DDP with the step methods of mmengine's wrapper."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class CheckedDistributedDataParallel(_DDP):
-    """`DistributedDataParallel` that reports what is wrong while it trains.
+    """`DistributedDataParallel` that reports faults during training.
 
-    It behaves as DDP does: the same arguments, attributes and keys of `state_dict`; `load_state_dict` takes those of
-    the bare module too. On a healthy step it costs a question to the autograd engine; see `ddpcheck.watch`, which does
-    the same for a wrapper that other code has made.
+    Arguments, attributes and keys of `state_dict` are the same as in DDP; `load_state_dict` also accepts keys of the
+    bare module. A healthy step costs a query of the autograd engine. For an existing wrapper, use `ddpcheck.watch`.
 
     Args:
         module: The module to wrap.
-        *args: Of `DistributedDataParallel`, in its order.
+        *args: Positional arguments of `DistributedDataParallel`.
         detect_anomalous_params: Find parameters that do not take part in the loss as DDP expects: DDP101 to DDP108,
-            with cause, ranks and steps, before a rank hangs on one.
+            with cause, ranks and steps, before a rank hangs.
         check_consistency: Compare modules and options of the ranks before DDP's own first collective, which hangs or
             aborts on some differences; a number repeats the comparison, with parameters, buffers and gradients, every
-            so many synchronised backward passes.
-        check_parity_every: Every so many, hold the reducer against an average of ddpcheck's own (DDP302, 303).
+            so many synchronized backward passes.
+        check_parity_every: Every so many synchronized backward passes, compare DDP's averaged gradients with an average
+            by ddpcheck (DDP302, 303).
         check_normalisation: Find means of means over micro-batches or ranks with unequal numbers of targets (tokens,
             say): DDP514, 305.
         on_finding: "raise" raises `FindingsError` for errors, on all ranks in the same backward pass, and warns of the
             rest; "warn" warns of both; a function is called with each `Finding`. Each cause is reported once.
-        ignore: Rules that are not reported, by code, prefix of a code or name: for what is so on purpose.
+        ignore: Rules that are not reported because the behavior is intended, by code, prefix of a code or name.
         check_timeout: Seconds to wait for the other ranks in a comparison.
-        **kwargs: Of `DistributedDataParallel`, by name.
+        **kwargs: Keyword arguments of `DistributedDataParallel`.
 
     Attributes:
         watch: The `Watch` that follows the loop.
 
     Raises:
-        FindingsError: The modules or options of the ranks differ, and errors are to be raised, or DDP's collectives
+        FindingsError: The modules or options of the ranks differ, and `on_finding` is "raise" or DDP's collectives
             would hang, abort or mix up tensors.
         HangError: A rank does not construct its wrapper.
-        UsageError: An argument is none of its choices.
+        UsageError: An argument has an invalid value.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class CheckedDistributedDataParallel(_DDP):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All that has been found so far."""
+        """Return all findings so far."""
         return self.watch.findings
 
-    # As a module
+    # Module methods
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["watch"]  # which belongs to this process
+        del state["watch"]  # belongs to this process
         for key in ("_forward_pre_hooks", "_forward_hooks"):
             state[key] = OrderedDict(
                 (key, hook) for key, hook in state[key].items() if not isinstance(hook, UnpickledHook)
@@ -132,7 +132,7 @@ class CheckedDistributedDataParallel(_DDP):
         self.watch = Watch(self, self._watch_options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load as any module does; the keys may also be those of the bare module, without "module." before them."""
+        """Load a state dict, also with keys of the bare module (without "module.")."""
         own = self.state_dict().keys()
         if state_dict and not own & state_dict.keys():
             renamed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
@@ -141,17 +141,17 @@ class CheckedDistributedDataParallel(_DDP):
                 state_dict = renamed
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    # The steps of mmengine's wrapper
+    # Step methods of mmengine's wrapper
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
-        """One step of training, as `mmengine.model.MMDistributedDataParallel.train_step` makes it.
+        """Run a training step, as `mmengine.model.MMDistributedDataParallel.train_step` does.
 
         Args:
-            data: A batch; the module's `data_preprocessor` prepares it where there is one.
+            data: A batch, prepared by the module's `data_preprocessor` if there is one.
             optim_wrapper: mmengine's `OptimWrapper`, or an optimizer.
 
         Returns:
-            What the step logs, by name.
+            Values to log, by name.
         """
         context = getattr(optim_wrapper, "optim_context", None)
         with context(self) if context is not None else contextlib.nullcontext():
@@ -166,11 +166,11 @@ class CheckedDistributedDataParallel(_DDP):
         return log
 
     def val_step(self, data: Any) -> Any:
-        """The module's own `val_step`, else its prediction without gradients; nothing is synchronised."""
+        """Run the module's own `val_step`, or predict without gradients; nothing is synchronized."""
         return self._predict("val_step", data)
 
     def test_step(self, data: Any) -> Any:
-        """The module's own `test_step`, else its prediction without gradients; nothing is synchronised."""
+        """Run the module's own `test_step`, or predict without gradients; nothing is synchronized."""
         return self._predict("test_step", data)
 
     def _predict(self, name: str, data: Any) -> Any:
@@ -209,10 +209,10 @@ class CheckedDistributedDataParallel(_DDP):
 
 
 def _check_module(module: object) -> None:
-    """Refuse what cannot be wrapped.
+    """Raise if a module cannot be wrapped.
 
     Raises:
-        UsageError: Says what it is.
+        UsageError: The object is no module, or is already wrapped or sharded.
     """
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
@@ -231,11 +231,11 @@ def _check_module(module: object) -> None:
 
 
 def _group_of(*args: Any, **kwargs: Any) -> Any:
-    """The process group that DDP would use."""
+    """Return the process group that DDP would use."""
     try:
         given = inspect.signature(_DDP.__init__).bind(None, None, *args, **kwargs).arguments
     except TypeError:
-        return None  # the constructor will say what is wrong
+        return None  # the constructor raises
     mesh = given.get("device_mesh")
     return given.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
 
@@ -243,9 +243,9 @@ def _group_of(*args: Any, **kwargs: Any) -> Any:
 def _judge_construction(
     module: nn.Module, options: Mapping[str, str], group: Any, timeout: float
 ) -> tuple[list[Finding], bool]:
-    """Findings on differences between ranks before DDP is constructed, and whether its constructor cannot succeed."""
+    """Return differences between ranks, and True if DDP's constructor cannot succeed."""
     if not dist.is_initialized():
-        return [], False  # the constructor will say so
+        return [], False  # the constructor raises
     mine = (describe(module), dict(options))
     name = CheckedDistributedDataParallel.__name__
     absence = f"construct {name} within {timeout:g} s; every rank of its process group must"
@@ -259,7 +259,7 @@ def _judge_construction(
 
 
 def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
-    """The tensors that DDP sends in its collectives, in order: ranks that differ in them hang, abort or mix them up."""
+    """Return the tensors in DDP's collectives, in order, for comparison between ranks."""
     trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
     parameters = () if options.get("init_sync") == "False" else description.parameters
     buffers = () if options.get("broadcast_buffers") == "False" else description.buffers

@@ -1,1 +1,1 @@
-"""The user's input: a recipe, where it is found, and the pytrees of tensors that its batches are."""
+"""User input: recipes, TARGET strings, and nested batches of tensors."""

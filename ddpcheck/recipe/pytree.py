@@ -1,4 +1,4 @@
-"""Nests of tensors (dicts, lists, tuples, named tuples, dataclasses): walking, copying and sharding them."""
+"""Map, copy and shard nested tensors (dicts, lists, tuples, named tuples, dataclasses)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ddpcheck.findings.errors import TargetError
 
 
 def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
-    """A copy of `nest` with `function` applied to every leaf (what is no dict, list, tuple or dataclass, or `is_leaf`).
+    """Apply `function` to every leaf of `nest` (not dict, list, tuple or dataclass).
 
-    Containers in which nothing changes are handed on as they are.
+    Unchanged containers are returned without a copy.
     """
     if is_leaf(nest):
         return function(nest)
@@ -28,7 +28,7 @@ def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
         mapped = {key: tree_map(function, value, is_leaf=is_leaf) for key, value in nest.items()}
         if type(nest) is dict or not isinstance(nest, MutableMapping):
             return mapped
-        clone: Any = copy.copy(nest)  # keeps what a subclass carries beside its items
+        clone: Any = copy.copy(nest)  # keep attributes of a subclass
         for key, value in mapped.items():
             clone[key] = value
         return clone
@@ -36,15 +36,15 @@ def tree_map(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[An
         clone = copy.copy(nest)
         for attribute in dataclasses.fields(nest):
             value = tree_map(function, getattr(nest, attribute.name), is_leaf=is_leaf)
-            object.__setattr__(clone, attribute.name, value)  # also where the dataclass is frozen
+            object.__setattr__(clone, attribute.name, value)  # works for frozen dataclasses
         return clone
     return function(nest)
 
 
 def _with_items(nest: Any, items: list[Any]) -> Any:
-    """A copy of a list or tuple with other items; what a subclass carries beside them stays, and nothing is called."""
+    """Copy a list or tuple with new items, without calling a subclass constructor."""
     kind = type(nest)
-    if kind is torch.Size:  # which holds numbers only
+    if kind is torch.Size:  # holds integers only
         return tuple(items)
     if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
         return kind(items)
@@ -59,7 +59,7 @@ def _with_items(nest: Any, items: list[Any]) -> Any:
 
 
 def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """The leaves of `nest`, in order; what cannot be looked into is a leaf."""
+    """Yield the leaves of `nest` in order; unreadable containers count as leaves."""
     inside: Any = None
     if is_leaf(nest):
         pass
@@ -69,7 +69,7 @@ def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) 
         try:
             fields = nest if isinstance(nest, Mapping) else [field.name for field in dataclasses.fields(nest)]
             inside = [nest[key] if isinstance(nest, Mapping) else getattr(nest, key) for key in fields]
-        except Exception:  # a mapping of the user's that does not answer
+        except Exception:  # user-defined mapping
             pass
     if inside is None:
         yield nest
@@ -79,12 +79,12 @@ def tree_leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False) 
 
 
 def tree_tensors(nest: Any) -> Iterator[torch.Tensor]:
-    """The tensors in `nest`, in order."""
+    """Yield the tensors in `nest` in order."""
     return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
 def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `nest` with the expressions that reach them ("batch['mask']"), in order."""
+    """Yield the tensors in `nest` in order, with their access expressions ("batch['mask']")."""
     inside: list[tuple[str, Any]] = []
     if isinstance(nest, torch.Tensor):
         yield path, nest
@@ -101,9 +101,9 @@ def named_tensors(nest: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copied(nest: Any) -> Any:
-    """A copy of `nest` to write into: with containers, tensors and numpy arrays of its own.
+    """Copy the containers, tensors and numpy arrays of `nest` for in-place use.
 
-    A tensor that requires grad is the same in it: autograd lets nobody write into that.
+    Tensors that require grad are shared, since autograd forbids in-place writes to leaves.
     """
     copies: dict[int, Any] = {}
 
@@ -121,18 +121,18 @@ def copied(nest: Any) -> Any:
 
 
 def to_device(nest: Any, device: torch.device) -> Any:
-    """A copy of `nest` with its tensors on `device`."""
+    """Copy `nest` with its tensors moved to `device`."""
     kinds: Any = (torch.Tensor, PackedSequence)
 
     def moved(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, kinds) else leaf
 
-    # A PackedSequence moves itself: its lengths stay on the CPU.
+    # PackedSequence.to keeps the lengths on the CPU.
     return tree_map(moved, nest, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def upcast(nest: Any) -> Any:
-    """A copy of `nest` with its floating-point tensors in float64 and its complex ones in complex128."""
+    """Copy `nest` with floating-point tensors in float64 and complex tensors in complex128."""
 
     def leaf_upcast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
@@ -143,7 +143,7 @@ def upcast(nest: Any) -> Any:
 
 
 def _has_own_constructor(nest: Any) -> bool:
-    """Whether a tuple is of a class that asks more of its items than a tuple does, as `PackedSequence`."""
+    """Return True for a tuple subclass with a custom `__new__`, such as `PackedSequence`."""
     if not isinstance(nest, tuple) or hasattr(type(nest), "n_sequence_fields"):
         return False
     maker = next(kind for kind in type(nest).__mro__ if "__new__" in vars(kind))
@@ -161,10 +161,10 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples in `batch`: the size of dim 0 that all its tensors share.
+    """Return the number of samples in `batch`, the common size of dim 0.
 
     Raises:
-        TargetError: The tensors disagree, none has a dim 0, or some are in what cannot be split by dim 0.
+        TargetError: The sizes differ, no tensor has a dim 0, or a container cannot be split by dim 0.
     """
     for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
         if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
@@ -182,19 +182,19 @@ def batch_size(batch: Any) -> int:
 
 
 def shard_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and one past the last sample of `rank`; the first `size % world_size` ranks get one more."""
+    """Return `(start, stop)` of a rank's samples; the first ranks get the remainder."""
     share, rest = divmod(size, world_size)
     start = rank * share + min(rank, rest)
     return start, start + share + (rank < rest)
 
 
 def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
-    """Split dim 0 of every tensor (or numpy array) of `batch` over the ranks, in order, as equally as can be.
+    """Split dim 0 of all tensors and arrays in `batch` over the ranks.
 
-    Lists with a string for each sample are split too; scalars and whatever else is no tensor go to every rank as it is.
+    Shards are in order and nearly equal. Lists with one string per sample are split; other objects are replicated.
 
     Raises:
-        TargetError: The batch has fewer samples than there are ranks, or its tensors disagree on how many.
+        TargetError: The batch has fewer samples than ranks, or its tensors have different sizes in dim 0.
     """
     size = batch_size(batch)
     if size < world_size:
@@ -206,16 +206,16 @@ def shard_batch(batch: Any, rank: int, world_size: int) -> Any:
 
 
 def equal_parts(batch: Any, parts: int) -> Any:
-    """`batch` without the last samples that `parts` equal shards have no room for."""
+    """Drop the last samples of `batch` to make `parts` shards equal."""
     size = batch_size(batch)
     return _samples(batch, size, 0, size - size % parts) if parts <= size and size % parts else batch
 
 
 def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
-    """The samples from `start` to before `stop` of a batch of `size` samples."""
+    """Return the samples `start:stop` of a batch of `size` samples."""
 
     def are_words(value: Any) -> bool:
-        """Whether `value` is a list with a word for each sample."""
+        """Return True for a list with one string per sample."""
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 
     def part(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`Recipe`: a model, its batches and its loss, and how each of the user's functions is called."""
+"""`Recipe`: model, batches and loss, and error reports for user functions."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _DEFAULT_LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe for a check: how to build a model, the batches for it, and the loss to minimise.
+    """Functions that build the model, the batches and the loss of a check.
 
     Attributes:
         model: Called on every rank under the same seed; returns an `nn.Module`.
-        batch: Called with the step, counted from 0, under the same seed on every rank; returns the GLOBAL batch: any
-            nest of tensors (dict, list, tuple, named tuple, dataclass) with the samples in dim 0.
-        loss: Called with the model (bare or wrapped) and a batch; returns a scalar tensor, or any nest of them, which
+        batch: Called with the step, counted from 0, under the same seed on every rank; returns the GLOBAL batch: a
+            tensor or nested tensors (dict, list, tuple, named tuple, dataclass) with the samples in dim 0.
+        loss: Called with the model (bare or wrapped) and a batch; returns a scalar tensor, or nested scalars, which
             are summed.
         shard: `(batch, rank, world_size) -> local batch`; default: dim 0 in equal parts (`shard_batch`).
-        optimizer: Called with the parameters; default: SGD, so that steps move the weights.
-        ddp_kwargs: Handed to `DistributedDataParallel`.
+        optimizer: Called with the parameters; default: SGD with lr=0.01.
+        ddp_kwargs: Keyword arguments of `DistributedDataParallel`.
         wrap: `(module, device) -> wrapped module`; default: `DistributedDataParallel(module, **ddp_kwargs)`.
     """
 
@@ -67,7 +67,7 @@ class Recipe:
         """Call `model()`.
 
         Raises:
-            TargetError: It raised, or returned no module.
+            TargetError: `model` raised, or returned no module.
         """
         module = call("model()", self.model)
         if not isinstance(module, nn.Module):
@@ -78,7 +78,7 @@ class Recipe:
         """Call `batch(step)`.
 
         Raises:
-            TargetError: It raised, or returned no tensor at all.
+            TargetError: `batch` raised, or returned no tensor.
         """
         batch = call(f"batch({step})", self.batch, step)
         if next(tree_tensors(batch), None) is None:
@@ -86,7 +86,7 @@ class Recipe:
         return batch
 
     def local_batch(self, batch: Any, rank: int, world_size: int) -> Any:
-        """The part of the global `batch` that `rank` works on."""
+        """Return the shard of the global `batch` for `rank`."""
         if self.shard is None:
             return shard_batch(batch, rank, world_size)
         what = f"shard(batch, rank={rank}, world_size={world_size})"
@@ -96,7 +96,7 @@ class Recipe:
         return shard
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Call `optimizer(parameters)`, or make the default one."""
+        """Call `optimizer(parameters)`, or create the default SGD."""
         if self.optimizer is None:
             return torch.optim.SGD(parameters, lr=_DEFAULT_LEARNING_RATE)
         optimizer = call("optimizer(parameters)", self.optimizer, parameters)
@@ -110,10 +110,10 @@ class Recipe:
         return optimizer
 
     def wrap_module(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Wrap `module` as the user does; synchronises with the other ranks.
+        """Wrap `module` with `wrap` or DDP, which communicates with the other ranks.
 
         Raises:
-            TargetError: The wrapper raised, or is no module.
+            TargetError: `wrap` raised, or returned no module.
         """
         if self.wrap is not None:
             wrapped = call("wrap(module, device)", self.wrap, module, device)
@@ -131,8 +131,8 @@ Recipe.__init__ = suggests_names("recipe")(Recipe.__init__)  # type: ignore[meth
 
 
 def _needs_closure(optimizer: Any) -> bool:
-    """Whether `step` cannot be called without arguments, as that of LBFGS."""
-    with contextlib.suppress(TypeError, ValueError):  # not a function of Python
+    """Return True if `step` requires an argument, as in LBFGS."""
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function
         given = inspect.signature(optimizer.step).parameters.values()
         return any(
             one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given
@@ -147,11 +147,11 @@ def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
 
 @for_target
 def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call the user's `function`; whatever it raises becomes one sentence.
+    """Call a user function, and convert exceptions to a one-sentence `TargetError`.
 
     Raises:
         TargetError: `function` raised, or called `exit`.
-        Exception: A bug of ddpcheck, as it is.
+        Exception: Errors of ddpcheck itself, unchanged.
     """
     try:
         return function(*args)
@@ -163,27 +163,27 @@ def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
 
 @for_target
 def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
-    """Call the recipe's `loss`; what it raises is raised as it is.
+    """Call `recipe.loss`; exceptions of the user code propagate unchanged.
 
     Raises:
-        TargetError: It called ddpcheck wrongly, or takes other arguments.
-        Exception: Whatever the user's code raises.
+        TargetError: `loss` misused ddpcheck, or has a different signature.
+        Exception: Any exception of the user code.
     """
     try:
         return recipe.loss(model, batch)
     except Exception as error:
         frames = error.__traceback__
-        is_wrong_call = frames is not None and frames.tb_next is None  # none of the loss itself
+        is_wrong_call = frames is not None and frames.tb_next is None  # no frame inside the loss
         if is_misuse(error) if isinstance(error, DDPCheckError) else is_wrong_call:
             raise blame(f"loss(model, batch) in step {step}", error) from error
         raise
 
 
 def require_target(target: object) -> None:
-    """Refuse what is no `Recipe` and no TARGET.
+    """Raise if `target` is not a `Recipe` or string.
 
     Raises:
-        WrongTypeError: Says what it is instead.
+        WrongTypeError: `target` has another type, which the message names.
     """
     if isinstance(target, Recipe | str):
         return
@@ -199,7 +199,7 @@ def require_target(target: object) -> None:
 
 
 def blame(what: str, error: BaseException) -> TargetError:
-    """A `TargetError` that says what the user's code did, and where."""
+    """Return a `TargetError` with the exception of the user code and its line."""
     where = exception_location(error)
     at = f" (at {where})" if where else ""
     if isinstance(error, SystemExit):
@@ -211,13 +211,13 @@ _LONGEST_LINE = 300  # characters
 
 
 def summary(error: BaseException) -> str:
-    """The class and the first line of the message of `error`."""
+    """Return the class and the first line of the message of `error`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {shortened(lines[0], _LONGEST_LINE)}" if lines else type(error).__name__
 
 
 def kind_of(value: object) -> str:
-    """The type of `value`, in words."""
+    """Describe the type of `value`, such as "the class Net"."""
     if value is None:
         return "None"
     for kinds, word in ((type, "class"), (FunctionType, "function"), (ModuleType, "module")):

@@ -1,6 +1,6 @@
-"""TARGET: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py`, and how it becomes a `Recipe`.
+"""Load a TARGET (`pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py`) as a `Recipe`.
 
-This module is light: torch comes with the recipe, when a target is loaded.
+torch is imported only when a target is loaded.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 
-_MISSPELLED = 0.85  # how alike the name of a function is to one of a recipe's; `optimiser` is, `losses` is not
+_MISSPELLED = 0.85  # similarity of a misspelled name: `optimiser` reaches this value, `losses` does not
 
 
 def load_target(target: str) -> Recipe:
     """Turn `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py` into a `Recipe`.
 
-    `attr` is a `Recipe` or a function without arguments that returns one. Without `attr` the module itself is the
+    `attr` is a `Recipe` or a function without arguments that returns a `Recipe`. Without `attr` the module defines the
     recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
 
     Raises:
-        UsageError: There is no such file, module or attribute, or it is no recipe.
-        TargetError: The user's code raised while it was imported or called.
+        UsageError: There is no such file, module or attribute, or the object is not a recipe.
+        TargetError: The user code raised on import or call.
     """
     from ddpcheck.recipe.recipe import Recipe, call, kind_of
 
@@ -59,7 +59,7 @@ def load_target(target: str) -> Recipe:
             "arguments that returns one"
         ) from None
     except ValueError:
-        pass  # no signature to look at: call it and see
+        pass  # no signature available: try the call
     recipe = call(f"{target}()", value)
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{target}() returned {kind_of(recipe)}; it must return a ddpcheck.Recipe")
@@ -67,11 +67,11 @@ def load_target(target: str) -> Recipe:
 
 
 def load_object(target: str) -> Any:
-    """What a TARGET names, whatever that is; without an attribute the module.
+    """Return the object named by a TARGET; the module without an attribute.
 
     Raises:
         UsageError: There is no such file, module or attribute.
-        TargetError: The user's code raised while it was imported.
+        TargetError: The user code raised on import.
     """
     place, attribute = split_target(target)
     module = _import_file(place) if is_path(place) else _import_module(place)
@@ -84,7 +84,7 @@ def load_object(target: str) -> Any:
 
 
 def load_on_rank(target: Recipe | str) -> Recipe:
-    """The recipe itself, or what a TARGET names; that sees a `sys.argv` of its own from now on, without our arguments.
+    """Load `target` on a rank, with `sys.argv` reduced to its file.
 
     Raises:
         UsageError: As `load_target`.
@@ -98,7 +98,7 @@ def load_on_rank(target: Recipe | str) -> Recipe:
 
 
 def _file_of_module(name: str) -> str:
-    """The file of a module, found without importing the packages around it; its name where it is not on the path."""
+    """Find the file of a module without imports; return `name` if not found."""
     _make_working_folder_importable()
     for folder in sys.path:
         place = Path(folder or ".", *name.split("."))
@@ -109,7 +109,7 @@ def _file_of_module(name: str) -> str:
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """The file or module of `target`, and the attribute, which may be empty."""
+    """Split `target` into the file or module, and the attribute or ""."""
     place, colon, attribute = target.rpartition(":")
     if not colon or os.sep in attribute:
         place, attribute = target, ""
@@ -119,15 +119,15 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def is_path(place: str) -> bool:
-    """Whether `place` is spelled as a file and not as a module."""
+    """Return True if `place` is spelled as a file path."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
 def find_file(place: str) -> Path:
-    """The file `place`.
+    """Return the resolved path of the Python file `place`.
 
     Raises:
-        UsageError: It is not there, or is no Python file.
+        UsageError: The file does not exist, is not readable, or is not a Python file.
     """
     path = Path(place)
     if path.is_dir():
@@ -144,7 +144,7 @@ def find_file(place: str) -> Path:
 
 
 def near_file(path: Path) -> str:
-    """Return the Python file in the same folder with the nearest name, in words; empty for none."""
+    """Return a hint with the most similar file in the folder, or ""."""
     names = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"; did you mean {path.with_name(close[0]).as_posix()!r}?" if close else ""
@@ -174,7 +174,7 @@ def _import_file(place: str) -> ModuleType:
 
 
 def _as_part_of_package(path: Path, error: ImportError) -> str:
-    """How to name a file whose import failed because it was not imported as a part of its package; empty for others."""
+    """Return a hint to name a file by its module, or ""."""
     top = path.parent
     while (top / "__init__.py").is_file():
         top = top.parent
@@ -219,7 +219,7 @@ def _make_working_folder_importable() -> None:
 
 
 def _refuse_script(place: str) -> None:
-    """Refuse a file that joins a process group itself and has none of the functions of a recipe."""
+    """Raise for a training script: calls `init_process_group` and defines no recipe functions."""
     source = find_file(place).read_text(errors="replace")
     if "init_process_group" in source and not re.search(r"\bdef (model|batch|loss)\b|Recipe", source):
         raise UsageError(
@@ -254,7 +254,7 @@ def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
 
 
 def _defined_in(module: ModuleType) -> list[str]:
-    """The functions and dictionaries of a module that it has not imported."""
+    """Return names of callables and dicts defined in a module, without imported ones."""
     return [
         name
         for name, value in vars(module).items()
@@ -264,10 +264,10 @@ def _defined_in(module: ModuleType) -> list[str]:
 
 
 def _unused_of(module: ModuleType) -> list[str]:
-    """Of these, those that no function of the module names."""
+    """Return names from `_defined_in` that no function of the module uses."""
     pending = [value.__code__ for value in vars(module).values() if inspect.isfunction(value)]
     used: set[str] = set()
-    for code in pending:  # which grows
+    for code in pending:  # grows during the loop
         used.update(code.co_names)
         pending += [inner for inner in code.co_consts if inspect.iscode(inner)]
     return [name for name in _defined_in(module) if name not in used]

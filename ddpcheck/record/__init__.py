@@ -1,1 +1,1 @@
-"""Recording, on a rank: what a training loop does is written down, and judged by nobody yet."""
+"""Record the training loop of one rank, for later analysis."""

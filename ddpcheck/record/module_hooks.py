@@ -1,4 +1,4 @@
-"""Hooks of a watch, which are dropped when their module is copied or pickled, and what keeps a watch alive."""
+"""Hooks that are dropped on copy and pickle, and references to watches."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _Thing = TypeVar("_Thing")
 
 
 class Living(Generic[_Thing]):
-    """Weak references to a few objects; it may change while it is iterated over.
+    """Weak references to a few objects; safe to modify during iteration.
 
-    Watches are asked for a dozen times in each step of a loop, for which a `WeakSet` is slow.
+    A `WeakSet` is too slow for the dozen look-ups per training step.
 
     Attributes:
-        refs: The references, in another tuple whenever something has changed.
+        refs: Tuple of references, replaced on each change.
     """
 
     def __init__(self) -> None:
         self.refs: tuple[ref[_Thing], ...] = ()
 
     def add(self, thing: _Thing) -> None:
-        """Add an object, as long as it lives."""
+        """Add a weak reference to an object."""
         self.refs = (*self.refs, ref(thing, self._gone))
 
     def discard(self, thing: _Thing) -> None:
-        """Leave an object out, if it is there."""
+        """Remove an object, if present."""
         self.refs = tuple(one for one in self.refs if one() is not thing)
 
     def _gone(self, dead: ref[_Thing]) -> None:
@@ -49,7 +49,7 @@ class Living(Generic[_Thing]):
 
 
 class UnpickledHook:
-    """A hook that is dropped when its module is pickled or copied, and that `torch.compile` does not compile."""
+    """Hook dropped on pickle and copy, and never compiled by `torch.compile`."""
 
     def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
         self.method = method
@@ -62,9 +62,9 @@ class UnpickledHook:
         try:
             if _is_traced() or _callback_of_compiler() is not None:
                 self._not_compiled(self.method, args, kwargs)
-            else:  # this question costs less than the call of a function that the compiler leaves alone
+            else:  # cheaper than calling a function under `torch.compiler.disable`
                 self.method(*args, **kwargs)
-        except FindingsError as error:  # the frames of ddpcheck are of no use to a reader
+        except FindingsError as error:  # hide frames of ddpcheck in the traceback
             raise error.with_traceback(None) from None
         except Exception as error:
             OwnErrors.take(error, self._recorder)
@@ -74,9 +74,9 @@ class UnpickledHook:
 
 
 def _found_callback() -> Callable[[], Any]:
-    """A function that gives what compiles the functions which this thread calls now; `None` where nothing does.
+    """Return a function that returns this thread's active compiler callback, or `None`.
 
-    Private to torch: where it is not there, functions that a hook calls in compiled code may be compiled.
+    Private to torch: if missing, functions called by a hook in compiled code may be compiled.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame
@@ -91,9 +91,9 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 @functools.cache
 def _not_compiled() -> Any:
-    """A function that calls a method, and that `torch.compile` leaves as it is.
+    """Return a function that calls a method without compilation by `torch.compile`.
 
-    Made with the first hook, and not on import: it imports `torch._dynamo`, as the wrapper's constructor has done then.
+    Created with the first hook, not on import: `torch._dynamo` is imported, as DDP's constructor has done by then.
     """
 
     def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,11 +111,10 @@ _NOT_TRACED = (
 
 
 def _leave_us_alone() -> None:
-    """Have `torch.compile` compile no function of ddpcheck's, also where a hook is called by what it has compiled.
+    """Exclude ddpcheck from `torch.compile`, also for hooks called by compiled code.
 
-    Functions in the place of torch's are traced: while torch compiles they are what they replace, and code with one in
-    it stays one graph. Private to torch: without it, our functions are compiled until they come to its limit of
-    recompilations.
+    Replacements of torch functions are still traced, so that compiled code stays one graph. Private to torch: if
+    missing, functions of ddpcheck are compiled up to the recompilation limit.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from torch._dynamo import trace_rules
@@ -129,7 +128,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def remove_hooks(handles: list[Any]) -> None:
-    """Remove hooks by their handles, which are dropped."""
+    """Remove hooks by their handles, and clear the list."""
     while handles:
         handles.pop().remove()
 
@@ -138,7 +137,7 @@ _KEY = "_ddpcheck_watches"
 
 
 class _Held:
-    """The watches that a module keeps alive; a copy or a pickle of the module has an empty tuple in their place."""
+    """Watches kept alive by a module; copied and pickled as an empty tuple."""
 
     __slots__ = ("watches",)
 
@@ -150,7 +149,7 @@ class _Held:
 
 
 def hold(module: nn.Module, watch: Any) -> None:
-    """Keep `watch` alive as long as `module`, unless it is closed: training may go on without its wrapper."""
+    """Keep `watch` alive with `module`, since training may continue without the wrapper."""
     for part in _wrapped_parts(module):
         held = vars(part).get(_KEY)
         if not isinstance(held, _Held):
@@ -169,7 +168,7 @@ def release(module: nn.Module, watch: Any) -> None:
 
 
 def _wrapped_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, and the modules inside of it that have all of its parameters: a compiled module has one."""
+    """Yield `module` and nested modules with the same parameters (of a compiled module)."""
     while True:
         yield module
         parts = list(module.children())

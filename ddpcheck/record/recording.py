@@ -1,4 +1,4 @@
-"""What the recorders of a rank share: where entries go, the watches on wrappers, and what one counts for all others."""
+"""State shared by the recorders of one rank: log, watches, and step counts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import is_probed, is_sampled
 
 Position = tuple[int, int, int]
-"""A loader, the number of the pass over it, and how many batches of it have been taken."""
+"""(number of the loader, number of the pass over the loader, batches taken in the pass)"""
 
 
 class Recording:
-    """Of one rank.
+    """State of one rank, shared by its recorders.
 
     Attributes:
-        add: Writes an entry.
-        log: To which it is written.
-        every: Steps from one comparison to the next.
-        watches: Each `ScriptWatch` on a wrapper.
-        wrappers: How many there have been.
-        steps: How often optimizers have stepped.
-        rounds: How often the one has that has done so most.
-        position: Of the script in its loaders.
-        batches: How many batches the script has taken of each loader.
-        taken: How many of them in the passes over loaders that are under way.
-        samples: Copies of the tensors of the batch that was taken last, before a step that is sampled.
+        add: Function that writes an entry to the log.
+        log: Log of this rank.
+        every: Steps between two comparisons; 0 for never.
+        watches: `ScriptWatch` of each wrapper.
+        wrappers: Number of wrappers constructed so far.
+        steps: Number of optimizer steps, of all optimizers together.
+        rounds: Largest step count of any optimizer.
+        position: Current position in the data loaders.
+        batches: Number of batches taken, by data loader.
+        taken: Number of batches taken in the current passes over data loaders.
+        samples: Copies of the tensors of the last batch, before a sampled step.
     """
 
     def __init__(self, add: Callable[[Entry], object], every: int = 0, log: RankLog | None = None) -> None:
@@ -45,13 +45,13 @@ class Recording:
         self.samples: Sequence[torch.Tensor] = ()
 
     def count_step(self, *_arguments: object) -> None:
-        """An optimizer is about to step."""
+        """Count an optimizer step."""
         self.steps += 1
 
     def is_written(self, number: int) -> bool:
-        """Whether what comes with a step of this number is written down."""
+        """Return True if entries of this step number are recorded."""
         return is_sampled(number, self.every)
 
     def are_probed(self) -> bool:
-        """Whether losses are looked at in this step; of two that take turns, one would only come to uneven steps."""
+        """Return True if losses are recorded; `rounds` covers optimizers that take turns."""
         return is_probed(self.steps) or is_probed(self.rounds)

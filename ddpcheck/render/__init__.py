@@ -1,7 +1,6 @@
-"""Renderers: one contract, `Renderer.render(report) -> str`, and the registry of formats.
+"""Renderers (`Renderer.render(report) -> str`) and the registry of formats.
 
-A renderer reads a `Report` and nothing else, and recomputes nothing. A new format is a module with a renderer and
-one entry in `FORMATS`.
+A renderer reads only the `Report`. To add a format, add a module with a renderer and an entry in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from ddpcheck.findings.wording import suggestion
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """The abilities of the place where text goes. The defaults are those of a file or a log."""
+    """Capabilities of the output stream; the defaults suit a file or log."""
 
-    width: int | None = None  # columns; `None` where lines need not be broken
-    colour: bool = False  # whether it understands colours
-    encoding: str = "utf-8"  # what its characters are encoded in
-    interactive: bool = False  # whether a person sits in front of it
-    whole: bool = False  # whether all names, evidence and frames of tracebacks are shown
-    quiet: bool = False  # whether the verdict alone is shown
+    width: int | None = None  # columns; `None` for no line breaks
+    colour: bool = False  # True if colours are supported
+    encoding: str = "utf-8"  # character encoding
+    interactive: bool = False  # True for a terminal
+    whole: bool = False  # True to show all names, evidence and traceback frames
+    quiet: bool = False  # True to show only the verdict
 
     @classmethod
     def of(cls, stream: TextIO | None, environ: Mapping[str, str] | None = None) -> Medium:
-        """Ask a stream (None where it is closed), and the variables NO_COLOR, FORCE_COLOR, TERM and COLUMNS."""
+        """Detect from a stream (None if closed) and NO_COLOR, FORCE_COLOR, TERM, COLUMNS."""
         environ = os.environ if environ is None else environ
         terminal = stream is not None and stream.isatty()
         width = environ.get("COLUMNS", "")
@@ -49,7 +48,7 @@ class Medium:
         )
 
     def shows(self, text: str) -> bool:
-        """Whether `text` can be encoded."""
+        """Check if `text` can be encoded."""
         try:
             text.encode(self.encoding)
         except (UnicodeEncodeError, LookupError):
@@ -57,32 +56,32 @@ class Medium:
         return True
 
     def fitted(self, text: str) -> str:
-        """`text`, with what cannot be encoded as escapes of Python."""
+        """Escape characters of `text` that cannot be encoded, as Python does."""
         return text if self.shows(text) else text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
 class Renderer:
-    """Base of what turns a report, a matrix or a difference, whichever it is made for, into text for a medium."""
+    """Base class that renders a report, matrix or difference for a medium."""
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
 
     def render(self, report: Any) -> str:
-        """The whole output, with a newline at its end."""
+        """Return the whole output, ending with a newline."""
         raise NotImplementedError
 
 
 class JsonRenderer(Renderer):
-    """Writes what `Report.from_json` or `Matrix.from_json` reads, or a difference."""
+    """JSON renderer for `Report.from_json`, `Matrix.from_json`, and differences."""
 
     def render(self, report: Document) -> str:
-        """The report as JSON with sorted keys; characters that the medium cannot show are escaped as JSON does."""
+        """Return JSON with sorted keys; ASCII only if the medium cannot show the text."""
         text = report.to_json()
         return (text if self.medium.shows(text) else in_ascii(text)) + "\n"
 
 
 def in_ascii(text: str, besides: str = "") -> str:
-    """JSON without any but ASCII characters, and without those `besides`, which may stand in its strings."""
+    """Escape characters in JSON strings that are not ASCII, or in `besides`."""
     escaped = {character: f"\\u{ord(character):04x}" for character in besides}
     return "".join(escaped.get(c) or (c if c < "\x7f" else json.dumps(c)[1:-1]) for c in text)
 
@@ -119,16 +118,16 @@ _EXTENSIONS = {
 def format_for(
     name: str | None, *, path: str | None, formats: Mapping[str, str] = FORMATS, default: str | None = None
 ) -> str:
-    """The name of a format, or of the one that the extension of `path` stands for, or `default`, or that of text.
+    """Return the format: `name`, else by extension of `path`, else `default`, else "text".
 
     Args:
-        name: Of the format.
-        path: Where the output goes.
-        formats: To choose from; those of a report where absent.
-        default: Name of the format where neither says.
+        name: Name of the format.
+        path: Path of the output.
+        formats: Available formats; default: formats of a report.
+        default: Format if neither `name` nor the extension determines one.
 
     Raises:
-        UsageError: There is no such format, or the extension stands for none.
+        UsageError: The format or the extension is unknown.
     """
     if name is None and path is not None:
         known = {extension: form for extension, form in _EXTENSIONS.items() if form in formats}
@@ -145,12 +144,12 @@ def format_for(
 
 
 def renderer_for(name: str, *, medium: Medium | None = None, formats: Mapping[str, str] = FORMATS) -> Renderer:
-    """The renderer of a format, which is imported; `medium` is what can be shown there."""
+    """Import and construct the renderer of a format for a medium."""
     module, _, class_ = formats[name].partition(":")
     made: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
     return made
 
 
 def as_text(report: Report) -> str:
-    """A report as text for a log."""
+    """Return a report as text for a log."""
     return renderer_for("text").render(report)

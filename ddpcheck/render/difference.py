@@ -1,4 +1,4 @@
-"""The difference of two reports, as text and as Markdown."""
+"""Render the difference of two reports as text or Markdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parts(difference: ReportDifference) -> Iterator[tuple[str, tuple[Finding, .
 
 
 class DifferenceTerminalRenderer(TextRenderer):
-    """What is new in full, the rest a line each, then notes and the counts."""
+    """Text renderer: new findings in full, others one line each, notes, counts."""
 
     def render(self, difference: ReportDifference) -> str:
         difference = limited(difference)
@@ -47,7 +47,7 @@ class DifferenceTerminalRenderer(TextRenderer):
 
 
 class DifferenceMarkdownRenderer(Renderer):
-    """The counts first, then a list of each kind, in GitHub's flavour; names and messages are escaped."""
+    """GitHub Markdown renderer: counts, then a list per kind; names and messages are escaped."""
 
     def render(self, difference: ReportDifference) -> str:
         lines = [f"## ddpcheck diff: {escaped(difference.summary)}"]

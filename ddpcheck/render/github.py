@@ -1,4 +1,4 @@
-"""A report as workflow commands of GitHub Actions, which annotates lines of a pull request by them."""
+"""Render a report as workflow commands of GitHub Actions, shown as annotations of lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ddpcheck.findings.wording import counted, printable, shortened
 from ddpcheck.render import Renderer
 from ddpcheck.render.parts import plain_facts, sorted_findings, title_of
 
-MOST_OF_A_KIND = 10  # annotations that GitHub shows of one step ("Workflow commands", in GitHub's documentation)
-MOST_CHARACTERS = 300  # of an annotation; the summary of the job has the rest
+MOST_OF_A_KIND = 10  # annotations per step shown by GitHub ("Workflow commands", in GitHub's documentation)
+MOST_CHARACTERS = 300  # per annotation; the job summary has the rest
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
 
 class GithubRenderer(Renderer):
-    """An annotation for each finding, worst first, and the summary as a last line."""
+    """Renderer of one annotation per finding, worst first, and the summary."""
 
     def render(self, report: Report) -> str:
         return self.medium.fitted("\n".join(_lines(report)) + "\n")
@@ -44,7 +44,7 @@ def _annotation(finding: Finding) -> str:
 
 
 def _data(text: str) -> str:
-    """As the toolkit of Actions escapes it: a message of somebody else's is no command."""
+    """Escape text like the Actions toolkit, so that messages cannot inject commands."""
     return printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
 
 

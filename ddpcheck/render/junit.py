@@ -1,4 +1,4 @@
-"""A report as JUnit XML, for whatever shows the results of tests."""
+"""Render a report as JUnit XML."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 class JunitRenderer(Renderer):
-    """A test case for each check and for each finding; a finding that is no error is a case that has passed.
+    """Renderer of one test case per check and finding; findings below error pass.
 
-    XML in ASCII: every medium shows it.
+    The XML is ASCII, for any encoding of the medium.
     """
 
     def render(self, report: Report) -> str:
         cases = [_case_of_check(report.target, check) for check in report.checks]
         cases += [_case_of_finding(report.target, finding) for finding in sorted_findings(report)]
-        for one in report.accepted:  # does not fail, and its reason is shown
+        for one in report.accepted:  # skipped, with the reason
             why = f"{why_accepted(one)}: {one.reason}"
             cases.append(_case_of_finding(report.target, one.finding, skipped=why))
         if report.error is not None:
@@ -49,7 +49,7 @@ def _case_of_check(target: str, check: CheckResult) -> ElementTree.Element:
     elif check.status == "skipped":
         _child(case, "skipped", check.detail)
     elif check.detail:
-        _child(case, "system-out", text=check.detail)  # what has failed is a case of its own: the finding
+        _child(case, "system-out", text=check.detail)  # failures are test cases of findings
     return case
 
 
@@ -77,5 +77,5 @@ def _child(case: ElementTree.Element, kind: str, message: str = "", text: str = 
 
 
 def _clean(text: str) -> str:
-    """A text without what XML has no way to say, which is shown as Python escapes it."""
+    """Escape characters that are invalid in XML, as Python does."""
     return _NOT_IN_XML.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,4 +1,4 @@
-"""A report as Markdown: for an issue, or for the summary of a job."""
+"""Render a report as Markdown, for an issue or a job summary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&@-])")
 
 
 class MarkdownRenderer(Renderer):
-    """The verdict first, then the findings, then the checks in a table."""
+    """Markdown renderer: verdict, findings, then a table of checks."""
 
     def render(self, report: Report) -> str:
-        """The Markdown, in GitHub's flavour; names and messages are escaped."""
+        """Return GitHub Markdown; names and messages are escaped."""
         return self.medium.fitted("\n".join(_lines(report)) + "\n")
 
 
@@ -69,17 +69,17 @@ def _names(names: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text without meaning in Markdown."""
+    """Escape Markdown in a text."""
     return _SPECIAL.sub(r"\\\1", printable(text))
 
 
 def prose(text: str) -> str:
-    """Text of a rule as Markdown: between backticks is code, all else is plain."""
+    """Escape Markdown in a rule's text, except code in backticks."""
     return _PROSE.sub(lambda found: found[1] or f"\\{found[2]}", text)
 
 
 def code_span(text: str) -> str:
-    """A text as code, between as many backticks as it needs."""
+    """Format a text as inline code, with enough backticks."""
     text = printable(text).replace("|", "\\|")
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if text.startswith("`") or text.endswith("`") else ""

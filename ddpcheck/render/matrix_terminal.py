@@ -1,4 +1,4 @@
-"""The matrix of DDP options as text: a table of what is right, and advice."""
+"""Render the matrix of DDP options as text: a table of verdicts, and advice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
 
-MOST_WORDS = 160  # of a reason in the table; the whole of it is in the JSON
+MOST_WORDS = 160  # characters of a reason in the table; the JSON has the full text
 
 
 class MatrixTerminalRenderer(TextRenderer):
-    """Context, one line a combination of options, how the figures are meant, advice, notes, verdict."""
+    """Text renderer: header, one row per option set, legend, advice, notes, verdict."""
 
     def render(self, matrix: Matrix) -> str:
         matrix = limited(matrix)
@@ -37,7 +37,7 @@ class MatrixTerminalRenderer(TextRenderer):
         table.add_column("", no_wrap=True)
         table.add_column("options", overflow="fold", ratio=3 if self.medium.width else None)
         if timed:
-            table.add_column("step time", no_wrap=True, min_width=19)  # of figures: the others do not move
+            table.add_column("step time", no_wrap=True, min_width=19)  # fixed width: other columns do not move
         table.add_column("verdict", overflow="fold", ratio=4 if self.medium.width else None)
         for row in _grouped(matrix.rows):
             title = (row.title, "bold") if row.own else (row.title, "dim" if row.verdict == "skipped" else "")
@@ -76,7 +76,7 @@ class MatrixTerminalRenderer(TextRenderer):
 
 
 def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
-    """The rows with those after the others that were skipped for one reason, as one row a reason."""
+    """Return the rows, with skipped rows last and merged by reason."""
     left_out = [row for row in rows if row.verdict == "skipped"]
     common = [
         name

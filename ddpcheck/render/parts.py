@@ -1,4 +1,4 @@
-"""What texts, Markdown, pages and other formats say of a report: a fact comes from here, a format only shows it."""
+"""Facts and words of a report that all output formats share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpcheck.report.matrix.matrix import Matrix
 
 
 class Fact(NamedTuple):
-    """Something that is said of a finding. A format shows a kind that it does not know as lines with their label."""
+    """Fact of a finding; formats show an unknown `kind` as labelled lines."""
 
     kind: str
     lines: tuple[str, ...]
@@ -21,7 +21,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(finding: Finding) -> list[Fact]:
-    """All that is said of a finding beside its title, in order. What is added here is in every format."""
+    """Return the facts of a finding besides the title, in order, for every format."""
     facts = (
         Fact("subjects", finding.subjects),
         Fact("message", (finding.message,)),
@@ -34,7 +34,7 @@ def facts_of(finding: Finding) -> list[Fact]:
 
 
 def plain_facts(finding: Finding) -> list[str]:
-    """The facts as lines without markup, but for the subjects, which programs get in a field of their own."""
+    """Return the facts as lines without markup; subjects have a separate field."""
     return [
         f"{fact.label}: {line}" if fact.label else line
         for fact in facts_of(finding)
@@ -44,27 +44,27 @@ def plain_facts(finding: Finding) -> list[str]:
 
 
 def name_of(code: str) -> str:
-    """The name of a rule; empty for one of a newer ddpcheck."""
+    """Return the name of a rule, "" for a rule of a newer ddpcheck."""
     return RULES[code].name if code in RULES else ""
 
 
 def title_of(finding: Finding) -> str:
-    """The code, and the name of the rule."""
+    """Return the code and the rule name."""
     return words(finding.code, name_of(finding.code))
 
 
 def words(*parts: str) -> str:
-    """Parts with spaces between, without those that are empty."""
+    """Join the parts that are not empty with spaces."""
     return " ".join(filter(None, parts))
 
 
 def why_accepted(accepted: AcceptedFinding) -> str:
-    """How a finding came not to count."""
+    """Return why a finding is not counted: "known" or "suppressed"."""
     return "known" if accepted.by == "baseline" else "suppressed"
 
 
 class Mark(NamedTuple):
-    """How a status is shown: a sign, a word where the sign cannot be, a style of text, a word and a class of a page."""
+    """Display of a status: sign, ASCII word, text style, page word, CSS class."""
 
     sign: str
     plain: str
@@ -95,7 +95,7 @@ VERDICTS = {
 
 
 def tool_of(report: Report | Matrix) -> str:
-    """The name and version of the tool that made a report."""
+    """Return the name and version of the tool that made a report."""
     return words(report.tool.get("name", "ddpcheck"), report.tool.get("version", ""))
 
 
@@ -110,39 +110,39 @@ _PHRASES: Mapping[str, Callable[[Any], str]] = {
 
 
 def options_of(report: Report | Matrix) -> dict[str, Any]:
-    """How a report was made, by the names of the options that have a value."""
+    """Return the options of a report that have a value, by name."""
     return {key: value for key, value in report.world.items() if key != "notes" and value is not None}
 
 
 def options_in_words(report: Report | Matrix, only: Collection[str] = ()) -> list[str]:
-    """How a report was made, the most important first; `only` names options."""
+    """Format the options of a report, most important first; `only` selects options."""
     given = {key: value for key, value in options_of(report).items() if not only or (key in only and value)}
     known = [phrase(given.pop(key)) for key, phrase in _PHRASES.items() if key in given]
     return known + [f"{key} {value}" for key, value in sorted(given.items())]
 
 
 def versions_of(report: Report | Matrix) -> list[str]:
-    """With which versions it was made."""
+    """Format the versions in the environment of a report."""
     return [f"{key} {value}" for key, value in sorted(report.environment.items()) if value is not None]
 
 
 def notes_of(report: Report | Matrix) -> list[str]:
-    """Sentences on how it was made."""
+    """Return the notes on how a report was made."""
     notes = report.world.get("notes") or ()
     return [notes] if isinstance(notes, str) else list(map(str, notes))
 
 
 def sorted_findings(report: Report) -> list[Finding]:
-    """The worst first."""
+    """Return the findings, worst first."""
     return sorted(report.findings, key=Finding.sort_key)
 
 
 def severities_of(report: Report) -> str:
-    """How many findings there are of each severity."""
+    """Format the number of findings of each severity."""
     counts = Counter(finding.severity for finding in report.findings)
     return ", ".join(counted(counts[severity], severity.value) for severity in Severity if counts[severity])
 
 
 def passed_in_words(report: Report) -> str:
-    """What a clean report says."""
+    """Format the summary of a clean report."""
     return f"{counted(sum(check.status == 'passed' for check in report.checks), 'check')} passed, no findings"

@@ -1,4 +1,4 @@
-"""A report as SARIF 2.1.0 (OASIS standard), for code scanning."""
+"""Render a report as SARIF 2.1.0 (OASIS standard), for code scanning."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ddpcheck.render import Renderer
 from ddpcheck.render.markdown import prose
 from ddpcheck.render.parts import plain_facts, sorted_findings
 
-MOST_RESULTS = 5000  # that GitHub shows of a run ("SARIF support for code scanning", in GitHub's documentation)
+MOST_RESULTS = 5000  # per run, shown by GitHub ("SARIF support for code scanning", in GitHub's documentation)
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
-_ON_A_RANK = re.compile(r"^rank (\d+)\b.*?\bat (\S+\.py:\d+)")  # evidence: where a rank stood
+_ON_A_RANK = re.compile(r"^rank (\d+)\b.*?\bat (\S+\.py:\d+)")  # evidence with the line of a rank
 
 
 class SarifRenderer(Renderer):
-    """One run of the tool: a result for each finding, worst first, and a notification for what went wrong.
+    """Renderer of one run: a result per finding, worst first, and notifications of errors.
 
-    JSON in ASCII: every medium shows it.
+    The JSON is ASCII, for any encoding of the medium.
     """
 
     def render(self, report: Report) -> str:
@@ -50,7 +50,7 @@ class SarifRenderer(Renderer):
 
 def _rule(code: str) -> dict[str, Any]:
     rule = RULES.get(code)
-    if rule is None:  # of a newer ddpcheck
+    if rule is None:  # rule of a newer ddpcheck
         return {"id": code}
     return {
         "id": code,
@@ -90,7 +90,7 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
         result["relatedLocations"] = [_location(one.location, one.role) for one in finding.related]
     if flows := _flows(finding.evidence) or _path(finding):
         result["codeFlows"] = [{"threadFlows": flows}]
-    if accepted is not None:  # "external" in SARIF's words: not said in the source
+    if accepted is not None:  # "external" in SARIF: not in the source
         result["suppressions"] = [{"kind": "external", "justification": accepted.reason}]
     return result
 
@@ -103,13 +103,13 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
 
 
 def _fingerprint(finding: Finding) -> str:
-    """The same for the same fault where lines have moved and numbers are others."""
+    """Return a hash that is stable if lines or numbers change."""
     code, path, subjects = fingerprint(finding)
     return hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()[:32]
 
 
 def _path(finding: Finding) -> list[dict[str, Any]]:
-    """A thread from a parameter to where its path to the loss ends, as far as lines are known."""
+    """Return a thread flow of known lines from a parameter to the path's end."""
     path = finding.path
     if path is None or not path.steps:
         return []
@@ -121,7 +121,7 @@ def _path(finding: Finding) -> list[dict[str, Any]]:
 
 
 def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
-    """One thread for each rank of which the evidence says where it stood."""
+    """Return one thread flow per rank with a line in the evidence."""
     places: dict[str, list[dict[str, Any]]] = {}
     for fact in evidence:
         found = _ON_A_RANK.match(fact)

@@ -1,4 +1,4 @@
-"""The report as text for a person at a terminal, and for a log."""
+"""Render a report as text, for a terminal or a log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ddpcheck.render.text_parts import UNBROKEN, TextRenderer, broken, facts_in_
 
 MOST_FINDINGS = 50
 _MOST_EXPLAINED = 4  # codes in the last line
-_OTHER_COLUMNS = 59  # of the table of gradients: all but the parameter's
+_OTHER_COLUMNS = 59  # width of the gradient table without the parameter column
 
 SEVERITY_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 
 
 class TerminalRenderer(TextRenderer):
-    """Text that a newcomer can read without the documentation: context, checks, findings, parity, notes, verdict."""
+    """Text renderer: header, checks, findings, accepted, parity, notes, verdict."""
 
     def render(self, report: Report) -> str:
         report = limited(report)
@@ -35,7 +35,7 @@ class TerminalRenderer(TextRenderer):
         table.add_column(overflow="fold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
-        timed = any(check.seconds for check in report.checks)  # those of a script are not
+        timed = any(check.seconds for check in report.checks)  # checks of a script are not timed
         for check in report.checks:
             seconds = f"{check.seconds:.2f} s" if timed and check.status != "skipped" else ""
             table.add_row(
@@ -62,7 +62,7 @@ class TerminalRenderer(TextRenderer):
         yield from facts_in_text(finding, whole=self.medium.whole)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
-        """What was found and does not count, each with the reason."""
+        """Yield the findings that are not counted, with reasons."""
         if not report.accepted:
             return
         yield styled(("found, and not counted", "bold"))

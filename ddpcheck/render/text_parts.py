@@ -1,6 +1,6 @@
-"""The parts that the texts of reports and of matrices have in common: context, notes, errors, styled lines.
+"""Text sections shared by reports and matrices: header, notes, errors, styled lines.
 
-Names and messages are data: markup is off, and control characters in them are shown, not obeyed.
+Markup is off, and control characters in names and messages are escaped.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_EVIDENCE = 16
 MOST_NAMES = 8
 UNBROKEN = 10_000  # columns; a log keeps every sentence on one line
 
-_STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # of facts
+_STYLES = {"subjects": "bold", "place": "cyan", "evidence": "dim"}  # by kind of fact
 
 
 class TextRenderer(Renderer):
-    """The sections that are the same for a report and for a matrix."""
+    """Base class with the sections shared by reports and matrices."""
 
     def printed(self, sections: Iterable[Iterable[RenderableType]], verdict: RenderableType) -> str:
-        """Sections with an empty line after each that is not empty, and the last line."""
+        """Return the sections, separated by blank lines, and the verdict."""
         out = io.StringIO()
         console = Console(
             file=out,
@@ -44,7 +44,7 @@ class TextRenderer(Renderer):
             emoji=False,
             highlight=False,
             legacy_windows=False,
-            _environ={},  # the medium has been asked already
+            _environ={},  # already read by `Medium.of`
         )
         for section in () if self.medium.quiet else sections:
             parts = list(section)
@@ -57,18 +57,18 @@ class TextRenderer(Renderer):
         return self.medium.fitted("\n".join(lines) + "\n")
 
     def header(self, report: Report | Matrix, what: str = "report") -> Iterable[RenderableType]:
-        """The target, and how and on what it was checked."""
+        """Yield the target, options and versions."""
         yield styled((tool_of(report), "bold"), f" {what} on ", (report.target, "bold"))
         for line in (options_in_words(report), versions_of(report)):
             if line:
                 yield indented(styled(((" · " if self.medium.shows("·") else ", ").join(line), "dim")))
 
     def notes(self, report: Report | Matrix) -> Iterable[RenderableType]:
-        """Sentences on how the check was run."""
+        """Return the notes on how the check was run."""
         return [labelled("note: ", note) for note in notes_of(report)]
 
     def error(self, report: Report | Matrix) -> Iterable[RenderableType]:
-        """The traceback or output of what stopped the check."""
+        """Yield the traceback or output of the error that stopped the check."""
         if report.error is None or not report.error.detail.strip():
             return
         yield styled(("what stopped the checks", "bold"))
@@ -81,16 +81,16 @@ class TextRenderer(Renderer):
             yield indented(styled(line)) if line.strip() else ""
 
     def mark(self, mark: Mark) -> Text:
-        """The sign of a status, or its word where the medium cannot show signs."""
+        """Return the sign of a status, or a word if signs cannot be shown."""
         return styled((mark.sign if self.medium.shows("✓≈✗·") else mark.plain, mark.style))
 
     def table(self) -> Table:
-        """An empty table without lines."""
+        """Return an empty table without borders."""
         return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
-    """Text without markup, from strings and (string, style) pairs, with control characters made visible."""
+    """Return text from strings and (string, style) pairs, with control characters escaped."""
     text = Text(overflow="fold")
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
@@ -101,7 +101,7 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 def facts_in_text(
     finding: Finding, columns: int = 2, without: Collection[str] = (), *, whole: bool = False
 ) -> Iterator[RenderableType]:
-    """Lines on a finding, indented, without some kinds of facts; `whole`: with all names and all evidence."""
+    """Yield indented lines of a finding; `without`: kinds to skip; `whole`: no truncation."""
     for fact in facts_of(finding):
         if fact.kind in without:
             continue
@@ -118,13 +118,13 @@ def facts_in_text(
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of the names, and how many more there are."""
+    """Join the first names, and the number of the rest."""
     left = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
 
 
 def broken(name: str, columns: int) -> Text:
-    """A dotted name on lines of so many columns, broken after dots where that can be."""
+    """Break a dotted name into lines of `columns`, after dots if possible."""
     lines = [""]
     for part in printable(name).replace(".", ".\n").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > columns:
@@ -134,12 +134,12 @@ def broken(name: str, columns: int) -> Text:
 
 
 def indented(content: RenderableType, columns: int = 2) -> Padding:
-    """`content`, so many columns to the right."""
+    """Indent `content` by `columns`."""
     return Padding(content, (0, 0, 0, columns), expand=False)
 
 
 def labelled(label: str, content: str) -> RenderableType:
-    """`content` in a column of its own beside a label."""
+    """Return `content` in a column next to a label."""
     table = Table.grid(padding=0)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

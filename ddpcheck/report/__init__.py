@@ -1,1 +1,1 @@
-"""Whole checks of a recipe and what they return: `check`, `check_matrix`, `ddpcheck graph`, `--repro`."""
+"""Complete checks of a recipe and their results: `check`, `check_matrix`, `ddpcheck graph`, `--repro`."""

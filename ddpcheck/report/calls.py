@@ -1,7 +1,7 @@
-"""The phases that a check calls on its ranks: `calls.local_step.local_step` is that of `ddpcheck.gather.phases`.
+"""Phases of a check: `calls.local_step.local_step` is the function of `ddpcheck.gather.phases`.
 
-For mypy and for an editor they are those functions themselves. When it runs, this module is light: what the process of
-the check gets, and sends to the ranks, imports the function's module where it is called.
+Mypy and editors see the functions themselves. At run time this module is light: the checking process gets, and sends to
+the ranks, callables that import the function's module only when called.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MODULES = (
     "ddpcheck.report.repro.probe",
     "ddpcheck.report.schedule.schedule_phases",
 )
-"""Imported once, before ranks are forked: in each of them that would be a third of the cost of a small check."""
+"""Modules preloaded before the fork, which saves a third of a small check's time."""
 
-if TYPE_CHECKING:  # under their own names, since other modules import them from here
+if TYPE_CHECKING:  # re-exported under their own names for other modules
     from ddpcheck.gather.phases import ddp_step as ddp_step
     from ddpcheck.gather.phases import local_step as local_step
     from ddpcheck.gather.phases import model_build as model_build
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # under their own names, since other modules import them from
 else:
 
     class _Module:
-        """Stands for a module of MODULES; its attributes are functions that import it, and call those of that name."""
+        """Stand-in for a module of MODULES whose attributes import the module when called."""
 
         def __init__(self, name: str) -> None:
             self._name = name
@@ -68,7 +68,7 @@ def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
 def try_call(
     function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result | NoExplanation:
-    """Call what only explains; where it raises, the rank says so, and lives."""
+    """Call a phase that only explains; return `NoExplanation` if it raises."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

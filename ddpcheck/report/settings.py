@@ -1,4 +1,4 @@
-"""Settings: command line over environment over `[tool.ddpcheck]` over default, decided in one function."""
+"""Settings by precedence: command line, environment, `[tool.ddpcheck]`, default."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from ddpcheck.findings.wording import suggestion
 ENVIRONMENT_PREFIX = "DDPCHECK_"
 _OF_ONE_COMMAND = frozenset({"output", "matrix", "repro", "detail", "debug", "baseline"})
 TABLE = "[tool.ddpcheck]"
-_MOST_SETTINGS = 1 << 24  # bytes of the file
+_MOST_SETTINGS = 1 << 24  # largest pyproject.toml, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a check; the defaults are those of the fields."""
+    """Settings of a check, with their defaults."""
 
     world_size: int = 2  # number of ranks
-    backend: str | None = None  # of the process group; `None` chooses by device
+    backend: str | None = None  # backend of the process group; `None` chooses by device
     device: str = "cpu"  # where the model runs: "cpu" or "cuda"
     steps: int = 3  # training steps to check
-    timeout: float = 30.0  # seconds that a run may take before it counts as a hang
-    seed: int = 0  # of every random number generator
-    select: tuple[str, ...] = ()  # codes, prefixes or names of the rules to report; all when empty
+    timeout: float = 30.0  # seconds before a run counts as a hang
+    seed: int = 0  # seed of every random number generator
+    select: tuple[str, ...] = ()  # codes, prefixes or names of the rules to report; all if empty
     ignore: tuple[str, ...] = ()  # codes, prefixes or names of the rules to leave out
-    fail_on: Severity | None = Severity.ERROR  # the severity from which on findings fail the command; `None` for never
-    preload: tuple[str, ...] = ()  # modules that are imported once, before ranks are forked
-    threads: int | None = None  # that torch may use in each rank of a test; `None` shares out the cores
-    # of the ranks of a test: "test" for fresh ones in each test, "module" for the same in all of a module
+    fail_on: Severity | None = Severity.ERROR  # lowest severity of a finding that fails the command; `None` for never
+    preload: tuple[str, ...] = ()  # modules imported once, before ranks are forked
+    threads: int | None = None  # torch threads in each rank of a test; `None` divides the cores
+    # ranks of a test: "test" for new ranks per test, "module" to share the ranks of a module
     reuse: str = "test"
-    # whether tests, reports and pictures use the ranks that torchrun, mpirun or srun has started: "auto" where there
-    # are several, and some test needs ranks, "on" always, "off" never
+    # use of ranks started by torchrun, mpirun or srun in tests, reports and pictures: "auto" if there are several and
+    # some test needs ranks, "on" always, "off" never
     launcher: str = "auto"
-    # of the command's output, where neither `--format` nor the extension of a file says; text when absent
+    # output format if neither `--format` nor the file extension decides; text if `None`
     format: str | None = None
-    # findings that are shown with a reason, and do not count; only from pyproject.toml
+    # findings shown with a reason and not counted; only from pyproject.toml
     suppress: tuple[Suppression, ...] = ()
 
 
@@ -60,19 +60,19 @@ def load_settings(
     defaults: Mapping[str, Any] | None = None,
     prefix: str = "--",
 ) -> Settings:
-    """Decide every setting: the first that has it of flags, ini, environment, `[tool.ddpcheck]` and default.
+    """Resolve every setting; the order is flags, ini, environment, `[tool.ddpcheck]`, default.
 
     Args:
-        flags: From the command line, by field name; `None` and the empty list mean "not given".
-        ini: From the ini file of a host such as pytest, by field name; `None` and "" mean "not given".
-        environ: The environment, `os.environ` when absent.
-        start: The folder from which the nearest pyproject.toml is searched upwards, the current one when absent.
-        defaults: Instead of those of `Settings`, by field name.
-        prefix: Of the options on the command line.
+        flags: Command-line values by field name; `None` and the empty list mean "not given".
+        ini: Values of a host's ini file, such as pytest's, by field name; `None` and "" mean "not given".
+        environ: Environment variables; default: `os.environ`.
+        start: Folder from which the nearest pyproject.toml is searched upwards; default: the current folder.
+        defaults: Overrides of the `Settings` defaults, by field name.
+        prefix: Prefix of the options on the command line.
 
     Raises:
-        UsageError: A flag has a value that cannot be.
-        ConfigError: The environment or a file has, or the file names a setting that does not exist.
+        UsageError: A flag has an invalid value.
+        ConfigError: The environment or a file has an invalid value, or the file names an unknown setting.
     """
     chosen = _from_pyproject(start or Path.cwd())
     environ = os.environ if environ is None else environ
@@ -91,16 +91,16 @@ def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may be meant for ddpcheck, and the setting that each would be."""
+    """Map environment variables with the ddpcheck prefix to their setting names."""
     ours = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
     return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in ours}
 
 
 def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A sentence on each variable that nearly is a setting; others that begin with the prefix belong to somebody else.
+    """Describe each environment variable that is nearly a setting; ignore all others.
 
     Args:
-        environ: The environment, `os.environ` when absent.
+        environ: Environment variables; default: `os.environ`.
     """
     said = []
     for variable, field in _fields_in(os.environ if environ is None else environ).items():
@@ -115,7 +115,7 @@ def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _near(field: str) -> str:
-    """The setting that `field` is a misspelling of, or shares the first words with; empty for none."""
+    """Return the setting that `field` misspells or begins like, else ""."""
     close = difflib.get_close_matches(field, _PARSERS, n=1, cutoff=0.7)
     parts = (name for name in _PARSERS if f"{field}_".startswith(f"{name}_") or f"{name}_".startswith(f"{field}_"))
     return close[0] if close else next(parts, "")
@@ -127,7 +127,7 @@ def _from_pyproject(start: Path) -> dict[str, Any]:
         return {}
     try:
         table = tomllib.loads(read_file(path, _MOST_SETTINGS).decode()).get("tool", {}).get("ddpcheck", {})
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, or a number of thousands of digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, or an integer of too many digits
         raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
@@ -196,10 +196,10 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def rule_patterns(name: str, value: Any) -> tuple[str, ...]:
-    """The codes, prefixes or names of rules that the argument `name` of a function gives, one or several.
+    """Return the rule codes, prefixes or names in the function argument `name`.
 
     Raises:
-        UsageError: It gives something else.
+        UsageError: The value has a different type, or matches no rule.
     """
     error = UsageError if isinstance(value, str | list | tuple) else WrongTypeError
     patterns: tuple[str, ...] = _parse("select", value, name, error)
@@ -215,13 +215,13 @@ def _modules(value: Any) -> tuple[str, ...]:
 
 
 def _suppressions(value: Any) -> tuple[Suppression, ...]:
-    """The tables of `[[tool.ddpcheck.suppress]]`."""
+    """Parse the `[[tool.ddpcheck.suppress]]` tables."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
     keys = [one.name for one in fields(Suppression)]
     found = []
     for number, one in enumerate(value, 1):
-        table = {"rule" if key == "code" else key: text for key, text in one.items()}  # as earlier versions had it
+        table = {"rule" if key == "code" else key: text for key, text in one.items()}  # key of earlier versions
         if unknown := next((key for key in table if key not in keys), None):
             raise UsageError(f"table {number} has no key {unknown!r}; {suggestion(unknown, keys, 'keys')}")
         if missing := next((key for key in ("rule", "reason") if key not in table), None):

@@ -1,1 +1,1 @@
-"""`ddpcheck run`, in the process that reports: looks whether the ranks get on, and reports on what they have left."""
+"""Reporting process of `ddpcheck run`: hang detection and judgment of the rank logs."""

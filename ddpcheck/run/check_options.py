@@ -1,4 +1,4 @@
-"""The options of a watched script: those that begin with `--check-`; and where the script itself begins."""
+"""Options of `ddpcheck run` (`--check-...`), and splitting of the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpcheck.report.settings import Settings, load_settings
 
 
 class Once(argparse.Action):
-    """Store a value, and refuse a second one."""
+    """Action that stores a value and rejects a second one."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         if (first := getattr(namespace, self.dest)) is not None:
@@ -20,7 +20,7 @@ class Once(argparse.Action):
 
 
 def add_display_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say how much of a report is printed."""
+    """Add the options on verbosity and color of a printed report."""
     parser.add_argument("-q", "--quiet", action="store_true", help="print the verdict only")
     whole = "print all names, all evidence and all frames of tracebacks"
     parser.add_argument("-v", "--verbose", action="store_true", help=whole)
@@ -29,7 +29,7 @@ def add_display_options(parser: argparse._ActionsContainer) -> None:
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser, in which no prefix of them is an option."""
+    """Add the `--check-` options to a parser, without abbreviations."""
     rules = "by code, prefix or name; may be repeated"
     group = parser.add_argument_group("ddpcheck")
     add = group.add_argument
@@ -66,9 +66,9 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options of the run, and the script with its own ones, which nobody but the script reads.
+    """Split the command line into the options and the script with its arguments.
 
-    argparse looks at all words, and refuses one behind the script that could be two of its options.
+    argparse alone would parse the arguments of the script too, and reject ambiguous prefixes.
     """
     at = 0
     while at < len(words):
@@ -82,7 +82,7 @@ def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tu
 
 
 def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
-    """Whether an option is given its value in the next word."""
+    """Return True if the next word is the value of an option."""
     known = parser._option_string_actions
     if "=" in word or (word not in known and word[:2] in known):  # as in -r3
         return False
@@ -91,11 +91,11 @@ def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
 
 
 def examine(given: argparse.Namespace) -> Settings:
-    """Look whether they can be followed; the settings, of which pyproject.toml and the environment give the rest.
+    """Validate the options and return the settings, completed from pyproject.toml and the environment.
 
     Raises:
-        ConfigError: pyproject.toml or the environment is wrong.
-        UsageError: One of the options is out of its range.
+        ConfigError: A setting in pyproject.toml or the environment is invalid.
+        UsageError: An option is out of range.
     """
     if given.check_every < 0:
         raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")

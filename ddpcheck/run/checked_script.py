@@ -1,4 +1,4 @@
-"""`check_script(path)`: a script under `ddpcheck run`, in processes of its own."""
+"""`check_script(path)`: run a script under `ddpcheck run` in separate processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import suggests_names
 
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-_GRACE = 10.0  # seconds that `ddpcheck run` has to end its ranks
+_GRACE = 10.0  # seconds for `ddpcheck run` to end its ranks
 
 
 @suggests_names("check_script")
@@ -28,21 +28,21 @@ def check_script(
     parity: bool = True,
     timeout: float = 600.0,
 ) -> Report:
-    """Run a script on ranks of this machine, as `ddpcheck run` does, and report on it.
+    """Run a script on local ranks, like `ddpcheck run`, and return the report.
 
     Args:
-        script: Its path.
-        arguments: For the script.
+        script: Path of the script.
+        arguments: Command-line arguments of the script.
         world_size: The number of ranks.
-        parity: Whether it also runs in a single process on the same samples, which is compared (`--check-parity`).
-        timeout: Seconds that all runs together may take.
+        parity: Also run the script in a single process on the same samples, and compare (`--check-parity`).
+        timeout: Seconds for all runs together.
 
     Returns:
         The report, with findings or without.
 
     Raises:
-        HangError: They took longer.
-        TargetError: There is no report: the script is not there, say; the message is what was printed last.
+        HangError: The runs took longer than `timeout`.
+        TargetError: There is no report, e.g. because the script does not exist; has the last line of the output.
     """
     command = [sys.executable, "-m", "ddpcheck", "run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--check-parity"] * parity
@@ -73,7 +73,7 @@ def check_script(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run, and its ranks with it."""
+    """End the process group of a run, including the ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""How a script has ended: from exit codes, exceptions and stacks of its ranks to the finding behind it."""
+"""Find the cause of failed or hung ranks from exit codes and stacks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
 from ddpcheck.worlds import failures
 
-_TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # where no rank has failed by itself
+_TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # if no rank failed on its own
 _MAY_END = (
     "DDP1",
     "DDP2",
@@ -58,31 +58,31 @@ _MAY_END = (
     "DDP503",
     "DDP509",
     "DDP513",
-)  # what may end a run of ranks
+)  # findings that can explain a failed or hung run
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a script has ended."""
+    """End of a script: exit codes, signals and hangs of its ranks."""
 
-    exit_code: int = 0  # of the whole
-    # of the ranks that failed, by rank; negative for a signal
+    exit_code: int = 0  # of the whole script
+    # exit codes of the failed ranks, by rank; negative for a signal
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    hang: Hang | None = None  # what was seen when the ranks waited for each other, if they did
-    interrupted: bool = False  # whether a user or a scheduler has ended it by a signal
-    unended: Unended | None = None  # ranks that had run all of the script, and did not end by themselves
-    # processes that have not come out of `init_process_group`, where one has raised there and none has joined a group
+    hang: Hang | None = None  # None if no hang was detected
+    interrupted: bool = False  # True if a signal of a user or scheduler ended the script
+    unended: Unended | None = None  # ranks that finished the script but did not exit
+    # processes still in `init_process_group`, if one raised there and none joined a group
     unmet: tuple[Joining, ...] = ()
-    unwatched: tuple[str, ...] = ()  # why ranks are not watched, a sentence each
-    restart: int = 0  # how often torchrun has started the ranks again
-    # what each rank does, in words that come after its name, where the script has not ended
+    unwatched: tuple[str, ...] = ()  # reasons why ranks are not watched, one sentence each
+    restart: int = 0  # number of restarts by torchrun
+    # activity by rank if the script is still running, such as "is at train.py:12"
     doing: Mapping[int, str] = field(default_factory=dict)
 
 
 def judge_ending(
     ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
 ) -> list[Finding]:
-    """DDP401 to 404: why ranks failed or waited for each other, where no finding that is `known` is the reason."""
+    """Return DDP401 to 404 unless a `known` finding explains the failed ranks."""
     source = source or ProgramSource()
     if ending.hang is not None and ending.hang.joining:
         return judge_meeting(ending.hang.joining, ending.hang.seconds)
@@ -91,7 +91,7 @@ def judge_ending(
     known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
     found = failures_of(ranks, ending)
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
-        return []  # of ranks on other machines there is no log here
+        return []  # ranks on other machines have no log here
     if not found:
         return [] if known else _judge_silent_mismatch(ranks, ending, source)
     threads = _ended_threads(ranks, ending)
@@ -114,7 +114,7 @@ def _judge_failures(
     source: ProgramSource,
 ) -> list[Finding]:
     ordered = failures.in_order(found)
-    constructs = {rank.started.rank for rank in ranks if rank.constructs}  # DDP raises there on what is not alike
+    constructs = {rank.started.rank for rank in ranks if rank.constructs}  # the DDP constructor raises on mismatches
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
     if any("mp_policy" in one.subjects for one in known) and all(map(_is_of_gloo, ordered)):
@@ -145,12 +145,12 @@ def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedTh
 
 
 def _is_of_gloo(failure: RankFailure) -> bool:
-    """Whether a rank has failed as it does where others send tensors of another size."""
+    """Return True if a failure can follow from gloo tensors with mismatched sizes."""
     return follows_from_another_rank(failure) or failure.exit_code == -signal.SIGABRT or "gloo" in failure.message
 
 
 def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
-    """What is known where a rank has raised: also of ranks that were ended at their work."""
+    """Return the facts about a raised exception and about ranks still computing."""
     first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
     failed = {one.rank for one in ordered}
     at_work = {}
@@ -182,7 +182,7 @@ def _with_option_of_run(finding: Finding) -> Finding:
 def _story(
     ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding], source: ProgramSource
 ) -> list[Finding]:
-    """What one rank did and the others did not; what the numbers of their collectives say is evidence of it."""
+    """Return findings on where ranks diverged, with the DDP403 message as evidence."""
     at_end = ranks_at_end(ranks, ending, source)
     numbers = [one.message for one in judged if one.code == "DDP403"][:1]
     return [
@@ -192,7 +192,7 @@ def _story(
 
 
 def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
-    """Where each rank was when the job had stopped."""
+    """Return the position of each rank when the job stopped."""
     found = {one.rank: one for one in failures_of(ranks, ending)}
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
@@ -202,7 +202,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
         follows = failure is None or follows_from_another_rank(failure)
         if failure is not None:
-            if failure.traceback:  # of which only the program's own files are known
+            if failure.traceback:  # keep only lines of known program files
                 raised_at = program_lines(failure.traceback)
                 lines = tuple(line for line in raised_at if line.rpartition(":")[0] in rank.files)
                 lines = lines or tuple(filter(None, [failure.location]))
@@ -220,7 +220,7 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
                 doing += f", as {join_names(list(map(str, places)), most=4)} may"
             for error in rank.thread_errors[-1:]:
                 doing = f"raised {error.reply['type']} in a thread at {error.reply['location']}, and {doing}"
-        elif lines and not waits_for_others(own_stack(rank.stack)):  # when it was ended
+        elif lines and not waits_for_others(own_stack(rank.stack)):  # computing when ended
             doing, follows = f"was at work at {lines[0]}", False
         else:
             doing = f"was in {described_call(log[-1])}" if log else "has reached no collective"
@@ -238,9 +238,9 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
 
 
 def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
-    """What has ended a rank, with its line where that is known; "" where its last line has run."""
+    """Return the exit call of a rank ("sys.exit at train.py:41"), or ""."""
     if rank.exit is None:
-        return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # nothing else has such a code
+        return SYSTEM_EXIT if ending.exit_codes.get(rank.started.rank, 0) > 0 else ""  # only exit calls have such codes
     lines = rank.exit.lines
     if not lines and rank.exit.function == SYSTEM_EXIT:
         lines = tuple(map(str, source.ask(exits_raised, rank.files) or ()))
@@ -250,7 +250,7 @@ def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
 
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
-    """A log, with the forward pass in which a rank waits: what DDP exchanges there without buffers is in no log."""
+    """Append an unlogged DDP forward pass in which a rank waits."""
     before = [call for call in log if call.operation == DDP_BACKWARD]
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
@@ -264,7 +264,7 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
 def _blocks(
     ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd], source: ProgramSource
 ) -> dict[str, tuple[Block, ...]]:
-    """The blocks of the program around all lines at which ranks were."""
+    """Return the code blocks around all lines at which ranks were."""
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
     lines |= {str(one.location) for rank in at_end for one in rank.passes if one.location is not None}
@@ -272,10 +272,10 @@ def _blocks(
 
 
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[Finding]:
-    """DDP403: collectives that have paired up wrongly, where no rank is known to have failed.
+    """Return DDP403 for mismatched collectives if no rank is known to have failed.
 
-    Either the script came to its end all the same; or processes that it has started were ended, one by gloo, say, which
-    aborts on tensors of another size, and the others by the script: of these only what they had called is known.
+    Either the script finished anyway, or the processes were killed without an exception (gloo aborts on mismatched
+    tensor sizes), so that only their logged calls are known.
     """
     cut = [rank.started.rank for rank in ranks if not rank.has_ended]
     if bool(cut) != bool(ending.exit_code):
@@ -289,7 +289,7 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
-    """How ranks have failed, but for those that torchrun has ended."""
+    """Return the failures of the ranks, without the ranks that torchrun ended."""
     found, silent = list[RankFailure](), list[RankFailure]()
     for rank in ranks:
         number = rank.started.rank
@@ -308,7 +308,7 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             found.append(_died(rank, code))
         elif ending.exit_code and not ending.exit_codes and ending.hang is None and _left_no_word(rank):
             silent.append(_with_last_call(failures.vanished(number), rank))
-    if len(silent) < len(ranks):  # else nobody knows which was the first
+    if len(silent) < len(ranks):  # if all ranks vanished, the first one is unknown
         found = sorted([*found, *silent], key=lambda one: one.rank)
     if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
         return []  # the script ends its processes itself
@@ -318,15 +318,15 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
 
 
 def _left_no_word(rank: WatchedRank) -> bool:
-    """Whether a rank that the script has started has ended as by SIGKILL: others leave a stack, an exception, an exit.
+    """Return True if a rank left no stack, exception or exit call (SIGKILL).
 
-    Those that torchrun has started have a code instead.
+    For ranks started by the script itself; torchrun reports an exit code for its own.
     """
     return not rank.has_ended and rank.exit is None and not rank.stack
 
 
 def _died(rank: WatchedRank, code: int) -> RankFailure:
-    """A rank whose process has ended with a code: by a signal, of which its stack may tell, or by `os._exit`."""
+    """Return the failure of a rank that ended by a signal or `os._exit`."""
     number = rank.started.rank
     failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
     if code < 0 or rank.exit is None or not rank.exit.lines:
@@ -336,14 +336,14 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
-    """A rank whose process has ended under it, at a line that is not known: the last one that is."""
+    """Add the last logged collective to a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
 
 
 def call_of_ddp(rank: WatchedRank, stack: str) -> str:
-    """What a rank waits in where that is a collective that DDP itself makes; "" for another one."""
+    """Describe the DDP collective in which a rank waits; "" for other collectives."""
     waits_in = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
     frames = own_stack(stack)
     region = region_of(frames)
@@ -354,12 +354,12 @@ def call_of_ddp(rank: WatchedRank, stack: str) -> str:
         return ""
     if region != CONSTRUCTOR and not waits_for_others(frames):
         return ""
-    lines = program_lines(stack)  # DDP makes some that are in no log: of the order of its buckets, of the first weights
+    lines = program_lines(stack)  # DDP does not log the sync of bucket order and initial weights
     return f"{region}{f' at {lines[0]}' if lines else ''}"
 
 
 def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
-    """The ranks whose last collective had not ended, as far as is known."""
+    """Return the ranks whose last collective is not known to have completed."""
     killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
     return killed_or_waiting | {rank for rank, code in ending.exit_codes.items() if code < 0}
 
@@ -367,12 +367,12 @@ def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
 def timelines_of(
     ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
 ) -> tuple[CollectiveTimeline, ...]:
-    """The last collectives of the ranks, where some have failed or parted."""
+    """Return the last collectives of the ranks if some ranks failed or diverged."""
     found = failures_of(ranks, ending)
     failed = {one.rank: describe_failure(one) for one in found}
     here = {rank.started.rank for rank in ranks}
     parted = any(place_of_parting(finding) is not None for finding in findings)
-    if not (failed or parted) or here != set(range(ranks[0].started.world_size)):  # others have no log here
+    if not (failed or parted) or here != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
     at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}
@@ -384,13 +384,13 @@ def timelines_of(
 
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
-    """Whether a rank was ended by torchrun, after another one had failed.
+    """Return True if torchrun ended a rank after the failure of another rank.
 
-    `lost_alone`: no other rank has ended, so that where others have lost a connection this was the first to go.
+    `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
     """
     killed = [one for one in found if one.kind == "died" and one.exit_code in (-9, None)]
     others = [one for one in found if one not in killed and one.exit_code != -15]
-    if failure in killed:  # else it may be the first that failed: the connection of the others is lost by it
+    if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
         return any(not follows_from_another_rank(one) for one in others)
     if others and lost_alone and all(map(failures.looks_fallen, others)):
         return False

@@ -1,10 +1,10 @@
-"""Watches from outside whether the ranks of a script get on, and ends it when all that live cannot.
+"""Detect hung ranks from outside and end the script.
 
-They wait for each other, or have run all of the script and do not end: a deadlock of torch's, which needs no ddpcheck.
-Where a `DistributedDataParallel` is freed after `destroy_process_group()`, its reducer has the last reference to the
-group. ~ProcessGroupGloo joins the group's threads, while Python has the GIL (`Reducer` is bound without releasing it);
-a thread that has yet to free its last work waits for the GIL, since the thread-local state in a work refers to Python.
-Seen in 1 of 50 short scripts without ddpcheck. To wait a moment before the group is destroyed avoids it (`rank_watch`).
+The ranks wait for each other, or finished the script and do not exit because of a deadlock in torch. If a
+`DistributedDataParallel` is freed after `destroy_process_group()`, the reducer holds the last reference to the group.
+~ProcessGroupGloo joins the threads of the group while holding the GIL (`Reducer` is bound without releasing the GIL);
+a thread that frees its last work waits for the GIL, since the thread-local state in a work refers to Python objects.
+Seen in 1 of 50 short scripts without ddpcheck. A short wait before destroying the group avoids this (`rank_watch`).
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds, switches
 
-_INTERVAL = 0.5  # seconds between two looks
+_INTERVAL = 0.5  # seconds between two polls
 _FOR_STACKS = 1.0  # seconds
-_GRACE = 3.0  # seconds that a rank has to end after it was told to
-_LOCKED = 5.0  # seconds in which a locked process has not woken up
-_MISMATCH = 5.0  # seconds without progress, where collectives are known not to match
-_FOR_NODES = 1.0  # seconds in which other nodes hear that all ranks are to be ended
+_GRACE = 3.0  # seconds for a rank to exit after SIGTERM
+_LOCKED = 5.0  # seconds without a context switch, for a process that waits for a lock
+_MISMATCH = 5.0  # seconds without progress, if collectives are known to mismatch
+_FOR_NODES = 1.0  # seconds for other nodes to receive the order to end their ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Ranks that have not got on; `stacks` of those that live, by rank."""
+    """Ranks without progress, with the `stacks` of the live ranks, by rank."""
 
     seconds: float
     stacks: dict[int, str]
-    joining: tuple[Joining, ...] = ()  # where they are in `init_process_group`, and have left no log yet
+    joining: tuple[Joining, ...] = ()  # processes in `init_process_group`, without a log yet
 
 
 @dataclass(frozen=True, slots=True)
 class Unended:
-    """Ranks that have run all of the script, and whose processes have not ended."""
+    """Ranks that finished the script but whose processes did not exit."""
 
     seconds: float
     ranks: tuple[int, ...]
@@ -67,18 +67,18 @@ class Unended:
 
 @dataclass(frozen=True, slots=True)
 class _Stuck:
-    """The ranks of this node, each of which waits in vain unless a rank of another node gets on."""
+    """Hang of all ranks of this node, pending the ranks of other nodes."""
 
     hang: Hang
-    sizes: dict[str, int]  # of their files, by name
+    sizes: dict[str, int]  # bytes of each log file, by file name
 
 
 class HangWatch:
-    """A thread that looks at the logs of the ranks; on Linux, where it can see whether a rank works.
+    """Thread that polls logs and processor times of the ranks; on Linux only.
 
     Attributes:
-        hang: What was seen when the ranks waited for each other.
-        unended: What was seen when all that lived had run all of the script, and did not end.
+        hang: Ranks that wait for each other, or None.
+        unended: Ranks that finished the script but did not exit, or None.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class HangWatch:
         nodes: NodeLink | None = None,
         limit: float = math.inf,
     ) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            folder: Of the logs.
-            timeout: Seconds.
-            end: Called once the ranks that live have not got on for so long, and cannot.
-            tell: Takes a sentence on a rank that has failed, where torchrun has to wait for the others.
-            nodes: The other nodes, if their ranks are watched as well.
-            limit: Seconds after which ranks are ended in any case.
+            folder: Log folder.
+            timeout: Seconds without progress after which ranks count as hung.
+            end: Called once if the ranks are hung; ends the script.
+            tell: Called with a message on a failed rank if torchrun waits for the other ranks.
+            nodes: Link to the other nodes, if their ranks are watched as well.
+            limit: Seconds after which the ranks are ended in any case.
         """
         self.hang: Hang | None = None
         self.unended: Unended | None = None
@@ -119,7 +119,7 @@ class HangWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         with self._ending:
             self._over.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -160,11 +160,11 @@ class HangWatch:
                     self._tell_why_it_ends(ranks)
                     self._end_ranks(ranks)
                     return
-            except OSError:  # a rank has just ended
+            except OSError:  # a rank has just exited
                 seen = {}
 
     def _tell_what_raised(self, living: dict[int, int]) -> None:
-        """Say once what a rank has raised, where others do not end at SIGTERM: torchrun waits 30 seconds for them."""
+        """Report an exception once if torchrun waits (30 seconds) for the other ranks."""
         if self._told_raised or not living or living.keys() == rank_processes(self._folder).keys():
             self._failed_since = 0.0
         elif not self._failed_since:
@@ -179,7 +179,7 @@ class HangWatch:
                 self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
     def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
-        """Say once which rank was stopped by a signal: it may go on, so that this is no hang."""
+        """Report once which ranks are stopped by a signal; not a hang."""
         stopped = {rank: pid for rank, pid in living.items() if is_stopped(pid)}
         if self._told_stopped or not stopped:
             return
@@ -190,7 +190,7 @@ class HangWatch:
         )
 
     def _tell_why_it_ends(self, living: Collection[int]) -> None:
-        """Say why the script is ended, before its launcher says that it was sent a signal."""
+        """Report why the script is ended, before the launcher prints about the signal."""
         why = "all ranks wait for each other"
         if self.unended is not None:
             why = f"{format_ranks(living)} {agreeing('has', [*living])} run to the end of the script, and not ended"
@@ -201,9 +201,9 @@ class HangWatch:
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
     ) -> bool:
-        """Whether each of the ranks waits for others in vain, or cannot end; says so in `self`.
+        """Check if the ranks hang; set `hang`, `unended` or `_stuck` if so.
 
-        Where some are on other nodes, these may get on.
+        `_stuck` if other nodes have ranks, which may still make progress.
         """
         if not all(one.may_wait for one in facts.values()):
             return False
@@ -234,7 +234,7 @@ class HangWatch:
         return True
 
     def _nodes_must_end(self, living: dict[int, int], *, is_stuck: bool) -> bool:
-        """Say how the ranks of this node stand; whether no rank of the job gets on, as the first node decides."""
+        """Publish the state of this node; return True if the job hangs."""
         if self._nodes is None or not self._nodes.is_joined:
             return False
         ranks, world_size = self._ranks.joined()
@@ -242,13 +242,13 @@ class HangWatch:
         self._nodes.stands(standing, tuple(ranks), world_size)
         if not self._nodes.must_end():
             return False
-        if self._nodes.number == 0:  # the ranks of the others would fail with those of this node
+        if self._nodes.number == 0:  # ending rank 0 first would make the other nodes fail
             self._over.wait(_FOR_NODES)
         self.hang = Hang(0.0, {}) if self._stuck is None else self._stuck.hang
         return True
 
     def forget_end(self) -> None:
-        """Of ranks that waited for other nodes forget what they have left since: they may have failed with those."""
+        """Discard log entries after the hang: ranks may fail with other nodes."""
         if self._stuck is None or self.hang is not self._stuck.hang:
             return
         for path in self._folder.glob("*-*.*"):
@@ -259,7 +259,7 @@ class HangWatch:
                 os.truncate(path, size)
 
     def _waits_for_locked_worker(self, pid: int, stack: str) -> bool:
-        """Whether a rank waits for a worker of its data loader that waits for a lock, and has not woken up."""
+        """Return True if a rank waits for a deadlocked data loader worker."""
         if region_of(own_stack(stack)) != WORKERS:
             return False
         before = locked_children(pid)
@@ -267,9 +267,9 @@ class HangWatch:
         return bool(before.items() & locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_lost_one: bool) -> bool:
-        """Whether the main thread of a rank waits for its other threads, has not woken up, and each of them waits.
+        """Return True if the main thread waits for threads that all wait.
 
-        One of them waits for other ranks, or an exception has ended one (`has_lost_one`).
+        Requires a thread that waits for other ranks, or a thread ended by an exception (`has_lost_one`).
         """
         others = program_threads(stack)
         if not lock_waited_for(own_stack(stack)) or not (has_lost_one or any(map(waits_for_others, others))):
@@ -281,16 +281,14 @@ class HangWatch:
         return switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
-        """End them; those that do not heed it, and do not work either, are killed. A handler in Python needs a rank
-        that comes back from C++, which these cannot; torchrun would wait 30 seconds for it.
-        """
+        """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
         with self._ending:
             if self._over.is_set():
                 return
             self._end()
         while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
-            if is_over := self._over.wait(_GRACE):  # who has started these has ended before them
+            if is_over := self._over.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
                 if lives(pid) and is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
@@ -300,16 +298,16 @@ class HangWatch:
                 return
 
     def _do_not_match(self, living: Collection[int]) -> bool:
-        """Whether ranks have come to collectives that do not match: waiting longer would not help."""
+        """Return True if the collectives of the ranks are known to mismatch."""
         return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
 
     def _part_now(self, living: Collection[int]) -> bool:
-        """Whether a rank has come no further than to where collectives do not match: else they may have paired up."""
+        """Return True if a live rank's last collective is the first mismatch."""
         logs = comparable_logs(read_logs(self._folder))
         before = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(before, living)
 
 
 def end_agent() -> None:
-    """Have torchrun's agent, which this process is, end the ranks."""
+    """Send SIGTERM to this process, in which torchrun's agent then ends the ranks."""
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""What the processes of the ranks of a run do now, as far as it can be seen from outside; on Linux.
+"""Observe the rank processes of an active run from outside; on Linux.
 
-A rank that waits uses no processor time under gloo. Under other backends its main thread may be busy all the time (it
-spins), as if it worked. Such a rank waits if its own record says that it has not come out of a collective; or if it is
-at a line that may block, and its collectives are known not to match those of the others.
+A waiting rank uses no processor time under gloo. Under other backends the main thread may spin and look busy. Such a
+rank counts as waiting if its log has an unfinished collective, or if its current line may block and its collectives
+are known to mismatch those of other ranks.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ddpcheck.stream.rank_log import rank_processes, read_logs
 from ddpcheck.worlds.deadlock import processor_seconds, status_value
 from ddpcheck.worlds.waiting import ask_for_stacks
 
-_SHARE = 0.02  # of a core that a rank may use while it waits
+_SHARE = 0.02  # fraction of a core that a waiting rank may use
 _FOR_STACKS = 1.0  # seconds
-_QUIET = 0.05  # seconds without more of them
+_QUIET = 0.05  # seconds without new stack output
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What is known of a rank that has left no trace of progress for some time."""
+    """State of a rank that has made no logged progress for some time."""
 
-    is_idle: bool  # whether its process has used next to no processor time
-    spins: bool = False  # whether ranks may use it while they wait: not under gloo
-    others_idle: bool = True  # whether the threads beside the main one have used next to none
-    is_inside: bool = False  # whether its main thread is in a collective, or waits for one, by its record
-    parted: bool = False  # whether what the ranks have called last is known not to match
+    is_idle: bool  # the process used almost no processor time
+    spins: bool = False  # waiting ranks may use processor time: not under gloo
+    others_idle: bool = True  # threads except the main thread used almost no processor time
+    is_inside: bool = False  # the log shows the main thread in a collective or waiting for one
+    parted: bool = False  # the last collectives of the ranks are known to mismatch
 
     @property
     def may_wait(self) -> bool:
-        """Whether it may wait for others, as far as is known without its stack."""
+        """Return True if the rank may be waiting, judged without its stack."""
         return self.is_idle or (self.spins and (self.parted or (self.is_inside and self.others_idle)))
 
     def waits(self, stack: Sequence[Frame]) -> bool:
-        """Whether it waits for others."""
+        """Return True if the rank with this stack waits for other ranks."""
         if not self.may_wait or not stack:
             return False
         if self.is_inside and not pickles(stack):
@@ -55,28 +55,28 @@ class RankFacts:
 
 
 class LivingRanks:
-    """The processes of the ranks whose logs are in a folder."""
+    """Processes of the ranks with logs in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def living(self) -> tuple[dict[int, int], bool]:
-        """The processes of the ranks of the last start that live, by rank; and whether none is somewhere else.
+        """Return live processes by rank, and True if all ranks have logs.
 
-        One that has left no log has not begun, or is on another machine, where it may be at work.
+        A rank without a log has not joined yet, or is on another machine.
         """
         ranks, world_size = self.joined()
         return {rank: pid for rank, pid in ranks.items() if lives(pid)}, len(ranks) >= world_size
 
     def joined(self) -> tuple[dict[int, int], int]:
-        """The processes of the ranks of the last start that have joined the process group, and its size."""
+        """Return the PIDs of joined ranks by rank, and the world size."""
         sizes = [int(path.stem.split("-")[2]) for path in self._folder.glob("*-*-*-*.log")]
         return rank_processes(self._folder), max(sizes, default=1)
 
     def facts(
         self, ranks: dict[int, int], before: dict[int, Used], seconds: float, *, parted: bool = False
     ) -> dict[int, RankFacts]:
-        """What is known of the ranks, whose use of the processor was that `before` so many seconds."""
+        """Return the state of the ranks, given processor times `before`, `seconds` ago."""
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
@@ -92,7 +92,7 @@ class LivingRanks:
         return facts
 
     def progress(self) -> dict[str, bytes]:
-        """What changes as long as a rank gets on, by file: steps, batches, collectives and their ends, entries."""
+        """Return the progress counters by file: steps, batches, collectives and log sizes."""
         found = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
@@ -102,12 +102,12 @@ class LivingRanks:
         return found
 
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
-        """The stacks of those ranks that can write them."""
+        """Return the stack dumps by rank, if the process handles the signal."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
         asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
 
         def ask() -> None:
-            for pid in asked.values():  # another one would end at the signal, or write into a file of the script
+            for pid in asked.values():  # without a handler the signal would kill the process
                 os.kill(pid, STACK_SIGNAL)
 
         ask_for_stacks([files[rank] for rank in asked], ask, _FOR_STACKS, _QUIET)
@@ -116,24 +116,24 @@ class LivingRanks:
 
 
 def lives(pid: int) -> bool:
-    """Detect a process that has not ended; one has, if its parent alone has not asked for it yet. On Linux."""
+    """Return True if a process is alive and not a zombie; on Linux."""
     return process_stat(pid)[:1] not in ([], ["Z"])
 
 
 def is_stopped(pid: int) -> bool:
-    """Detect a process that was stopped by a signal, and waits to be continued. On Linux."""
+    """Return True if a process is stopped, e.g. by SIGSTOP; on Linux."""
     return process_stat(pid)[:1] == ["T"]
 
 
 class Used(NamedTuple):
-    """The processor seconds that a rank has used: of its process, and of the threads beside its main one."""
+    """Processor seconds of a rank: whole process, and without the main thread."""
 
     whole: float
     beside_main: float
 
 
 def used(ranks: dict[int, int]) -> dict[int, Used]:
-    """What the processes of ranks have used up to now, by process."""
+    """Return the processor seconds of ranks up to now, by PID."""
     return {
         pid: Used(processor_seconds(pid) or 0.0, processor_seconds(pid, beside_main=True) or 0.0)
         for pid in ranks.values()
@@ -141,10 +141,10 @@ def used(ranks: dict[int, int]) -> dict[int, Used]:
 
 
 def is_idle(before: float, now: float | None, seconds: float) -> bool:
-    """Whether a process or thread has used next to no processor time in some seconds; `None` for one that runs."""
+    """Return True if a process was idle; `now=None` means a busy process."""
     return now is not None and now - before <= 0.1 + _SHARE * seconds
 
 
 def _catches_signal(pid: int) -> bool:
-    """Whether a process still writes its stack when it is asked to: an interpreter that has ended does not."""
+    """Return True if a process handles the stack signal (interpreter not finalized)."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)

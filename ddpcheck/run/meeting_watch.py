@@ -1,6 +1,6 @@
-"""Watches the processes that are in `init_process_group`: whether any of those that are to come can still come.
+"""Detect processes that wait in `init_process_group` for ranks that cannot arrive.
 
-None can where all that torchrun has started are there, or have ended.
+No rank can arrive if all processes started by torchrun are already waiting or have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpcheck.worlds.deadlock import children_of, processor_seconds
 
 
 def unmet(folder: Path) -> tuple[Joining, ...]:
-    """The processes that have not come out of `init_process_group`, by rank, where one has raised there."""
+    """Return the processes left in `init_process_group`, by rank, if any of them raised."""
     raised = _notes(folder, RAISED)
     return tuple(sorted([*raised, *_notes(folder, SUFFIX)], key=_by_rank)) if raised else ()
 
@@ -26,7 +26,7 @@ def unmet(folder: Path) -> tuple[Joining, ...]:
 def _notes(folder: Path, suffix: str) -> list[Joining]:
     found = []
     for file in folder.glob(f"*{suffix}"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # it has just come out
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
             found.append(msgspec.json.decode(file.read_bytes(), type=Joining))
     return sorted(found, key=_by_rank)
 
@@ -36,7 +36,7 @@ def _by_rank(one: Joining) -> tuple[int, int]:
 
 
 class MeetingWatch:
-    """Looks at them again and again."""
+    """Poll the processes in `init_process_group` for a hang."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class MeetingWatch:
         self._before: dict[int, float] = {}
 
     def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
-        """Those that wait, if all are there that could come, and none has worked for `timeout` seconds."""
+        """Return the processes that have waited in vain for `timeout` seconds, or ()."""
         here = tuple(one for one in _notes(self._folder, SUFFIX) if lives(one.pid))
         if self._before.keys() != {one.pid for one in here}:
             self._begin(here, now)

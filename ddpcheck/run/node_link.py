@@ -1,11 +1,11 @@
-"""Joins the launching processes of one job, one a node, over the store on which torchrun's agents have met.
+"""Link the launching processes of a multi-node job over torchrun's rendezvous store.
 
-Each says every quarter of a second how its ranks stand. The first one, whose node has rank 0, alone decides that no
-rank of the job can get on. It takes the logs of the others as soon as their ranks have ended, and tells them the exit
-code of its report. No port is opened for this, and who can write into that store can make the ranks of torch run
-anything. What comes from it is read as data of known types, within limits.
+Each node publishes the state of its ranks every 0.25 s. Only the first node, which has rank 0, decides that the job
+hangs. The first node collects the logs of the others once their ranks have ended, and sends them the exit code of the
+report. No port is opened, and whoever can write to the store can already make the ranks run anything. Values from the
+store are decoded as data of known types, within size limits.
 
-This module is light: it imports torch only once torch's agents have met.
+This module imports torch only after the rendezvous.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, par
 from ddpcheck.worlds.launchers.store import LauncherStore, connect
 from ddpcheck.worlds.waiting import wait_until
 
-WAIT = 30.0  # seconds that a node waits for another one of which nothing comes
-_WHEN_INTERRUPTED = 5.0  # a scheduler kills soon
-_FRESH = 5.0  # seconds in which what a node has said of its ranks is true
-_FAREWELL = 3.0  # seconds in which the others read the exit code
+WAIT = 30.0  # seconds that a node waits for a silent node
+_WHEN_INTERRUPTED = 5.0  # seconds; a scheduler soon sends SIGKILL
+_FRESH = 5.0  # seconds after which the state of a node is stale
+_FAREWELL = 3.0  # seconds for the other nodes to read the exit code
 _LOOK = 0.25  # seconds between two turns
-_BUSY = 0.02  # where somebody waits
-_AHEAD = 4  # parts in the store that the first node has not taken yet
-_LONGEST = 4 * LARGEST_PART  # bytes of a value
+_BUSY = 0.02  # seconds between two turns during a transfer
+_AHEAD = 4  # maximum number of pending parts in the store
+_LONGEST = 4 * LARGEST_PART  # maximum bytes of a value
 
 Standing = Literal["on", "stuck", "ended"]
 _encode = msgspec.msgpack.encode
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What a node says of itself."""
+    """Published state of a node."""
 
-    beat: int  # counts
-    standing: Standing  # whether its ranks are at work, as far as is known; or each waits in vain, or all have ended
-    ranks: tuple[int, ...]  # those of them that have joined the process group
-    world_size: int  # of that; 0 before
-    has_left: bool  # whether it waits for the first node no more
+    beat: int  # counter of updates
+    standing: Standing  # "on": running, or unknown; "stuck": all ranks wait in vain; "ended": all ranks have ended
+    ranks: tuple[int, ...]  # ranks of the node that joined the process group
+    world_size: int  # size of the process group; 0 before joining
+    has_left: bool  # True if the node no longer waits for the first node
 
 
 class FirstState(msgspec.Struct, frozen=True):
-    """What the first node says."""
+    """Published state of the first node."""
 
-    beat: int  # counts
-    ends: bool  # whether each node is to end its ranks, since no rank of the job gets on
-    collects: bool  # whether its own ranks have ended, and it waits for the logs of the others
-    exit_code: int | None  # of its report, once that is made
+    beat: int  # counter of updates
+    ends: bool  # True if each node must end its ranks because the job hangs
+    collects: bool  # True if the ranks of the first node have ended, and logs of other nodes are collected
+    exit_code: int | None  # exit code of the report; None before the report
 
 
 class NodeEnd(msgspec.Struct, frozen=True, tag=True):
-    """What a node sends after its logs: how its ranks have ended."""
+    """Encoded `Ending` of the ranks of a node, sent after the logs."""
 
     ending: bytes
 
 
 @dataclass
 class _Other:
-    """Another node, as the first one knows it."""
+    """State of another node on the first node."""
 
     folder: Path
     state: NodeState | None = None
@@ -81,17 +81,17 @@ class _Other:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing comes from it any more."""
+        """Return True if the node sends no more data."""
         return self.ending is not None or bool(self.refused)
 
 
 class NodeLink:
-    """The link of this node to the others; there is one between two rendezvous of the agents.
+    """Link of this node to the other nodes, restarted at each rendezvous.
 
     Attributes:
-        number: Of this node; 0 for the first.
-        size: How many nodes there are; 1 as long as none has been met.
-        host: The first node's name.
+        number: Number of this node; 0 for the first.
+        size: Number of nodes; 1 before the rendezvous.
+        host: Host name of the first node.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,38 +114,38 @@ class NodeLink:
         self._put = self._taken = self._beat = 0
         self._taken_at = 0.0
 
-    # What the process does that launches the ranks of a node
+    # Called by the launching process
 
     def meet(self, store: Any, number: int, size: int) -> None:
-        """Begin anew, on the store of a rendezvous; where that is none that others can be met on, stay alone."""
+        """Restart the link on a rendezvous store; no link without a TCPStore."""
         self.close()
         self._over = threading.Event()
         self._reset()
         self.number, self.size = number, size
         meeting = LauncherStore(store, "ddpcheck")
-        with contextlib.suppress(AttributeError, RuntimeError):  # a store of etcd, or a file; no more threads
+        with contextlib.suppress(AttributeError, RuntimeError):  # an etcd or file store, or no more threads
             host, port = meeting.address
             if number == 0:
                 self._others = {other: _Other(self._folder / f"node{other}") for other in range(1, size)}
             for other in self._others.values():
-                shutil.rmtree(other.folder, ignore_errors=True)  # of an earlier start
+                shutil.rmtree(other.folder, ignore_errors=True)  # from an earlier start
             arguments = (self._over, meeting, host, port)
             self._thread = threading.Thread(target=self._run, args=arguments, name="ddpcheck-nodes", daemon=True)
             self._thread.start()
 
     @property
     def is_joined(self) -> bool:
-        """Whether there are other nodes, and this one can talk to them."""
+        """Return True if there are other nodes and the link is active."""
         return self._thread is not None and self.size > 1
 
     def stands(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
-        """Say how the ranks of this node stand."""
+        """Set the state of the ranks of this node."""
         self._standing = (standing, ranks, world_size)
 
     def must_end(self) -> bool:
-        """Whether the ranks of this node are to be ended; this one's are known to stand, where it is asked first.
+        """Return True if the ranks of this node must be ended.
 
-        The first node says so. Where that has ended, one other node knows by itself that nobody is left to wait for.
+        Decided by the first node; if the first of two nodes has ended, a stuck node decides alone.
         """
         if self.number:
             left_alone = self.size == 2 and (self._gone or self._exit_code_of_first() is not None)
@@ -154,7 +154,7 @@ class NodeLink:
         return self._ends
 
     def collect(self, *, interrupted: bool) -> dict[int, bytes]:
-        """On the first node, when its ranks have ended: wait for the others; how theirs have ended."""
+        """Collect logs on the first node; return the encoded `Ending` of other nodes."""
         since, wait = time.monotonic(), min(WAIT, _WHEN_INTERRUPTED) if interrupted else WAIT
         self.stands("ended", *self._standing[1:])
         self._collects = True
@@ -169,18 +169,18 @@ class NodeLink:
         for other in self._others.values():
             if other.ending is None:
                 other.refused = other.refused or why
-                shutil.rmtree(other.folder, ignore_errors=True)  # without the rest they would say what is not so
+                shutil.rmtree(other.folder, ignore_errors=True)  # incomplete logs would be misleading
         return {number: other.ending for number, other in self._others.items() if other.ending is not None}
 
     @property
     def refused(self) -> dict[int, str]:
-        """The nodes whose logs were not taken, and why."""
+        """Return the reason by node for logs that were not accepted."""
         return {number: other.refused for number, other in self._others.items() if other.refused}
 
     def hand_over(self, ending: bytes) -> int | None:
-        """On another node, when its ranks have ended: send what they have left; the exit code of the report.
+        """Send the logs to the first node; return the report's exit code.
 
-        `None` where the first node has not got it; 0 where it has, and has not made its report yet.
+        `None` if the first node did not take the logs; 0 if there is no report yet.
         """
         since = time.monotonic()
         self._parts, self._sends = chain(parts_of(self._folder), [NodeEnd(ending)]), True
@@ -196,13 +196,13 @@ class NodeLink:
         return (self._exit_code_of_first() or 0) if self._has_sent else None
 
     def finish(self, exit_code: int) -> None:
-        """On the first node, when there is a report: tell the others its exit code, and end."""
+        """Send the exit code of the report to other nodes; close the link."""
         self._exit_code = exit_code
         wait_until(lambda: self._gone or not any(map(self._listens, self._others.values())), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:
-        """Say what there is to say, and be silent from now on."""
+        """Publish the last state and stop the thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(_FAREWELL)
@@ -212,7 +212,7 @@ class NodeLink:
         return None if self._first is None else self._first.exit_code
 
     def _no_rank_gets_on(self) -> bool:
-        """On the first node: whether all ranks of the job are known, and each waits in vain or has ended."""
+        """Return True if all ranks of the job are stuck or have ended."""
         now, (standing, own, world_size) = time.monotonic(), self._standing
         standings, ranks = {standing}, {*own}
         for other in self._others.values():
@@ -231,7 +231,7 @@ class NodeLink:
     def _listens(self, other: _Other) -> bool:
         return other.state is not None and not other.state.has_left and time.monotonic() - other.heard_at < _FRESH
 
-    # The thread: all that goes over the store
+    # Run by the thread, which alone uses the store
 
     def _run(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> None:
         try:
@@ -245,13 +245,13 @@ class NodeLink:
                 if is_last:
                     return
                 over.wait(_BUSY if self._sends or self._collects else _LOOK)
-        except Exception:  # the store has ended: StoreGoneError; torch's own errors where it cannot be reached
+        except Exception:  # StoreGoneError if the store has ended; errors of torch if unreachable
             self._gone = True
 
     def _open(self, over: threading.Event, meeting: LauncherStore, host: str, port: int) -> LauncherStore | None:
-        """A connection of our own, since the agent may wait on its one for minutes; under a name of its own.
+        """Open a separate connection, since the agent may block its connection for minutes.
 
-        The store that the agent has used is held by `meeting`, and so is not gone before all is said.
+        `meeting` keeps the store of the agent alive until the link is closed.
         """
         if self.number == 0:
             meeting.claim("run", f"{secrets.token_hex(16)} {socket.gethostname()}")
@@ -279,7 +279,7 @@ class NodeLink:
                         other.state, other.heard_at = state, time.monotonic()
 
     def _take(self, store: LauncherStore, number: int, other: _Other) -> None:
-        """Take what another node has sent."""
+        """Receive the pending parts of another node."""
         for _ in range(_AHEAD):
             if other.is_done or not store.has(name := f"part/{number}/{other.parts}"):
                 return
@@ -308,11 +308,11 @@ class NodeLink:
 
 
 def _decoded(data: bytes, kind: Any) -> Any:
-    """What was read from the store.
+    """Decode a value of the store.
 
     Raises:
-        ValueError: It is too long.
-        MsgspecError: It is nothing of that kind.
+        ValueError: The value is too long.
+        MsgspecError: The value is not of type `kind`.
     """
     if len(data) > _LONGEST:
         raise ValueError(f"it has sent a value of {len(data)} bytes")

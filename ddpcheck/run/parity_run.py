@@ -1,4 +1,4 @@
-"""The runs of a script in a single process, with which `ddpcheck run --check-parity` compares the ranks."""
+"""Single-process runs of a script, as the reference of `ddpcheck run --check-parity`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ VARIABLE = "DDPCHECK_PARITY"
 """Is "1" in the environment of a single process, so that a script can leave out what must not happen twice."""
 
 INTERRUPTED = "it was interrupted"
-_TIMES = 3  # as long as all ranks took together, a single process may take
-_MOST_OUTPUT = 1 << 16  # characters, of the end
+_TIMES = 3  # time limit of the single process, in multiples of world size x duration of the run on ranks
+_MOST_OUTPUT = 1 << 16  # characters kept of the end
 _OF_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|OutOfMemory")
 _MEMORY = (
     "; a global batch in one process needs more memory, and --check-parity-batch makes the batches of all runs smaller"
@@ -38,19 +38,19 @@ _MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class SingleRun:
-    """What a run in a single process has left."""
+    """Result of a run in a single process."""
 
     ranks: Sequence[WatchedRank] = ()
-    why_not: str = ""  # in words, if it has not come as far as it should; empty if it has
-    output: str = ""  # the end of what it has printed
-    has_raised: bool = False  # whether the script has ended by an exception, or with an exit code
+    why_not: str = ""  # reason why the run cannot be compared; "" if it can
+    output: str = ""  # tail of the printed output
+    has_raised: bool = False  # True after an exception or a nonzero exit code
 
 
 class ParityRuns:
-    """Runs a script in a single process, in folders below that of the run on ranks."""
+    """Run a script in a single process on the recorded samples of ranks."""
 
     def __init__(self, given: argparse.Namespace, folder: Path, run: Callable[..., Ending]) -> None:
-        """Begin; `run` runs the script with options of torchrun, a folder for its logs, and a `limit` in seconds."""
+        """Initialize; `run(options, folder, limit=seconds)` runs the script under torchrun with logs in `folder`."""
         self._given, self._folder, self._run = given, folder, run
         self._environ = dict(os.environ)
         self._began = time.time()
@@ -58,7 +58,7 @@ class ParityRuns:
         self._draws, self._in_turn = True, False
 
     def why_not(self, ranks: Sequence[WatchedRank], ending: Ending, nodes: int = 1) -> str:
-        """Return why there is nothing to compare with, in words; empty if there is."""
+        """Return why the run on ranks cannot be compared; "" if comparable."""
         if ending.hang is not None:
             return "the ranks waited for each other"
         if ending.exit_code or ending.interrupted:
@@ -78,7 +78,7 @@ class ParityRuns:
         )
 
     def begin(self, ranks: Sequence[WatchedRank]) -> str:
-        """Return what a single process is about to do, in words: the ranks have just ended."""
+        """Set the time limit and return a message on the single-process run."""
         took = time.time() - self._began
         self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * took)
         sizes = [
@@ -90,10 +90,10 @@ class ParityRuns:
         return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
 
     def run(self, ranks: Sequence[WatchedRank], *, is_noise: bool = False, as_rank: int = 0) -> SingleRun:
-        """Run the script in one process, on the samples of ranks.
+        """Run the script in one process on the samples of the ranks.
 
-        A script may fail with as many random numbers, or accumulate more micro-batches in a smaller world: then it runs
-        once more, with random numbers of its own, or on the batches of the ranks in turn.
+        Run again with its own random numbers if the script fails with those of the ranks, or on one batch per rank in
+        turn if the script accumulates more micro-batches in a smaller world.
         """
         made = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in made.ranks for end in entries_of(rank, ParityEnded)):
@@ -138,7 +138,7 @@ class ParityRuns:
         finally:
             os.environ.clear()
             os.environ.update(self._environ)
-        # Standard output, and then the errors; a test has both in one file.
+        # Standard output first, then standard error.
         paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
         left = read_logs(folder)
@@ -150,7 +150,7 @@ class ParityRuns:
 
 
 def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
-    """Return options of torchrun for one process on this machine, whose output goes to a file."""
+    """Return torchrun options for one local process with output in a file."""
     alone = copy.copy(given)
     alone.nproc_per_node, alone.nnodes, alone.node_rank, alone.standalone = "1", "1:1", 0, True
     alone.max_restarts, alone.redirects, alone.tee, alone.log_dir = 0, "3", "0", str(folder / "output")
@@ -159,7 +159,7 @@ def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
 
 
 def _signal_of(ending: Ending) -> int:
-    """Return the number of the signal that has ended the process; 0 for none."""
+    """Return the number of the signal that ended the process; 0 for none."""
     code = next(iter(ending.exit_codes.values()), 0)
     return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
 
@@ -172,7 +172,7 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
         how = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
         return f"it {how} {ending.hang.seconds:.0f} s, and was stopped{where}"
     if number := _signal_of(ending):
-        where = _line_in(rank.stack for rank in left)  # which Python writes at SIGSEGV and the like
+        where = _line_in(rank.stack for rank in left)  # faulthandler writes stacks at SIGSEGV etc.
         return f"it was ended by signal {number}{where}{_MEMORY if number == signal.SIGKILL else ''}"
     if ending.exit_code:
         said = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
@@ -191,7 +191,7 @@ def _line_in(stacks: Iterable[str]) -> str:
 
 
 def _last_words(left: Sequence[WatchedRank], output: str) -> str:
-    """Return the exception that has ended a process, with its line; else the last line that it has printed."""
+    """Return the exception that ended a process, or the last printed line."""
     for entry in (one for rank in left for one in entries_of(rank, RankRaised)):
         failure = failures.raised(0, dict(entry.reply))
         text = failure.message.removeprefix("rank 0 raised ")

@@ -1,12 +1,11 @@
-"""A run in one file: how its script has ended and what its ranks have left, to be judged again anywhere.
+"""Save a run as one anonymized file, and judge a saved run anywhere.
 
-The names of the program are replaced, the same one each time, and nothing of its source is in it: the file is for a
-report of a bug, and says nothing of what was trained. A word stays if it is one of Python's, torch's or ddpcheck's own:
-judges read those, and they are no secret. Folders of this machine are marked, so that `here` can put those of another
-in.
+The file is meant for bug reports. Names of the program are replaced by consistent pseudonyms, and the file has no
+source code. Words of Python, torch and ddpcheck are kept, since the judges read them. Folders of this machine are
+replaced by markers, which `here` replaces by the folders of the reading machine.
 
-Also the last collectives as dumps of Flight Recorder, which `torchfrtrace` and `ddpcheck hang` read. gloo writes no
-dump by itself, and what it has in memory names neither the ranks of a group nor what has ended.
+Also writes the last collectives as Flight Recorder dumps, for `torchfrtrace` and `ddpcheck hang`: gloo writes no dump,
+and its in-memory entries have neither the ranks of a group nor the completion state.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ _PART = re.compile(rf"(?P<mark>{_MARK.pattern})|(?P<fraction>{_FRACTION.pattern}
 
 
 class Pseudonyms:
-    """Other names, each of which stands for one of the program."""
+    """Consistent pseudonyms for the names of a program."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._numbers = itertools.count(1)
 
     def replaced(self, value: Any) -> Any:
-        """Lists, dicts and strings with the names replaced, and in strings what is a fraction."""
+        """Replace the names and fractional numbers in strings of nested lists and dicts."""
         return _with_texts(value, lambda text: _PART.sub(self._of_part, _marked(text)))
 
     def _of_part(self, part: re.Match[str]) -> str:
@@ -77,13 +76,13 @@ class Pseudonyms:
 
 
 def here(value: Any) -> Any:
-    """Lists, dicts and strings with the folders of this machine, where those of another were marked."""
+    """Replace the folder markers in nested lists and dicts by local folders."""
     folders = _folders(os.getcwd())
     return _with_texts(value, lambda text: _MARK.sub(lambda mark: folders[mark[0][1:-1]][0], text))
 
 
 def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
-    """Lists, dicts and strings, with each of the strings changed."""
+    """Apply `changed` to each string of nested lists and dicts."""
     if isinstance(value, str):
         return changed(value)
     if isinstance(value, dict):
@@ -93,14 +92,14 @@ def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
 
 def _marked(text: str) -> str:
     folders = ((folder, name) for name, known in _folders(os.getcwd()).items() for folder in known)
-    for folder, name in sorted(folders, key=lambda item: -len(item[0])):  # the innermost ones first
+    for folder, name in sorted(folders, key=lambda item: -len(item[0])):  # longest paths first
         text = text.replace(folder, f"{{{name}}}")
     return text
 
 
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
-    """Folders of this machine, by what they are for; the first of each is to stand for those of another machine."""
+    """Return local folders by marker; `here` inserts the first of each list."""
     torch = importlib.util.find_spec("torch")
     of_torch = [os.path.dirname(folder) for folder in (torch and torch.submodule_search_locations) or ()]
     found = {
@@ -118,7 +117,7 @@ def _folders(working: str) -> dict[str, list[str]]:
 
 @functools.cache
 def _known_words() -> frozenset[str]:
-    """The words of Python, of ddpcheck's source, and of the parts of torch that programs name."""
+    """Return the words of Python, ddpcheck and the commonly used parts of torch."""
     known = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *sys.stdlib_module_names}
     for module in [name for name in sys.modules if name.partition(".")[0] in {"torch", "ddpcheck"}]:
         known.update(module.split("."))
@@ -136,15 +135,15 @@ def _sources() -> Iterator[Path]:
 
 
 _BEGINNING = '{"kind": "run"'
-_PACKED = b"\x1f\x8b"  # how a file of gzip begins
+_PACKED = b"\x1f\x8b"  # magic number of gzip
 
 
 def write_record(
     path: Path, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource
 ) -> Report:
-    """Write a run into a file, packed where that is named so (".gz"), and return the report on what was written.
+    """Write a run to a file (".gz": compressed) and return its report.
 
-    `source` is that of the script, of which judges have asked what they need.
+    `source` has the answers on the source of the script that the judges have requested.
 
     Raises:
         OSError: The file cannot be written.
@@ -152,7 +151,7 @@ def write_record(
     left = {
         "kind": "run",
         "ddpcheck": __version__,
-        "script": next(iter(shlex.split(script)), ""),  # its arguments may hold anything
+        "script": next(iter(shlex.split(script)), ""),  # arguments may be secret
         "ending": msgspec.to_builtins(ending),
         "source": source.answers,
         "ranks": [_fields_of(rank) for rank in ranks],
@@ -163,10 +162,10 @@ def write_record(
 
 
 def unpacked(data: bytes) -> bytes:
-    """What a file of gzip holds; another file as it is.
+    """Decompress gzip data; return other data unchanged.
 
     Raises:
-        OSError: It is cut off, damaged, or too large.
+        OSError: The data is truncated, damaged, or too large.
     """
     try:
         return within(GzipFile(fileobj=BytesIO(data)).read(MOST_BYTES + 1)) if data.startswith(_PACKED) else data
@@ -175,15 +174,15 @@ def unpacked(data: bytes) -> bytes:
 
 
 def is_record(text: str) -> bool:
-    """Whether a run was written as this text."""
+    """Return True if a text is a recorded run."""
     return text.startswith(_BEGINNING)
 
 
 def judge_record(text: str) -> Report:
-    """The report on a run that was written.
+    """Build the report on a recorded run.
 
     Raises:
-        ValueError: It is no whole run, or one that another version has written.
+        ValueError: The record is incomplete, or from another version of ddpcheck.
     """
     try:
         data = here(json.loads(text))
@@ -196,14 +195,14 @@ def judge_record(text: str) -> Report:
 
 
 def _fields_of(rank: WatchedRank) -> dict[str, Any]:
-    """A rank in lists, strings, numbers and bytes; each entry with the name of its kind."""
+    """Convert a rank to builtin types, with the type name of each entry."""
     others = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
     fields: dict[str, Any] = msgspec.to_builtins(others)
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}
 
 
 def _rank_of(fields: dict[str, Any]) -> WatchedRank:
-    """The inverse; entries that this version cannot read are counted."""
+    """Inverse of `_fields_of`; counts the entries that this version cannot read."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
     hints = get_type_hints(WatchedRank)
@@ -215,8 +214,8 @@ def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     return WatchedRank(entries=read, **rank)
 
 
-_VERSION = "2.10"  # of the recorder in torch 2.13
-_OPERATIONS = (  # of the recorder, as the names of those of torch.distributed begin
+_VERSION = "2.10"  # version of Flight Recorder in torch 2.13
+_OPERATIONS = (  # names in Flight Recorder; prefixes of names in torch.distributed
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
     "barrier",
 )
@@ -225,10 +224,10 @@ _RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfl
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder.
+    """Create the folder for the dumps.
 
     Raises:
-        UsageError: It cannot be made, or is not empty.
+        UsageError: The folder cannot be created, or is not empty.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,12 +238,12 @@ def prepare(folder: Path) -> None:
 
 
 def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
-    """Write a dump for each rank, `rank_0` and so on, with what is known of all of them."""
+    """Write the last collectives of each rank as a Flight Recorder dump (`rank_0`)."""
     open_ones = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
         dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ones)
-        with (folder / f"rank_{number}").open("xb") as file:  # a link that somebody has put there leads elsewhere
+        with (folder / f"rank_{number}").open("xb") as file:  # "x": do not follow a symlink planted there
             pickle.dump(dump, file, protocol=2)
 
 
@@ -285,7 +284,7 @@ def _description(group: str) -> str:
 
 
 def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
-    """Name, sizes and dtypes, such that the recorder's own analysis finds no fault in a call by itself."""
+    """Return name, sizes and dtypes that pass the checks of torch's dump analysis."""
     operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
     if call.operation.startswith("DistributedDataParallel."):
         operation = "all_reduce"

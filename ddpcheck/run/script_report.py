@@ -1,7 +1,7 @@
-"""The report on a script: what its ranks have left, as one `Report`; or what they do now (`ddpcheck live`).
+"""Build the `Report` on a finished script or an active run (`ddpcheck live`).
 
-The ranks of a run that goes on are looked at twice. The run is not stopped, and nothing of it is changed: each rank
-writes its stack into a file of the run's folder, as it does when the run is watched for hangs.
+An active run is sampled twice and not modified: each rank writes its stack to a file in the folder of the run, as
+during hang detection.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def report_on_script(
     source: ProgramSource | None = None,
     singles: Sequence[SingleRun] = (),
 ) -> Report:
-    """The report on a script that has ended.
+    """Build the report on a finished script or an active run.
 
     Args:
-        script: As the user spelled it, with its arguments.
-        ending: How it has ended.
-        ranks: What the ranks of its last start have left.
-        settings: The rules to report, and what does not count.
-        baseline: An earlier report; what it has is shown as known, and does not count.
-        source: Of the script, where that is not here.
-        singles: Its runs in a single process: the one that is compared, one for noise, and one as another rank.
+        script: Command line of the script, as typed by the user.
+        ending: Exit codes, signals and hangs of the script.
+        ranks: Logs of the ranks, of the last start.
+        settings: Selected, ignored and suppressed rules.
+        baseline: An earlier report; findings in both are shown as known and do not count.
+        source: Recorded answers on the source of the script, if the source is not on this machine.
+        singles: Single-process runs: the one to compare, one to measure noise, and one with another rank number.
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
@@ -144,7 +144,7 @@ def report_on_script(
 
 
 def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Comparison | None:
-    """The runs to compare; `None` if there is no run in a single process."""
+    """Return the runs to compare; `None` without a single-process run."""
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
@@ -152,7 +152,7 @@ def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> C
 
 
 def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
-    """What a single process does, compared with the ranks; `None` if no comparison was asked for."""
+    """Compare the ranks with a single process; `None` if no comparison was requested."""
     if comparison is None:
         return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
     try:
@@ -164,7 +164,7 @@ def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verd
 def _of_parity(
     verdict: Verdict | Exception, told: Sequence[Told], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
-    """The check line on a single process; what differs may be what other rules have found."""
+    """Return status and detail of the "parity" check."""
     if isinstance(verdict, Exception):
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
     if verdict.findings and others:
@@ -177,7 +177,7 @@ def _of_parity(
 
 
 def _goes_on(ending: Ending) -> CheckResult:
-    """The check line of a script that has not ended: what its ranks do."""
+    """Return the check line of a running script."""
     said = "; ".join(told_together(ending.doing.items()))
     if ending.hang is None:
         return CheckResult("script", "skipped", detail=f"it is still running: {said}")
@@ -186,7 +186,7 @@ def _goes_on(ending: Ending) -> CheckResult:
 
 
 def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
-    """What has ended a script before its end, in words; empty for one that has come to it."""
+    """Return the reason why a script ended early; "" if the script finished."""
     if ending.hang is not None:
         return f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
     if ending.interrupted:
@@ -212,7 +212,7 @@ def _of_unended(unended: Unended) -> str:
 
 
 def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
-    """The ranks that were aborted after all of the script had run; none where another rank is at fault."""
+    """Return the ranks aborted after the script finished; empty if another rank failed."""
     to_the_end = {rank.started.rank for rank in ranks if rank.has_ended}
     aborted = sorted(rank for rank, code in ending.exit_codes.items() if code == -signal.SIGABRT)
     others = set(ending.exit_codes.values()) - {-signal.SIGABRT, -signal.SIGTERM}
@@ -220,9 +220,9 @@ def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
 
 
 def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
-    """The check line where no rank was watched: how the script ended before."""
+    """Return status and detail of the "ranks" check without watched ranks."""
     joined = "joined a process group where ddpcheck could see it"
-    if not ending.exit_codes:  # it ended with 0, was interrupted, or its agent has stopped
+    if not ending.exit_codes:  # exit code 0, interrupted, or the agent stopped
         return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
     by_signal = ending.exit_code not in ending.exit_codes.values()
     how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
@@ -230,7 +230,7 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
 
 
 def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
-    """The check line on the ranks themselves: which were watched, and to the end."""
+    """Return status and detail of the "ranks" check: watched ranks, wrappers and steps."""
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
     if why := facts.unwatched.get("ranks"):
         return "error", why
@@ -263,7 +263,7 @@ def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
 
 
 def _wrappers(facts: ScriptFacts) -> str:
-    """The wrappers with their steps, in words."""
+    """Describe the DDP wrappers and their step counts."""
     said = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
     return ", ".join(f"{times} times {one}" if times > 1 else one for one, times in said.items())
 
@@ -271,7 +271,7 @@ def _wrappers(facts: ScriptFacts) -> str:
 def _of_collectives(
     facts: ScriptFacts, told: Sequence[Told], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
-    """Whether the collectives of the ranks have come together; `None` where there were none."""
+    """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
     if not calls and not told:
         return None
@@ -280,18 +280,18 @@ def _of_collectives(
     return status_of(Verdict((), held, lacking), told, kept)
 
 
-_BETWEEN = 3.0  # seconds between the two looks
+_BETWEEN = 3.0  # seconds between the two samples
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
-    """The report on a run that goes on; takes four seconds.
+    """Build the report on an active run; takes about four seconds.
 
     Args:
-        folder: Of the run.
-        settings: The rules to report, and what does not count.
+        folder: Log folder of the run.
+        settings: Selected, ignored and suppressed rules.
 
     Raises:
-        UsageError: No rank of a run that lives has left a log there.
+        UsageError: No live rank has a log in `folder`.
     """
     look = LivingRanks(folder)
     before, since, progress = used(look.living()[0]), time.monotonic(), look.progress()
@@ -311,7 +311,7 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
 
 
 def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: dict[int, str]) -> str:
-    """What a rank does, in words that come after its name."""
+    """Describe the activity of a rank, such as "is at train.py:12"."""
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
     at = f" at {lines[0]}" if lines else " in code of a library"
@@ -325,10 +325,10 @@ def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: 
 
 
 def the_run(given: str | None) -> Path:
-    """The folder of the run that is meant: the one that is named, else the only one of this user that goes on.
+    """Return the folder of the given run, or the user's only active run.
 
     Raises:
-        UsageError: There is none, or there are several; or the system is not Linux.
+        UsageError: No run or several runs match, or the system is not Linux.
     """
     if sys.platform != "linux":
         raise UsageError("ddpcheck live looks at processes by /proc, which only Linux has")

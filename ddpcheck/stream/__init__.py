@@ -1,4 +1,4 @@
-"""What the processes of a watched run have seen, in order: written by ranks, and read when the run has ended.
+"""Logs of a watched run, written by the ranks and read afterwards.
 
-Nothing here is pickled, and nothing that is read is run. These modules are light: they never import torch.
+Logs contain no pickles, and reading executes none of their contents. These modules are light: they never import torch.
 """

@@ -1,7 +1,7 @@
-"""Entries as bytes, and back: each is the name of its kind and its fields, in msgpack, after its length.
+"""Encoding of log entries: length, then kind and fields in msgpack.
 
-What follows the last whole entry is dropped, since a process may die in the middle of a write. An entry of a kind that
-this version does not know, or without what it needs, is counted and passed over.
+A truncated last entry is dropped, since a process may die during a write. An entry that this version cannot decode
+(unknown kind, missing fields) is counted and skipped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ddpcheck.findings.evidence import Entry
 from ddpcheck.stream.entries import KINDS, Sketch
 
 _LENGTH = struct.Struct("<I")
-_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  # that msgpack has; a fingerprint may be as large
+_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  # int range of msgpack; a fingerprint may be as large as the maximum
 _EXACTLY: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def _plain(value: Any) -> Any:
-    """Of a class that a script or a library has derived from a plain one, as numpy's numbers are: the plain value."""
+    """Convert a subclass instance of str, int or float, or a numpy number."""
     if isinstance(value, Sketch):
         return value.tobytes()
     exactly = next((made for kind, made in _EXACTLY.items() if isinstance(value, kind)), None)
@@ -35,16 +35,16 @@ _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def encoded(entry: Entry) -> bytes:
-    """An entry, to be appended to a log."""
+    """Encode an entry for a log."""
     try:
         data = _encode((type(entry).__name__, entry))
-    except (UnicodeEncodeError, OverflowError):  # the name of a file that is no text; a number of more than 64 bits
+    except (UnicodeEncodeError, OverflowError):  # file name with invalid UTF-8, or integer over 64 bits
         data = _encode(fields_of_entry(entry))
     return _LENGTH.pack(len(data)) + data
 
 
 def decoded(data: bytes) -> tuple[list[Entry], int]:
-    """The entries of a log, and how many more there are that this version cannot read."""
+    """Decode the entries of a log; also return the number of undecodable entries."""
     entries: list[Entry] = []
     start = unknown = 0
     while len(data) >= start + _LENGTH.size:
@@ -67,13 +67,13 @@ def _decoder(kind: str) -> msgspec.msgpack.Decoder[Entry]:
 
 
 def fields_of_entry(entry: Entry) -> tuple[str, Any]:
-    """An entry as the name of its kind, and its fields in lists, strings, numbers and bytes."""
+    """Return the kind of an entry, and its fields as plain data."""
     fields = msgspec.to_builtins(entry, enc_hook=_plain, builtin_types=(bytes,))
     return type(entry).__name__, _writable(fields)
 
 
 def entry_from_fields(kind: str, fields: Any) -> Entry | None:
-    """The inverse, with bytes as base64 (RFC 4648); `None` where this version cannot read it."""
+    """Build an entry from fields with base64 bytes (RFC 4648), or None."""
     try:
         return msgspec.convert(
             fields, KINDS[kind], dec_hook=lambda _, text: Sketch("f", b64decode(text)), str_keys=True
@@ -83,7 +83,7 @@ def entry_from_fields(kind: str, fields: Any) -> Entry | None:
 
 
 def _writable(value: Any) -> Any:
-    """The same with what is no text as Python writes it, and what is too large a number as the nearest one."""
+    """Escape invalid Unicode as Python does; clamp integers to msgpack's range."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):

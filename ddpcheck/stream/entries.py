@@ -1,7 +1,7 @@
-"""The entries of the log that a watched rank leaves: what a watch would have exchanged with the other ranks.
+"""Entries of a rank's log: data that a watch would exchange between ranks.
 
-Fields are only added, with a default, and kinds are only added: so that any version reads what it knows. Also, as the
-log has it in a text, what a rank was doing when it came to a collective; and the collectives of DDP's own.
+Fields (with a default) and kinds are only added, so that any version can read the entries it knows. Also the text form
+of a rank's activity at a collective, and names of DDP's own collectives.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ddpcheck.findings.report import Location
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext
 
 DDP_BACKWARD = "DistributedDataParallel.backward"
-"""Stands in a log for the collectives that DDP makes in one backward pass."""
+"""Operation in a log for all collectives of DDP in one backward pass."""
 DDP_FORWARD = "DistributedDataParallel.forward"
-"""Likewise, for the broadcast of buffers with which a forward pass begins."""
+"""Operation for DDP's buffer broadcast at the start of a forward pass."""
 SHARD_FORWARD = "fully_shard.forward"
-"""Likewise, for what a forward pass of a sharded module is about to gather; each gathering stands in the log, too."""
+"""Operation for a sharded module's forward pass, before its logged all-gathers."""
 JOINED = "Join: without further batches"
-"""The `place` of what a rank calls in torch's `Join` for batches that it does not have."""
-JOINING = "Join: before a forward pass"  # likewise, of what one calls that has another batch
-PASSES = (DDP_BACKWARD, SHARD_FORWARD)  # those of which the `place` says which pass it is, of which batch
+"""`place` of collectives that `Join` calls on a rank without further batches."""
+JOINING = "Join: before a forward pass"  # likewise, of a rank with another batch
+PASSES = (DDP_BACKWARD, SHARD_FORWARD)  # operations whose `place` names the forward pass and batch
 
 _PLACE = re.compile(
     r"forward pass (?P<forward>\d+)(?: \((?P<unsynced>\d+) under no_sync\))?(?: at (?P<line>.+?:\d+))?"
@@ -38,7 +38,7 @@ _PLACE = re.compile(
 
 
 def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
-    """The `place` of a backward pass in the log of a rank: after which forward pass of a line, with which batch."""
+    """Return the `place` of a backward pass: its forward pass, line and batch."""
     under = f" ({unsynced} under no_sync)" if unsynced else ""
     return f"forward pass {forward}{under}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
@@ -47,37 +47,37 @@ _HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (
 
 
 def place_of_handling(kind: str, line: Location | None, text: str) -> str:
-    """The `place` of a collective that is called while an exception is handled."""
+    """Return the `place` of a collective called while an exception is handled."""
     return f"handling {kind}{f' of {line}' if line else ''}{f': {text}' if text else ''}"
 
 
 def handled_in(call: Call) -> tuple[str, str, str] | None:
-    """The exception that was handled where a collective was called: its type, its line and its text."""
+    """Return type, line and text of the exception handled at a collective."""
     match = _HANDLING.fullmatch(call.place) if call.operation not in PASSES else None
     return (match["kind"], match["line"] or "", match["text"] or "") if match else None
 
 
 def lines_in(place: str) -> tuple[str, ...]:
-    """The line of the forward pass in the `place` of a backward pass."""
+    """Return the forward pass's line in the `place` of a backward pass."""
     match = _PLACE.fullmatch(place)
     return (match["line"],) if match and match["line"] else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A backward pass that DDP has averaged; or a forward pass of shards, which are reduced after it."""
+    """Backward pass averaged by DDP, or sharded forward pass that is reduced afterwards."""
 
-    call: Call  # in the log
-    forward: int  # the number of the forward pass, among those of its line
-    unsynced: int = 0  # how many forward passes under `no_sync` there had been
-    line: str = ""  # of the forward pass; may be empty
-    # the number of the pass over the loader whose batch was taken last, and of that batch
+    call: Call  # logged call
+    forward: int  # number of the forward pass at its line
+    unsynced: int = 0  # forward passes under `no_sync` so far
+    line: str = ""  # line of the forward pass, or ''
+    # (pass over the loader, batch) last loaded
     batch: tuple[int, int] = (0, 0)
-    loader: int = -1  # that loader; negative where there is none
+    loader: int = -1  # number of the loader, or -1
 
 
 def backward_of(call: Call) -> Backward | None:
-    """A call as a backward pass that DDP has averaged, or a forward pass of shards; `None` for another one."""
+    """Parse a call as an averaged backward or sharded forward pass, or None."""
     if call.operation not in PASSES or not (match := _PLACE.fullmatch(call.place)):
         return None
     batch = (int(match["number"]), int(match["batch"])) if match["loader"] else (0, 0)
@@ -94,98 +94,98 @@ else:
 
 
 class Sketch(_Array):
-    """The numbers of a sketch (see `gather.steps.gradient_distance`), of typecode "f": most of a log is of them."""
+    """Numbers of a sketch (see `gather.steps.gradient_distance`), typecode "f"; most of a log's size."""
 
 
 class RankStarted(Entry, frozen=True):
-    """A process has joined its default process group, and so is a rank."""
+    """Start of a rank: its process has joined the default process group."""
 
-    rank: int  # in that group
-    world_size: int  # of that group
-    backend: str  # of that group
-    restart: int = 0  # how often the launcher had restarted the ranks before
-    schema: int = SCHEMA  # the version of these entries
-    launched: int = 0  # processes of torchrun's on this machine, of which each starts ranks of its own; 0 if none does
+    rank: int  # rank in the default process group
+    world_size: int  # size of the default process group
+    backend: str  # backend of the default process group
+    restart: int = 0  # restarts by the launcher so far
+    schema: int = SCHEMA  # version of the entries
+    launched: int = 0  # torchrun processes on this machine, each with its own ranks, or 0
 
 
 class WrapperMade(Entry, frozen=True):
-    """A `DistributedDataParallel` has been constructed."""
+    """Construction of a `DistributedDataParallel`."""
 
-    module: str  # the class of what it wraps
-    ranks: tuple[int, ...]  # of its process group
-    context: WatchContext  # of the watch on it
-    location: Location | None  # the line of the script that constructs it
-    by_library: bool  # whether an installed package does, and not the script
-    # by path of a submodule ("" for the module itself), its classes of the user, each with file and name
+    module: str  # class of the wrapped module
+    ranks: tuple[int, ...]  # ranks of its process group
+    context: WatchContext  # context of its watch
+    location: Location | None  # line of the script that constructs the wrapper
+    by_library: bool  # True if an installed package constructs the wrapper
+    # user classes by submodule path ("" for the module itself), each with file and name
     classes: Mapping[str, tuple[tuple[str, str], ...]]
-    modules: tuple[ModuleEntry, ...] = ()  # for a report: those of the first wrapper of rank 0
+    modules: tuple[ModuleEntry, ...] = ()  # for a report, only from the first wrapper of rank 0
 
 
 class StepsReported(Entry, frozen=True):
-    """What a rank would report when the ranks exchange reports."""
+    """Report of a rank, as exchanged by the ranks of a watch."""
 
-    wrapper: int  # the number of the wrapper
-    report: RankReport  # of the rank
-    closing: bool = False  # whether the watch ends with it
-    alone: bool = False  # whether it shows a fault whatever the other ranks report
-    begun: bool = False  # whether its step has only begun: what the step itself reports takes its place
+    wrapper: int  # number of the wrapper
+    report: RankReport
+    closing: bool = False  # True if the watch ends
+    alone: bool = False  # True if the report shows a fault without other ranks' reports
+    begun: bool = False  # True if the step has only begun; replaced by the report at its end
 
 
 class ReplicaCaptured(Entry, frozen=True):
-    """What a rank would compare with the others after the backward pass of a step."""
+    """Replica state of a rank after a backward pass, for comparison."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # how many had ended before
-    state: ReplicaState  # of the replica
-    # of the rank's own gradients; empty where they were not kept. Of parts of them, which are reduced onto other ranks
-    # each, by "number of the shard/name"
+    wrapper: int  # number of the wrapper
+    step: int  # steps ended before
+    state: ReplicaState
+    # sketches of the rank's own gradients; empty if not recorded. For sharded gradients, whose shards are reduced onto
+    # different ranks, by "number of the shard/name"
     own: Mapping[str, Sketch] = field(default_factory=dict)
-    averaged: Mapping[str, Sketch] = field(default_factory=dict)  # of what the wrapper left in `.grad`
-    # the machine epsilon of each parameter's dtype, or what a communication hook loses, if that is more
+    averaged: Mapping[str, Sketch] = field(default_factory=dict)  # sketches of `.grad` after the wrapper
+    # machine epsilon of each parameter's dtype, or the loss of a communication hook if larger
     eps: Mapping[str, float] = field(default_factory=dict)
-    hook: str = ""  # the name of the communication hook
-    own_hook: bool = False  # whether it is none of torch's
-    shard: int = -1  # the number of the rank's shard of each parameter; negative where it has the whole of them
-    # the names of the parameters of which it is a part, whose elements are not all the same. In the first step also of
-    # those that DDP averages over some ranks only, which may have a part
+    hook: str = ""  # name of the communication hook
+    own_hook: bool = False  # True if the hook is not torch's
+    shard: int = -1  # number of the rank's shard of each parameter, or -1 if unsharded
+    # parameters of which the rank has a non-constant shard. In the first step also parameters that DDP averages over a
+    # subset of the ranks, possibly sharded
     parts: tuple[str, ...] = ()
-    # sketches of the parameters; only where something else than an optimizer's step has changed some
+    # sketches of the parameters, if anything but an optimizer step changed some
     values: Mapping[str, Sketch] = field(default_factory=dict)
 
 
 class BuffersKept(Entry, frozen=True):
-    """The buffers with which a rank goes on after a captured step: at its next forward pass, or when it is left."""
+    """Buffers of a rank at the next forward pass after a captured step."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # that was captured
-    buffers: Mapping[str, int]  # their fingerprints, but for those of normalisation layers
+    wrapper: int  # number of the wrapper
+    step: int  # the captured step
+    buffers: Mapping[str, int]  # fingerprints, without buffers of normalization layers
 
 
-UNNUMBERED = -1  # a wrapper that is not watched at all
+UNNUMBERED = -1  # wrapper without a watch
 
 
 class NotCompared(Entry, frozen=True):
-    """Steps of a wrapper are not compared between ranks, although it would be their turn; `why`: in words."""
+    """Exclusion of a wrapper from comparison between ranks; `why`: reason in words."""
 
-    wrapper: int  # its number, or UNNUMBERED
+    wrapper: int  # number of the wrapper, or UNNUMBERED
     why: str
 
 
 class TrainedApart(Entry, frozen=True):
-    """The ranks of a wrapper have trained apart, by a communication hook (post-local SGD), until it was left."""
+    """End of independent training of a wrapper's ranks (post-local SGD communication hook)."""
 
-    wrapper: int  # its number
-    step: int  # how many had ended before
-    # fingerprints of one parameter, before each forward pass since then in which it had changed, and at last
+    wrapper: int  # number of the wrapper
+    step: int  # steps ended before
+    # fingerprints of a parameter, before each forward pass since then if changed, and at the end
     marks: tuple[int, ...]
-    parameters: Mapping[str, int]  # those of all parameters at last
-    hook: str = ""  # the name of the communication hook
+    parameters: Mapping[str, int]  # fingerprints of all parameters at the end
+    hook: str = ""  # name of the communication hook
 
 
 class GroupUsed(Entry, frozen=True):
-    """A process group has been used for the first time; its name, and the ranks in it.
+    """First use of a process group, with its name and ranks.
 
-    And once more where a function of autograd has used it, with the line.
+    Recorded again for the first use by an autograd function, with the line.
     """
 
     name: str
@@ -195,63 +195,63 @@ class GroupUsed(Entry, frozen=True):
 
 
 class CallersSeen(Entry, frozen=True):
-    """Lines of the program have led to a collective for the first time."""
+    """First occurrence of a call stack of a collective."""
 
-    number: int  # of them
+    number: int  # number of the call stack
     lines: tuple[str, ...]  # innermost first
-    files: tuple[str, ...]  # of each of the lines
+    files: tuple[str, ...]  # file of each line
 
 
 class ExitCalled(Entry, frozen=True):
-    """The script has called `sys.exit`, or `os._exit`, which nothing can catch; with the lines that led to it."""
+    """Call of `sys.exit`, or of `os._exit`, which cannot be caught, with stack."""
 
     lines: tuple[str, ...]  # innermost first
     function: str = "sys.exit"
-    handled: Mapping[str, Any] | None = None  # the exception that was handled there, as in `RankRaised`
+    handled: Mapping[str, Any] | None = None  # exception being handled, as in `RankRaised`
 
 
 class RankRaised(Entry, frozen=True):
-    """The script has ended in an exception on this rank; `reply` is as `worlds.failures.described` makes it."""
+    """Exception that ended the script on this rank; `reply`: from `worlds.failures.described`."""
 
     reply: Mapping[str, Any]
 
 
 class ThreadRaised(Entry, frozen=True):
-    """An exception has ended a thread beside the main one; `reply` as in `RankRaised`."""
+    """Exception that ended a thread other than the main; `reply`: see `RankRaised`."""
 
-    thread: str  # its name
+    thread: str  # name of the thread
     reply: Mapping[str, Any]
 
 
 class WatchingFailed(Entry, frozen=True):
-    """An error, of ddpcheck's own or of writing the log, after which a recorder records nothing any more."""
+    """Error in ddpcheck or in writing the log that disabled a recorder."""
 
-    error: str  # its traceback
-    recorder: str = ""  # its class; empty where nothing at all is recorded any more
-    subjects: tuple[str, ...] = ()  # the check lines that cannot be made then
-    step: int = 0  # how many steps of optimizers, or of a wrapper, there had been
-    why: str = ""  # the error on one line
+    error: str  # traceback
+    recorder: str = ""  # class of the recorder, '' if all recording ends
+    subjects: tuple[str, ...] = ()  # checks that are then not possible
+    step: int = 0  # steps of optimizers or a wrapper so far
+    why: str = ""  # error on a single line
 
 
 class PeerReceived(Entry, frozen=True):
-    """The script receives a tensor or an object from one other rank, for the first time, or while it trains."""
+    """First receive of a tensor or object from a peer, or in training."""
 
-    peer: int = -1  # that rank; -1 where it takes what comes first
-    training: bool = False  # whether an optimizer has stepped before
+    peer: int = -1  # rank of the peer, -1 for any source
+    training: bool = False  # True if an optimizer has stepped before
 
 
 class GroupDestroyed(Entry, frozen=True):
-    """The script has destroyed its default process group."""
+    """Destruction of the default process group by the script."""
 
 
 class ProgramEnded(Entry, frozen=True):
-    """Python has come to the end of the program; no entry after a signal or `os._exit`."""
+    """End of the program in Python, absent after a signal or `os._exit`."""
 
-    # whether that was its last line; else `line`, of the main module, has raised SystemExit, or what that has called
-    # ("raise", "call"); "" where it is not known
+    # "end" of the main module, or SystemExit in its line `line` ("raise") or in a function called there ("call");
+    # "" if unknown
     how: Literal["", "end", "raise", "call"] = ""
     line: str = ""
 
 
 KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in Entry.__subclasses__()}
-"""By name: those above, and those that are evidence, for which its modules are imported."""
+"""Entry types by name, including the evidence types of the modules imported above."""

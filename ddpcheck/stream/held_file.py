@@ -1,6 +1,6 @@
-"""The files that a rank writes, in a process that belongs to a script: one that may close what it does not know.
+"""Log files of a rank whose script may close unknown file descriptors.
 
-Some are in memory, for what must survive a rank that dies: numbers that change in each step, and its last collectives.
+Data that must survive the rank is memory-mapped: counters that change in each step, and the last collectives.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.files import read_file
 from ddpcheck.stream.entries import GroupUsed
 
-_HIGH = (4032, 960, 192)  # the numbers from which a descriptor is taken, as far as the limit of the process allows
+_HIGH = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
 _FLAGS = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 
 
 class HeldFile:
-    """A file to append to, open under a high number, so that the script's own ones have those that they would have."""
+    """Append-only file with a high descriptor number, which the script does not use."""
 
     def __init__(self, path: Path, on_open: Callable[[int], object] | None = None) -> None:
-        """Make it; `on_open` is told the number of the descriptor, and again where that was lost."""
+        """Create the file; `on_open` gets the descriptor after each opening."""
         self._path = str(path)
         self._on_open = on_open
         self._number = -1
@@ -36,10 +36,10 @@ class HeldFile:
         self.hold()
 
     def hold(self) -> int:
-        """The descriptor, which is opened anew where the script has closed it.
+        """Return the descriptor; reopen the file if the script has closed the descriptor.
 
         Raises:
-            OSError: That cannot be done.
+            OSError: The file cannot be opened.
         """
         if self._identity is None or _identity(self._number) != self._identity:
             number = _under_high_number(os.open(self._path, _FLAGS))
@@ -53,29 +53,29 @@ class HeldFile:
         return self._number
 
     def append(self, data: bytes) -> None:
-        """Write it.
+        """Append data.
 
         Raises:
-            OSError: That cannot be done, or not all of it.
+            OSError: The data cannot be written, or only in part.
         """
         if os.write(self.hold(), data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def is_held(path: Path, pid: int) -> bool:
-    """Whether a process has a file open; only on Linux."""
+    """Return True if a process has a file open (Linux only)."""
     descriptors = f"/proc/{pid}/fd"
     return any(_leads_to(f"{descriptors}/{number}", path) for number in os.listdir(descriptors))
 
 
 def mapped_file(path: Path, size: int) -> mmap.mmap:
-    """A new file in memory, which is mapped as long as the process lives.
+    """Create a memory-mapped file that stays mapped until the process ends.
 
-    A map has a descriptor of its own, which it never uses, and closes when it is freed: it must not be freed. Without
-    blocks of its own, who writes into it is killed (SIGBUS) if the disk is full.
+    A map has a descriptor that it never uses and closes when freed, so it must not be freed. The blocks are allocated
+    first: writing to a sparse map kills the process (SIGBUS) if the disk is full.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: There is not enough space.
     """
     import ctypes
 
@@ -93,7 +93,7 @@ def mapped_file(path: Path, size: int) -> mmap.mmap:
 def _leads_to(link: str, path: Path) -> bool:
     try:
         return os.path.samefile(link, path)
-    except OSError:  # it has just been closed
+    except OSError:  # closed in the meantime
         return False
 
 
@@ -111,7 +111,7 @@ def _under_high_number(number: int) -> int:
     import fcntl
 
     for least in _HIGH:
-        with contextlib.suppress(OSError):  # the limit is lower, or all of them are in use
+        with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
             high = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
             os.close(number)
             return high
@@ -123,47 +123,47 @@ _PLACES = 256
 
 
 class Counters:
-    """Pairs of numbers by place (a wrapper, a loader), which this process writes."""
+    """Pairs of numbers by place (a wrapper or loader), written by this process."""
 
     def __init__(self, path: Path) -> None:
         self._memory = mapped_file(path, (_PLACES + 1) * _PAIR.size)
 
     def put(self, place: int, first: int, second: int) -> None:
-        """Write a pair; one at a place that is too high is not kept."""
+        """Write a pair; ignored if `place` is too high."""
         if place < _PLACES:
             _PAIR.pack_into(self._memory, place * _PAIR.size, first, second)
 
     def put_error(self, number: int) -> None:
-        """Write the number of the error that has ended the log."""
+        """Write the number of the error that ended the log."""
         _PAIR.pack_into(self._memory, _PLACES * _PAIR.size, number, 0)
 
 
 def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
-    """The pairs by place, and the number of the error, 0 without one; zeros where the file is not there."""
+    """Return the pairs by place, and the error number (0 if none)."""
     data = read_file(path, (_PLACES + 1) * _PAIR.size) if path.exists() else b""
     *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PLACES + 1) * _PAIR.size, b"\0"))
     return pairs, error
 
 
 _KEPT = 2048
-_WIDTH = 384  # bytes of a call
-_HEAD = struct.Struct("<qq")  # how many there have been; how often the main thread has come into one, or out of it
+_WIDTH = 384  # bytes per call
+_HEAD = struct.Struct("<qq")  # number of calls; number of times that the main thread entered or left a collective
 HEAD_SIZE = _HEAD.size
-"""Bytes at the beginning of the file, which change as long as the rank comes to collectives, or these end."""
+"""Header size in bytes; the header changes when a collective starts or ends."""
 _SEPARATOR = "\x1f"
-_FIELDS = 4  # of a wait
-_WAIT = _HEAD.size + _KEPT * _WIDTH  # where it is written for which rank this one waits
+_FIELDS = 4  # number of fields of a wait
+_WAIT = _HEAD.size + _KEPT * _WIDTH  # offset of the current point-to-point wait
 
 
 class CallRing:
-    """The ring that this process writes."""
+    """Ring buffer of the last collectives of this process."""
 
     def __init__(self, path: Path) -> None:
         self._memory = mapped_file(path, _WAIT + _WIDTH)
         self._count = self._turns = self._depth = 0
 
     def add(self, call: Call, callers: int) -> None:
-        """Write a call that is about to be made; `callers`: the number of the lines that have led to it."""
+        """Write a call before execution; `callers`: number of its call stack."""
         whence = str(callers), call.location, call.place, call.thread
         words = _SEPARATOR.join((call.operation, call.group, call.payload, *whence))
         start = _HEAD.size + self._count % _KEPT * _WIDTH
@@ -172,25 +172,25 @@ class CallRing:
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def turn(self, *, begins: bool) -> None:
-        """Write that the main thread comes into a collective, or a wait for one; or out of it."""
+        """Write that the main thread enters or leaves a collective or wait."""
         self._depth += 1 if begins else -1
-        self._turns += self._depth == begins  # not for one inside of another
+        self._turns += self._depth == begins  # ignore nested collectives
         _HEAD.pack_into(self._memory, 0, self._count, self._turns)
 
     def wait(self, wait: PeerWait | None) -> None:
-        """Write that the rank begins to wait for another one in a point-to-point call; or no more."""
+        """Write the begin of a point-to-point wait, or None at the end."""
         fields = () if wait is None else (wait.operation, str(wait.peer), str(wait.tag), wait.location)
         self._memory[_WAIT:] = _SEPARATOR.join(fields).encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
 
 
 def read_wait(path: Path) -> PeerWait | None:
-    """What a rank waits for in a point-to-point call; `None` where it does not."""
+    """Return the current point-to-point wait of a rank, or None."""
     words = read_file(path)[_WAIT:].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
     return PeerWait(words[0], int(words[1]), int(words[2]), words[3]) if len(words) == _FIELDS else None
 
 
 def is_inside(path: Path) -> bool:
-    """Whether the main thread of a rank is in a collective, or waits for one."""
+    """Return True if a rank's main thread is in a collective or wait."""
     head = read_file(path, _HEAD.size, head=True)
     return len(head) == _HEAD.size and bool(_HEAD.unpack(head)[1] % 2)
 
@@ -198,9 +198,9 @@ def is_inside(path: Path) -> bool:
 def read_calls(
     path: Path, groups: Mapping[str, GroupUsed], callers: Mapping[str, tuple[str, ...]]
 ) -> tuple[int, list[Call]]:
-    """The number of the first call that is still there, and the calls from it on.
+    """Return the number of the first call in the ring, and all calls.
 
-    `groups` are by name; `callers` are the lines that have led to calls, by their number.
+    `groups` are by name, `callers` are call stacks by number.
     """
     data = read_file(path)
     count, _ = _HEAD.unpack_from(data)

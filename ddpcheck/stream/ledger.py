@@ -1,7 +1,7 @@
-"""The ledger: what becomes of the gradients of each backward pass around one wrapper, on one rank.
+"""Ledger of the gradients of each backward pass around a wrapper.
 
-A rank keeps one while its loop runs, and a judge makes one of the events that a rank has left. It judges nothing: that
-a step has used what was not reduced is a fact.
+A rank keeps a ledger while its loop runs, and a judge builds one from a rank's logged events. The ledger records facts,
+such as a step with gradients that were not reduced, without judging.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from msgspec import Struct
 from ddpcheck.findings.evidence.steps import LoopEvent
 
 AROUND = ("forward inside", "backward inside")
-"""Kinds of events that stand for a backward pass around the wrapper, and say how it came to that."""
+"""Kinds of events for a backward pass that bypassed the wrapper, by cause."""
 
 _NOTHING = LoopEvent("")
 
 
 class Contribution(Struct):
-    """What one backward pass has added to the gradients of the wrapper's parameters."""
+    """Gradients that a backward pass has added to the wrapper's parameters."""
 
-    number: int  # of the event `backward`, counted from 0
-    backward: LoopEvent  # the pass
-    forward: LoopEvent | None = None  # of the wrapper, to whose output it belongs; `None`: it has none of its own
-    under: str | None = None  # the line of the `no_sync` under which that forward pass ran; `None`: under none
-    after: LoopEvent | None = None  # without a forward pass of its own: the one that has ended the reduction before it
-    reduced: bool = False  # whether its gradients were averaged before anything has used or zeroed them
-    # what has become of them: an optimizer's step has used them, they were zeroed before one has, or neither
+    number: int  # number of the `backward` event, counted from 0
+    backward: LoopEvent  # the backward pass
+    forward: LoopEvent | None = None  # forward pass whose output the backward pass starts from, or None
+    under: str | None = None  # line of the forward pass's `no_sync`, or None
+    after: LoopEvent | None = None  # without a forward pass: the backward pass of the last reduction
+    reduced: bool = False  # True if averaged before being used or zeroed
+    # "used" by an optimizer step, "discarded": zeroed before a step, or still "open"
     fate: Literal["open", "used", "discarded"] = "open"
-    ended: int = -1  # the number of the event that has used or zeroed them; -1 for none
-    ended_by: LoopEvent = _NOTHING  # that event; of no kind where there is none
-    # whether what was zeroed may be meant to go: the pass was for other tensors, or the optimizer rests
+    ended: int = -1  # number of the event that used or zeroed the gradients, or -1
+    ended_by: LoopEvent = _NOTHING  # event with that number, of kind '' if none
+    # True if zeroing may be intended: backward was for other tensors, or the learning rate is zero
     excused: bool = False
 
     @property
     def events(self) -> tuple[LoopEvent, ...]:
-        """The events that tell of it alone."""
+        """Return the events of this contribution."""
         no_sync = () if self.under is None else (LoopEvent("enter no_sync", self.under),)
         return (*no_sync, *filter(None, (self.forward, self.backward, self.ended_by)))
 
 
 class Ledger:
-    """The contributions of the backward passes so far.
+    """Contributions of the backward passes so far.
 
-    A backward pass is reduced where a forward pass has prepared DDP for it; then all that `.grad` holds is averaged,
-    also what earlier passes have added. What a step has used is not followed any further.
+    A backward pass is reduced if a forward pass has prepared DDP for it; then all of `.grad` is averaged, including
+    accumulated gradients of earlier passes. Gradients used by a step are no longer followed.
 
     Attributes:
-        events: Those that were taken in, as far as they are kept; who has no use for them any more may clear them.
-        contributions: In order; the last ones, where not all are kept.
-        open: Those that nothing has used or zeroed.
-        prepared: The forward pass after which DDP averages, while its backward pass is awaited.
-        waiting: The forward passes after which it does not, likewise, each with the line of its `no_sync`.
+        events: The events added so far, at most `kept`; may be cleared.
+        contributions: All contributions in order, at most `kept`.
+        open: Contributions neither used nor zeroed.
+        prepared: Forward pass after which DDP averages, while its backward pass is pending.
+        waiting: Forward passes without averaging and pending backward, with the line of their `no_sync`.
         not_entered: Calls of `no_sync` whose context was not entered.
-        around_backward: Each `no_sync` that has enclosed a backward pass and not its forward, and so changed nothing.
-        zeroed: Whether `zero_grad` was called since the last step.
-        forwards: The number of forward passes since the last step, after which DDP does not average and does.
+        around_backward: Each `no_sync` that enclosed a backward pass but not its forward pass, without effect.
+        zeroed: True if `zero_grad` was called since the last step.
+        forwards: Number of forward passes since the last step [without, with] averaging.
     """
 
     def __init__(self, events: Iterable[LoopEvent] = (), *, kept: int | None = None) -> None:
-        """Take in `events`; `kept`: how many contributions are kept, at most."""
+        """Add `events`; `kept`: maximum number of kept contributions, None for all."""
         self.events: deque[LoopEvent] = deque(maxlen=kept)
         self.contributions: deque[Contribution] = deque(maxlen=kept)
         self.open: deque[Contribution] = deque(maxlen=kept)
@@ -72,40 +72,40 @@ class Ledger:
         self.around_backward: deque[LoopEvent] = deque(maxlen=kept)
         self.zeroed = False
         self.forwards = [0, 0]
-        self._no_sync: LoopEvent | None = None  # in which the loop is
-        self._called: LoopEvent | None = None  # the last call of one
+        self._no_sync: LoopEvent | None = None  # the entered `no_sync`
+        self._called: LoopEvent | None = None  # last call of `no_sync`
         self._forwards_inside = 0
-        self._reducing: LoopEvent | None = None  # the backward pass that was reduced last
+        self._reducing: LoopEvent | None = None  # last reduced backward pass
         self._number = -1
         for event in events:
             self.add(event)
 
     @property
     def lost(self) -> list[Contribution]:
-        """Gradients that were zeroed before a step has used them, and for which nothing speaks."""
+        """Return gradients that were zeroed before a step used them, if not excused."""
         return [one for one in self.contributions if one.fate == "discarded" and not one.excused]
 
     @property
     def used_unreduced(self) -> list[Contribution]:
-        """Gradients that a step has used and that were not averaged."""
+        """Return gradients that a step used without averaging."""
         return [one for one in self.contributions if one.fate == "used" and not one.reduced]
 
     @property
     def unpaired(self) -> list[Contribution]:
-        """Gradients of passes without a forward pass of their own, which come after the reduction and are not in it."""
+        """Return unreduced gradients without a forward pass, added after the reduction."""
         return [one for one in self.contributions if one.after is not None and not one.reduced]
 
     @property
     def unreduced(self) -> bool:
-        """Whether gradients are there that were not averaged."""
-        for one in self.open:  # no generator: this runs in each step
+        """Return True if there are gradients that were not averaged."""
+        for one in self.open:  # not a generator, for speed in each step
             if not one.reduced:
                 return True
         return False
 
     @property
     def put_off(self) -> bool:
-        """Whether such gradients are there of a forward pass of the wrapper: they may be averaged with later ones."""
+        """Return True if later reductions may average unreduced gradients of a forward pass."""
         return any(not one.reduced and one.forward is not None for one in self.open)
 
     def add(self, event: LoopEvent) -> None:
@@ -167,7 +167,7 @@ class Ledger:
             one.reduced = True
 
     def _discard(self, event: LoopEvent) -> None:
-        if not self.open:  # its backward pass is of the time before these events
+        if not self.open:  # the backward pass was before these events
             self._contribute(LoopEvent("backward"))
         excused = event.resting or any(one.backward.others for one in self.open)
         for one in self.open:

@@ -1,6 +1,6 @@
-"""The log that a watched rank writes, each entry on disk before the script goes on; and how those of all are read.
+"""Log of a watched rank, written before the script continues, and its reader.
 
-So a rank that is killed, at any moment, leaves what it had to say. What another machine sends is checked first.
+A rank that is killed at any moment leaves its entries. Files received from another machine are checked first.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MOST_CALLERS = 4096
 
 
 class RankLog:
-    """The log that this process writes; a process that is forked from it writes nothing.
+    """Log written by this process; a forked process writes nothing.
 
     Attributes:
-        count: Writes, of a wrapper by its number, how many backward passes have begun and how many steps have ended.
-        collectives: How many of all ranks have been made, or are.
-        forwards: How many forward passes wrappers have made that may train.
-        waited: Whether this rank has waited for others since the last of them, in another way.
-        loads: How many files `torch.load` has read.
-        batch: The loader, the pass over it and the number of the batch that was taken last; "" before the first.
+        count: Function that writes a wrapper's number of backward passes begun and of steps ended.
+        collectives: Number of collectives over all ranks, including one in progress.
+        forwards: Number of forward passes of wrappers that may train.
+        waited: True if this rank has waited for other ranks in another way since the last of these collectives.
+        loads: Number of files read by `torch.load`.
+        batch: Loader, pass and number of the last batch in words; '' before the first batch.
     """
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
@@ -59,7 +59,7 @@ class RankLog:
         self._forwards = Counters(self.path.with_suffix(".forwards"))
         self._batches = Counters(self.path.with_suffix(".batches"))
         self._calls = CallRing(self.path.with_suffix(".calls"))
-        self._groups: set[tuple[str, bool]] = set()  # and whether a function of autograd has used it
+        self._groups: set[tuple[str, bool]] = set()  # (name, True if used by an autograd function)
         self._callers: dict[tuple[str, ...], int] = {}
         self.batch = ""
         self._process = os.getpid()
@@ -72,11 +72,11 @@ class RankLog:
         self.add(started)
 
     def hold_stacks(self, use: Callable[[int], object]) -> None:
-        """Hold the file of stacks too; `use` is told its descriptor, and again where the script has closed it."""
+        """Open the file of stacks; `use` gets its descriptor, also after each reopening."""
         self._stacks = HeldFile(self.path.with_suffix(".stack"), use)
 
     def add(self, entry: Entry) -> None:
-        """Write an entry; it is the last one if that fails: the folder may be gone, and with it who would read."""
+        """Write an entry; stop logging on failure (the folder may be gone)."""
         if os.getpid() != self._process:
             return
         try:
@@ -107,43 +107,43 @@ class RankLog:
         self._calls.add(call, number)
 
     def turn(self, *, begins: bool) -> None:
-        """Write that this rank comes into a collective, or a wait for one; or out of it. Of its main thread."""
+        """Write that the main thread enters or leaves a collective or wait."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.turn(begins=begins)
 
     def wait_for(self, wait: PeerWait | None) -> None:
-        """Write what this rank begins to wait for in a point-to-point call of its main thread; `None`: no more."""
+        """Write the main thread's point-to-point wait, or None at the end."""
         if os.getpid() == self._process and threading.current_thread() is threading.main_thread():
             self._calls.wait(wait)
 
     def count_batch(self, loader: int, number: int, batches: int) -> None:
-        """Write that a batch was taken: how many there were, in which pass over which loader."""
+        """Write the number of batches loaded in a pass over a loader."""
         self.batch = f"batch {batches} of pass {number} over loader {loader}"
         if os.getpid() == self._process:
             self._batches.put(loader, number, batches)
 
     def count_forward(self, wrapper: int, line: int, made: int) -> None:
-        """Write that a wrapper has made a forward pass at a line, and how many there."""
+        """Write the number of forward passes of a wrapper at a line."""
         self.forwards += 1
         if os.getpid() == self._process:
             self._forwards.put(wrapper, line, made)
 
 
-LARGEST_PART = 1 << 20  # bytes of a file in one part
-_LARGEST_FOLDER = 1 << 30  # bytes
+LARGEST_PART = 1 << 20  # max bytes per file part
+_LARGEST_FOLDER = 1 << 30  # max bytes
 _MOST_FILES = 1 << 14
 _NAME = re.compile(r"[0-9]{1,9}(-[0-9]{1,9}){3}\.(log|steps|forwards|batches|calls|stack)")
 
 
 class FilePart(Struct, frozen=True, tag=True):
-    """The next bytes of a file of a rank."""
+    """Next bytes of a rank's file."""
 
     name: str
     data: bytes
 
 
 def parts_of(folder: Path) -> Iterator[FilePart]:
-    """What all ranks have left in a folder."""
+    """Yield the files of all ranks in a folder, in parts."""
     for path in sorted(folder.iterdir()):
         if _NAME.fullmatch(path.name):
             with path.open("rb") as file:
@@ -152,7 +152,7 @@ def parts_of(folder: Path) -> Iterator[FilePart]:
 
 
 class ReceivedFolder:
-    """A new folder of what the ranks of another machine have left."""
+    """New folder for the files of another machine's ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -161,10 +161,10 @@ class ReceivedFolder:
         folder.mkdir()
 
     def take(self, part: FilePart) -> None:
-        """Write the next part of a file.
+        """Append the next part of a file.
 
         Raises:
-            ValueError: It is no part of a log, or the limits of a folder have been reached.
+            ValueError: The name is not a log's, or the size limits of the folder are exceeded.
         """
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"{part.name[:80]!r} is not the name of a log")
@@ -176,50 +176,50 @@ class ReceivedFolder:
             file.write(part.data)
 
 
-FOLDER = "ddpcheck-run-"  # how the name of a run's folder begins, in the directory for temporary files
+FOLDER = "ddpcheck-run-"  # prefix of a run's folder in the directory for temporary files
 
-RESTARTED = "restarted-"  # how the name of an empty file begins that says which restart there was
+RESTARTED = "restarted-"  # prefix of an empty file whose name has the restart count
 
-SCRIPT = "script"  # the file in it that holds the command line of the script
+SCRIPT = "script"  # file with the command line of the script
 
 
 class WatchedRank(Struct, frozen=True):
-    """What one rank has left."""
+    """Log and counters of a rank."""
 
-    started: RankStarted  # who it was
-    entries: Sequence[Entry]  # all others of its log
-    counts: Sequence[tuple[int, int]]  # by wrapper, how many backward passes have begun and how many steps have ended
-    first_call: int = 0  # the number of the first collective of those that are known
-    calls: Sequence[Call] = ()  # the last collectives
-    stack: str = ""  # what `faulthandler` has written last; may be empty
-    # by loader, the number of its last pass and how many batches were taken in it
+    started: RankStarted  # first entry
+    entries: Sequence[Entry]  # all other entries
+    counts: Sequence[tuple[int, int]]  # (backward passes begun, steps ended) by wrapper
+    first_call: int = 0  # number of the first known collective
+    calls: Sequence[Call] = ()  # last collectives
+    stack: str = ""  # last output of `faulthandler`, or ''
+    # (last pass, batches loaded in that pass) by loader
     batches: Sequence[tuple[int, int]] = ()
-    # by the number of the line of a wrapper's last forward pass, how many it has made there
+    # number of forward passes by line of a wrapper's last forward pass
     forwards: Mapping[int, int] = field(default_factory=dict)
-    unknown: int = 0  # how many entries this version cannot read
-    waits_for: PeerWait | None = None  # what it waits for in a point-to-point call, if that is what it does
+    unknown: int = 0  # number of entries that this version cannot read
+    waits_for: PeerWait | None = None  # current point-to-point wait, or None
 
     @property
     def wrappers(self) -> list[WrapperMade]:
-        """In the order of construction."""
+        """Return the wrappers in order of construction."""
         return [entry for entry in self.entries if isinstance(entry, WrapperMade)]
 
     @property
     def constructs(self) -> bool:
-        """Whether the rank has come into the constructor of a wrapper, and not out of it."""
+        """Return True if the rank is inside the constructor of a wrapper."""
         around = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
         return bool(around) and isinstance(around[-1], WrapperBegun)
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of the program's lines that have led to collectives, by how reports call them."""
+        """Return the file of each program path in the call stacks of collectives."""
         seen = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
         pairs = (pair for entry in seen for pair in zip(entry.lines, entry.files, strict=True))
         return {line.rpartition(":")[0]: file for line, file in pairs}
 
     @property
     def passes(self) -> list[LoaderPass]:
-        """The passes over its data loaders, each as far as the rank came."""
+        """Return the data loader passes with their last batch counts."""
         found = {(one.loader, one.number): one for one in self.entries if isinstance(one, LoaderPass)}
         for loader, (number, batches) in enumerate(self.batches):
             if (one := found.get((loader, number))) is not None and one.batches < batches:
@@ -228,14 +228,14 @@ class WatchedRank(Struct, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of the script has run on it."""
+        """Return True if the script has run to its end on this rank."""
         return any(isinstance(entry, ProgramEnded) for entry in self.entries)
 
     @property
     def exit(self) -> ExitCalled | None:
-        """What has ended it, where the script has: `sys.exit` raises, and may have been caught.
+        """Return the exit call that ended the script, or None.
 
-        Without a line where `SystemExit` was raised in what the main module has called.
+        The result has no line if SystemExit was raised in a function called by the main module.
         """
         called = next((entry for entry in reversed(self.entries) if isinstance(entry, ExitCalled)), None)
         ended = next((entry for entry in self.entries if isinstance(entry, ProgramEnded)), None)
@@ -249,29 +249,29 @@ class WatchedRank(Struct, frozen=True):
 
     @property
     def thread_errors(self) -> list[ThreadRaised]:
-        """What has ended threads beside its main one."""
+        """Return the errors that ended threads other than the main thread."""
         return [entry for entry in self.entries if isinstance(entry, ThreadRaised)]
 
     @property
     def has_left(self) -> bool:
-        """Whether it needs the other ranks no more: its script has destroyed the process group, or has ended."""
+        """Return True if the process group was destroyed, or the script ended."""
         return any(isinstance(entry, GroupDestroyed | ProgramEnded) for entry in self.entries)
 
 
 def rank_processes(folder: Path) -> dict[int, int]:
-    """The processes of the last start of the ranks, by rank."""
+    """Return the process id of each rank of the last start."""
     names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log") if _NAME.fullmatch(path.name)]
     last = max((restart for restart, *_ in names), default=0)
     return {rank: pid for restart, rank, _, pid in names if restart == last}
 
 
 def last_restart(folder: Path) -> int:
-    """How often torchrun has started the ranks again, whether or not they have come to a process group then."""
+    """Return the number of restarts by torchrun, including restarts without a process group."""
     return max((int(path.name.removeprefix(RESTARTED)) for path in folder.glob(f"{RESTARTED}*")), default=0)
 
 
 def read_logs(folder: Path) -> list[WatchedRank]:
-    """The logs of the last start of the ranks, by rank; those of other nodes are in folders of their own."""
+    """Return the logs of the last start, by rank (other nodes in subfolders)."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     ranks = {one.started.rank: one for node in reversed(nodes) for one in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]
@@ -280,12 +280,12 @@ def read_logs(folder: Path) -> list[WatchedRank]:
 def _read_node(folder: Path) -> list[WatchedRank]:
     logs = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
     found = [one for path in logs if (one := _read(path)) is not None]
-    last = max((one.started.restart for one in found), default=0)  # nodes may count apart
+    last = max((one.started.restart for one in found), default=0)  # nodes may count restarts independently
     return [one for one in found if one.started.restart == last]
 
 
 def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
-    """The last collectives of each rank, from the first that is known of all of them."""
+    """Return the last collectives of each rank, from the first known everywhere."""
     first = max((rank.first_call for rank in ranks), default=0)
     return [rank.calls[first - rank.first_call :] for rank in ranks]
 

@@ -1,4 +1,4 @@
-"""Plain data that the ranks of a watched loop exchange: reports of steps, micro-batches, states of replicas."""
+"""Reports of steps, micro-batches and replica states, exchanged by ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts, 
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, PathEnd, StepEvidence
 from ddpcheck.findings.wording import Names
 
-_STEPS_KEPT = 64  # whose answers are: a dozen recorders ask in each step
+_STEPS_KEPT = 64  # cache size: a dozen recorders ask in each step
 
 
 @lru_cache(_STEPS_KEPT)
 def is_probed(step: int) -> bool:
-    """Whether a step is probed (`parameter_history.StepProbe`): 0 and the powers of two."""
+    """Return True if a step is probed (`parameter_history.StepProbe`): 0 and powers of two."""
     return step & (step - 1) == 0
 
 
-_FIRST_SAMPLES = 128  # of a run, after which fewer are taken
+_FIRST_SAMPLES = 128  # samples of a run before the rate is reduced
 
 
 @lru_cache(_STEPS_KEPT)
 def is_sampled(step: int, every: int) -> bool:
-    """Whether a step of a script is looked at: one that is probed, or each `every`; 0 for none of these.
+    """Return True if a step is probed, or every `every` steps (0: never).
 
-    After 128 samples every second one is left out, and again whenever the number of steps has doubled: a log grows with
-    its logarithm. Only the step decides, so that the samples of all ranks are of the same steps.
+    After 128 samples every second sample is skipped, and again whenever the number of steps has doubled, so that a log
+    grows logarithmically. Only the step decides, so that all ranks sample the same steps.
     """
     rarer = (step // (_FIRST_SAMPLES * every)).bit_length() if every else 0
     return is_probed(step) or (every > 0 and step % (every << rarer) == 0)
@@ -40,72 +40,72 @@ FIRST_SETTLED = 8
 
 
 def is_settled(step: int) -> bool:
-    """Whether enough steps have been seen to judge what find_unused_parameters and static_graph allow for."""
+    """Return True at steps where find_unused_parameters and static_graph can be judged."""
     return step in (FIRST_SETTLED, 128)
 
 
 class MicroBatch(Struct, frozen=True):
-    """One forward and backward, and the weight that its loss gives each target that it counts."""
+    """Forward and backward pass, with the weight of each target in the loss."""
 
-    index: int  # of the optimizer step that it is accumulated for
-    step: int  # how many synchronised backward passes came before
-    head: str  # where it was measured: what forward returned may hold several
-    position: int  # in the optimizer step, on this rank
-    sequences: int  # how many sequences the targets are of, if they are
-    counted: float  # the number of targets (tokens, pixels, samples) that count in the loss
-    weight: float  # of each, up to a constant; 0 where they have not all the same, or the loss is no cross entropy
-    rows: float  # the number of targets, with those that do not count
+    index: int  # optimizer step that accumulates this micro-batch
+    step: int  # synchronized backward passes before
+    head: str  # where the weight was measured; a forward output may have several heads
+    position: int  # index in the optimizer step on this rank
+    sequences: int  # number of sequences of the targets, or 0
+    counted: float  # number of targets (tokens, pixels, samples) counted in the loss
+    weight: float  # per target up to a constant; 0 if weights differ, or not a cross entropy
+    rows: float  # number of targets, including ignored targets
 
 
 class RankReport(Struct, frozen=True):
-    """The report of one rank on the steps since the ranks last exchanged reports."""
+    """Report of a rank on the steps since the last exchange of reports."""
 
-    # the rank, the step after which the ranks exchange reports, and what a probe of it has found: states other than
-    # "contributes" ("zero" is in each probe, although parameters have moved in between), and so on
+    # rank, step of the exchange, and results of its probe: parameter states other than "contributes" ("zero": in each
+    # probe so far, although parameters have changed in between), and so on
     probed: StepEvidence
-    # by step, the parameters that did not contribute in it
+    # parameters that did not contribute, by step
     missing: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    never_used: tuple[str, ...] = ()  # parameters that have contributed in no step so far
-    sometimes_missing: tuple[str, ...] = ()  # parameters that have been missing in some step so far
+    never_used: tuple[str, ...] = ()  # parameters that have not contributed in any step so far
+    sometimes_missing: tuple[str, ...] = ()  # parameters that were missing in any step so far
     ends: Mapping[str, PathEnd] = field(default_factory=dict)  # why parameters are missing
-    # what has happened to parameters since they were wrapped, in a word
+    # changes to parameters since wrapping, in a word
     changes: Mapping[str, str] = field(default_factory=dict)
-    events: tuple[LoopEvent, ...] = ()  # of the loop, where they show a fault
-    seconds: float = 0.0  # of a step, on average so far
-    micro_batches: tuple[MicroBatch, ...] = ()  # of the last optimizer steps that were measured
-    # the functions that were compiled so far, where it is time to compare them
+    events: tuple[LoopEvent, ...] = ()  # events of the loop, if they show a fault
+    seconds: float = 0.0  # average seconds per step
+    micro_batches: tuple[MicroBatch, ...] = ()  # micro-batches of the last measured optimizer steps
+    # functions compiled so far, at steps where they are compared
     compiled: tuple[FunctionCompiled, ...] = ()
 
     @property
     def step(self) -> int:
-        """After which the ranks exchange reports."""
+        """Return the step after which the ranks exchange reports."""
         return self.probed.step
 
 
 class ReplicaState(Struct, frozen=True):
-    """Fingerprints of the replica on one rank, when the ranks compare them."""
+    """Fingerprints of a rank's replica, for comparison between ranks."""
 
-    description: ModuleDescription  # of the module
-    # gradients, parameters and buffers as fingerprints, and gradients against the ranks' own average
+    description: ModuleDescription
+    # fingerprints of gradients, parameters and buffers, and gradients against the ranks' own average
     values: DdpStepEvidence
-    # fingerprints of the parameters when the wrapper had made them equal; empty where that is not known
+    # fingerprints of the parameters after construction of the wrapper; empty if unknown
     constructed: Mapping[str, int] = field(default_factory=dict)
     at_first_forward: Mapping[str, int] = field(default_factory=dict)  # likewise, before the first forward
 
 
 class WatchContext(Struct, frozen=True):
-    """The wrapper and its module as they are when the watch begins."""
+    """Wrapper and module at the begin of the watch."""
 
-    names: Names  # of the parameters, with their aliases
-    wrapper: WrapperFacts  # the arguments of the wrapper
-    world_size: int  # of its process group
-    broadcasts_buffers: bool = False  # whether the wrapper broadcasts buffers before a forward
-    wrapper_class: str = ""  # the name of the wrapper's class
-    trainable: tuple[str, ...] = ()  # the parameters that it synchronises, in their order
-    began_alike: bool = False  # whether parameters are known to have been the same on all ranks when it was constructed
-    own_hook: bool = False  # whether the communication hook is none of torch's
-    sharded: ShardedFacts | None = None  # `wrapper`, where `fully_shard` has sharded the module
+    names: Names  # parameter names, with aliases
+    wrapper: WrapperFacts  # arguments of the wrapper
+    world_size: int  # world size of the process group
+    broadcasts_buffers: bool = False  # True if the wrapper broadcasts buffers before forward
+    wrapper_class: str = ""  # class name of the wrapper
+    trainable: tuple[str, ...] = ()  # synchronized parameters, in order
+    began_alike: bool = False  # True if parameters are known to be equal on all ranks at construction
+    own_hook: bool = False  # True if the communication hook is not torch's
+    sharded: ShardedFacts | None = None  # the value of `wrapper` if `fully_shard` sharded the module
 
     def __post_init__(self) -> None:
-        if self.sharded is not None:  # as whose base class `wrapper` has been read from a log
+        if self.sharded is not None:  # a log decodes `wrapper` as the base class
             force_setattr(self, "wrapper", self.sharded)

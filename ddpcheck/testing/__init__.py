@@ -1,4 +1,4 @@
-"""The logic of the pytest plugin: sends the code of a test to ranks, and reports its results.
+"""Implementation of the pytest plugin: run test code on ranks, report results.
 
-Nothing here imports torch at its top but `assertions.on_rank`, which runs on ranks.
+Only `assertions.on_rank`, which runs on ranks, imports torch at module level.
 """

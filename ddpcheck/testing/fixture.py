@@ -1,4 +1,4 @@
-"""`ddp_world`: real ranks for a test whose body runs in the process that pytest runs in."""
+"""Fixture `ddp_world`: real ranks for a test that runs in pytest's process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "prel
 class DDPWorld:
     """Real ranks for a test whose body runs in the parent process.
 
-    The ranks start with the first `run`, and end with the test. Calling it, as in `ddp_world(world_size=4)`, gives
+    The ranks start with the first `run` and end with the test. A call such as `ddp_world(world_size=4)` returns
     another world for the same test.
     """
 
@@ -51,10 +51,10 @@ class DDPWorld:
         return size
 
     def __call__(self, **options: Any) -> DDPWorld:
-        """Another world; the options are those of `@pytest.mark.ddp`, and of `ddpcheck.World`.
+        """Return another world with options of `@pytest.mark.ddp` and `ddpcheck.World`.
 
         Raises:
-            UsageError: An option has a value that cannot be, or there is none of that name.
+            UsageError: An option is unknown or invalid.
         """
         __tracebackhide__ = True
         try:
@@ -67,24 +67,23 @@ class DDPWorld:
     def world(self) -> Lent:
         """The `ddpcheck.World` behind this fixture.
 
-        It is a fresh one at first, and after one that failed. On ranks that torchrun or mpirun has started, it is what
-        stands for a world there.
+        Fresh on first use and after a failure. On ranks started by torchrun, mpirun or srun, a `LaunchedWorld`.
         """
         return self._lease.world
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank; one result a rank.
+        """Call `fn(*args, **kwargs)` on every rank; return one result per rank.
 
         Args:
-            fn: Anything callable.
-            *args: For it.
-            timeout: Seconds that this run may take.
-            **kwargs: For it.
+            fn: Any callable.
+            *args: Positional arguments of `fn`.
+            timeout: Timeout of this run in seconds; default: the `timeout` option.
+            **kwargs: Keyword arguments of `fn`.
 
         Raises:
             RankError: A rank failed.
             HangError: A rank did not finish in time.
-            UsageError: Something cannot be sent to the ranks.
+            UsageError: The function or an argument cannot be pickled.
         """
         __tracebackhide__ = True
         if not callable(fn):
@@ -94,7 +93,7 @@ class DDPWorld:
         try:
             results, verdict, failed = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
         except DDPCheckError as error:
-            raise _better(error, fn, args, kwargs).with_traceback(None) from None  # our frames help nobody
+            raise _better(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
         if verdict.how == "skipped":
             pytest.skip(verdict.headline)
         if verdict.how == "xfailed":
@@ -104,18 +103,18 @@ class DDPWorld:
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
-        """Check a recipe on a world of this size; the test fails with the report when that is not good enough.
+        """Check a recipe on a world of this size; fail on findings (`fail_on`).
 
         Args:
             recipe: A recipe or a TARGET.
-            **options: Those of `ddpcheck.check`.
+            **options: Options of `ddpcheck.check`.
         """
         __tracebackhide__ = True
         from ddpcheck.report.checking.check import check
 
         ours = {name: getattr(self._settings, name) for name in _CHECKED}
         ours |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
-        ours["backend"] = self._settings.backend  # `None` leaves it to the check
+        ours["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
             report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
@@ -132,20 +131,20 @@ class DDPWorld:
         parity: bool = True,
         timeout: float = 600.0,
     ) -> Report:
-        """Run a script as `ddpcheck run --check-parity` does; the test fails with the report if there are findings.
+        """Run a script as `ddpcheck run --check-parity` does; fail on findings.
 
-        The ranks of this world have no part in it.
+        Starts its own ranks instead of the ranks of this world.
 
         Args:
-            script: Its path.
-            arguments: For the script.
-            world_size: The number of ranks; that of this world if it is `None`.
-            parity: Whether it also runs in a single process on the same samples, which is compared.
-            timeout: Seconds that all runs together may take.
+            script: Path of the script.
+            arguments: Arguments of the script.
+            world_size: Number of ranks; default: the size of this world.
+            parity: If True, also run in a single process on the same samples and compare.
+            timeout: Total timeout of all runs in seconds.
 
         Raises:
-            HangError: They took longer.
-            TargetError: There is no report.
+            HangError: The runs exceeded the timeout.
+            TargetError: The script produced no report.
         """
         __tracebackhide__ = True
         from ddpcheck.run.checked_script import check_script
@@ -165,14 +164,14 @@ class DDPWorld:
         if report.exit_code(self._settings.fail_on):
             path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
             page = f"as a page: {path}\n" if path is not None else ""
-            # the first line is the only one that pytest's summary shows
+            # pytest's summary shows only the first line
             why = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
             pytest.fail(f"{why}\n\n{as_text(report)}{page}", pytrace=False)
         return report
 
 
 def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
-    """The error itself, unless more can be said than it knew."""
+    """Return `error` with the headline of the outcome as message."""
     if error is not None and str(error) == verdict.headline:
         return error
     if error is None:
@@ -183,7 +182,7 @@ def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
 
 
 def _better(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
-    """The error itself; where something cannot be sent, one that names the argument that is to blame."""
+    """Return `error`, or a `UsageError` naming the argument that cannot be pickled."""
     if isinstance(error, UsageError):
         try:
             validation.pack_task(fn, args, kwargs, "ddp_world.run")

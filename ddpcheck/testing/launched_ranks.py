@@ -1,9 +1,8 @@
-"""The ranks of a test in a session of a launcher: rank 0 leads a world, and every rank is told what comes of it.
+"""Ranks of a test under a launcher: rank 0 leads, all receive results.
 
-Each rank of the world is a process of its own, which the process of the launcher with its number starts. What they run
-are rank 0's function and arguments, by value, under rank 0's conditions; the environment, the working directory and the
-import path are those of each process. Launched ranks that do not report stay silent: their terminal shows nothing, and
-pytest writes no files of theirs.
+Each rank of the world is a separate process, started by the launched process of the same rank. All ranks run rank 0's
+function, arguments and test conditions; environment, working directory and import path come from each launched
+process. Launched ranks that do not report write no terminal output and no pytest files.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ddpcheck.worlds.validation import WorldOptions
 
 
 class Terminal:
-    """The terminal of a rank that may turn out to be one of several: what is written waits until that is known."""
+    """Terminal output of a rank, buffered until `show`."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._writer: Any = config.get_terminal_writer()
@@ -36,7 +35,7 @@ class Terminal:
         self._writer._file = self._kept
 
     def show(self) -> None:
-        """Write all that was kept, and keep nothing from now on."""
+        """Write the buffered output and stop buffering."""
         if self._writer._file is self._kept:
             self._writer._file = self._file
             self._file.write(self._kept.getvalue())
@@ -44,7 +43,7 @@ class Terminal:
 
 
 def silence_files(config: pytest.Config, rank: int) -> None:
-    """Have this rank write no report, no cache, and its log to a file of its own."""
+    """Disable JUnit report and cache, and add the rank to the log file."""
     with contextlib.suppress(ImportError):
         from _pytest.junitxml import xml_key
 
@@ -62,13 +61,13 @@ def silence_files(config: pytest.Config, rank: int) -> None:
 
 
 def give_up_coverage(plugin: Any) -> bytes:
-    """End what pytest-cov does in this process, and return what it has measured, for rank 0."""
+    """Stop pytest-cov in this process and return the coverage data for rank 0."""
     coverage = plugin.cov_controller.cov
     coverage.stop()
     found = coverage.get_data()
     data: bytes = found.dumps()
     found.close()
-    Path(found.data_filename()).unlink(missing_ok=True)  # it travels; on another machine nobody would find the file
+    Path(found.data_filename()).unlink(missing_ok=True)  # the data is sent to rank 0 instead
     plugin.cov_controller = None
     plugin.options.cov_report, plugin.options.cov_fail_under = {}, None
     return data
@@ -78,7 +77,7 @@ def give_up_coverage(plugin: Any) -> bytes:
 
 
 def share_temporary_folders(config: pytest.Config, base: str) -> None:
-    """Have this rank make the same temporary folders as the others do that make as many, and in the same place."""
+    """Share numbered temporary folders in `base` between all ranks."""
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None or not base:
         return
@@ -86,7 +85,7 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
     lock = threading.Lock()
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
-        """Create a new temporary directory, the same on every rank; as `pytest.TempPathFactory.mktemp`."""
+        """Create a temporary directory shared by all ranks; as `pytest.TempPathFactory.mktemp`."""
         basename = factory._ensure_relative_to_basetemp(basename)
         with lock:
             numbers[basename.lower(), numbered] += 1
@@ -102,21 +101,21 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
 
 
 LAUNCHED = pytest.StashKey[RankGroup]()
-STARTUP = 120.0  # seconds that ranks wait for each other where all should come at the same time
-PATIENCE = 3600.0  # seconds that they wait for one that does something which nobody has given a timeout
+STARTUP = 120.0  # seconds to wait for ranks that should arrive at the same time
+PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
 
 
 class LaunchedWorld:
-    """A world of the first ranks of a session, one with each process.
+    """World of the first ranks of a session, one rank per launched process.
 
-    Every process of the session makes it, runs and closes it at the same points, those that have no rank in it too.
+    Every launched process creates, runs and closes the world at the same points, even without a rank in the world.
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
-        """Take the first ranks of a session; options as of `WorldOptions`; the world starts with the first run.
+        """Reserve the first ranks; options as in `WorldOptions`; starts with the first run.
 
         Raises:
-            UsageError: An option makes no sense.
+            UsageError: An option is invalid.
         """
         self._asked = WorldOptions(**options)
         self.world_size = self._asked.world_size
@@ -125,12 +124,12 @@ class LaunchedWorld:
         self._options = options
         self._watch = watch
         self._world: World | None = None  # on rank 0
-        self._left: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # of each rank: attachment and output
+        self._left: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call rank 0's function with rank 0's arguments on every rank, and return all results; raises as `World.run`.
+        """Call rank 0's function and arguments on every rank; raises as `World.run`.
 
-        A failure is told in the same words on every rank; a `UsageError` says, too, that there are not so many ranks.
+        A failure raises the same error on every rank; also raises `UsageError` if there are too few ranks.
         """
         asked, seconds = self._asked, self._asked.timeout if timeout is None else timeout
         validation.check_seconds("timeout", seconds)
@@ -140,7 +139,7 @@ class LaunchedWorld:
         self._session.check_in_step([at for at, _ in told])
         contexts = [context for _, context in told[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
-        with self._session.working():  # a launcher ends all as soon as one has died, which is to be told first
+        with self._session.working():  # report before the launcher kills all ranks after a crash
             results, error, self._left = once(self._session, "the results of a run", work)
             if error is not None:
                 self._session.why_not(range(self._session.world_size))
@@ -151,7 +150,7 @@ class LaunchedWorld:
     def _run(
         self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
     ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
-        """On rank 0: the results or the error of a run, and what the ranks have left."""
+        """Run on rank 0; return results, error, and (attachment, output) of each rank."""
         assert self._session.leader is not None
         if self._world is None:
             self._world = start_world(**self._options, watch=self._attend, hosts=self._session.leader.first(contexts))
@@ -166,11 +165,11 @@ class LaunchedWorld:
         return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
-        """The bytes that a rank has saved with `ddpcheck.rank.save_attachment` so far."""
+        """Return the bytes last saved by a rank with `ddpcheck.rank.save_attachment`."""
         return self._left[rank][0]
 
     def output(self, rank: int) -> str:
-        """Return what a rank has printed so far."""
+        """Return the output of a rank so far."""
         return self._left[rank][1]
 
     def close(self) -> None:
@@ -179,7 +178,7 @@ class LaunchedWorld:
 
 
 def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
-    """Have rank 0 do something, and return, or raise, on every rank what comes of it; `what` is as of `gather`."""
+    """Run `work` on rank 0; return its result or raise on every rank."""
     data = b""
     if session.rank == 0:
         with session.working():
@@ -197,7 +196,7 @@ def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
 def _travelling(succeeded: bool, value: Any) -> bytes:
     try:
         wire.loads(data := wire.dumps((succeeded, value)))
-    except Exception as error:  # most of all an exception with an `__init__` of its own
+    except Exception as error:  # mostly exceptions with a custom `__init__`
         what = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
         return wire.dumps((False, RankError(what)))
     return data

@@ -1,8 +1,8 @@
-"""A pytest session on each rank that a launcher has started: all of them run the same tests, in step, and agree.
+"""pytest plugin under a launcher: all ranks run the same tests in lockstep.
 
-A plugin of its own, there only where the environment speaks of a launcher. The ranks meet after collection if there is
-a test for them, and at the end of every phase of every test from then on: one that fails on one rank fails on all, so
-that all of them stop after the same test. Rank 0 reports; the others are quiet, unless rank 0 has died.
+Registered only if a launcher is detected. The ranks synchronize after collection if a test needs ranks, and then after
+every phase of every test: a test that fails on one rank fails on all, so that all ranks stop after the same test. Rank
+0 reports; the other ranks are silent unless rank 0 has died.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Take part where a launcher has started this process, as one of several; `is_ours`: whether a test needs ranks."""
-    xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # each process on its own then
+    """Register `InStep` under a launcher; `is_ours`: True if a test needs ranks."""
+    xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
         config.pluginmanager.register(InStep(config, launch, is_ours, options), "ddpcheck-instep")
 
 
 class InStep:
-    """The hooks of one rank."""
+    """pytest hooks of one rank."""
 
     def __init__(
         self, config: pytest.Config, launch: LauncherEnv, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
@@ -60,25 +60,25 @@ class InStep:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Be quiet until it is known who reports."""
+        """Buffer the terminal output of ranks other than 0."""
         self._session = session
         if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
             self._terminal = launched_ranks.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Remember what could not be collected."""
+        """Record collection errors."""
         if report.failed:
             self._uncollected.append(f"{report.nodeid}: {_last_line(str(report.longrepr))}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Meet the other ranks, if there is a test for that; before `-k` and its like choose."""
+        """Join the other ranks if a test needs ranks, before `-k` deselects tests."""
         if self._config.option.collectonly:
             return
         try:
             self._settings = marks.settings(self._config, self._options)
         except DDPCheckError:
-            return  # the tests that need it say so
+            return  # reported by the tests that need the settings
         wanted = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
         if self._settings.launcher == "off" or not (wanted or self._settings.launcher == "on"):
             return
@@ -95,7 +95,7 @@ class InStep:
             launched_ranks.silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
-        """Whether a file that could not be collected mentions tests that need ranks."""
+        """Return True if an uncollected file mentions tests that need ranks."""
         try:
             text = (self._config.rootpath / uncollected.partition(":")[0]).read_text(errors="replace")
         except OSError:
@@ -104,7 +104,7 @@ class InStep:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Run nothing unless all ranks have the same tests in the same order."""
+        """Stop unless all ranks have the same tests in the same order."""
         if self._launched is None:
             if self._terminal is not None:
                 self._terminal.show()
@@ -137,7 +137,7 @@ class InStep:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Agree on the setup: no rank enters the body where one did not get that far."""
+        """Synchronize after setup: a failure on one rank skips the body everywhere."""
         return (yield from self._phase(item, "setup"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -177,12 +177,12 @@ class InStep:
     def _agreed(
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
-        """The exception of this phase on all ranks, given `own`, that of this rank."""
+        """Return the common exception of this phase; `own`: this rank's exception."""
         mine = _told(item, own, fell=launched.epoch.out_of_step is not None)
         try:
             told: list[_Told] = launched.end(mine, timeout=self._patience(item))
         except RankError as lost:
-            item.session.shouldfail = str(lost)  # the ranks cannot go on together: no more tests after this one
+            item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
         if len({one.same_as for one in told}) == 1:
             return own
@@ -212,7 +212,7 @@ class InStep:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Show what has failed on another rank as it showed itself there."""
+        """Show the failure of another rank as reported there."""
         report = yield
         when, shown = item.stash.get(_SHOWN, ("", None))
         if when == call.when and report.failed and call.excinfo is not None:
@@ -223,7 +223,7 @@ class InStep:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Have rank 0 know what the others have measured, before pytest-cov reports."""
+        """Gather the coverage data on rank 0 before pytest-cov reports."""
         try:
             return (yield)
         finally:
@@ -246,7 +246,7 @@ class InStep:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self) -> None:
-        """Leave; whoever is left when rank 0 has died says what there is to say."""
+        """Leave the group; the lowest remaining rank reports if rank 0 has died."""
         launched, session = self._launched, self._session
         speaks = launched is None or session is None
         if launched is not None and session is not None:
@@ -257,29 +257,29 @@ class InStep:
             if launched.rank and 0 in gone:
                 speaks = min(set(range(launched.world_size)) - gone) == launched.rank
             elif session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
-                speaks = True  # nobody else knows
+                speaks = True  # known only on this rank
             elif launched.rank:
-                session.exitstatus = 0  # or the launcher would end rank 0
+                session.exitstatus = 0  # otherwise the launcher kills rank 0
         if self._terminal is not None and speaks:
             self._terminal.show()
 
 
-# --- What a rank tells the others of a phase -------------------------------------------------------------------------
+# --- Outcome of a phase, sent to the other ranks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Told:
-    """The outcome of a phase of a test on one rank."""
+    """Outcome of a test phase on one rank."""
 
-    ended: Ended | None = None  # where it did not fail
-    reply: dict[str, Any] | None = None  # of `failures.described` where it did
-    fell: bool = False  # whether it failed only because others did not come to a meeting
-    shown: bytes = b""  # the failure as pytest shows it, pickled
-    output: list[tuple[str, str]] = field(default_factory=list)  # what pytest has captured of it, by stream
+    ended: Ended | None = None  # set if not failed
+    reply: dict[str, Any] | None = None  # `failures.described`, set if failed
+    fell: bool = False  # failed only because other ranks did not synchronize
+    shown: bytes = b""  # pickled failure representation of pytest
+    output: list[tuple[str, str]] = field(default_factory=list)  # captured output as (section name, text)
 
     @property
     def same_as(self) -> tuple[str, str]:
-        """A key that is equal for ranks with the same outcome, each of which then reports its own."""
+        """Comparison key; if equal on all ranks, each raises its own exception."""
         if self.reply is not None:
             return self.reply["type"], self.reply["text"]
         return ("", self.ended.how) if self.ended is not None else ("", "")
@@ -300,22 +300,22 @@ def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
     try:
         shown = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
         wire.loads(data := wire.dumps(shown))
-    except Exception:  # what the user's own objects do when they are shown
+    except Exception:  # user objects may raise in __repr__
         return b""
     return data if hasattr(shown, "reprcrash") else b""
 
 
 def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
-    """The failure of a rank; `caused` says that one of another rank may have been its cause."""
+    """Return the failure of a rank; `caused`: another rank may be the cause."""
     assert told.reply is not None
-    failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks of machines are not compared
+    failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks differ between machines
     if told.fell and caused:
         return replace(failure, kind="fell", message=f"rank {rank} fell with it: {told.reply['text']}")
     return failure
 
 
 def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
-    """In what the tests of the ranks differ, by the first difference from rank 0."""
+    """Describe the first difference between the tests of rank 0 and another rank."""
     tests, uncollected = lists[0]
     ranks = [rank for rank, each in enumerate(lists) if each != lists[0]]
     other_tests, other_uncollected = lists[ranks[0]]

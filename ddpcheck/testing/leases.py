@@ -1,4 +1,4 @@
-"""The worlds of a pytest session: who gets which, who watches over them while they work, and what they leave."""
+"""Worlds of a pytest session: assignment to tests, live output, and collected artifacts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 
-Lent = World | LaunchedWorld  # the ranks of a test: a `World` of its own, or the ranks of a launcher
+Lent = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a launcher
 
 
 class Ranks:
     """All ranks of a session.
 
     Attributes:
-        live: Whether what ranks print is shown while they work.
-        terminal: The terminal, where there is one.
-        following: The test after the one that runs.
-        next_options: Those of the fresh ranks that it will ask for; `None` where it asks for none.
+        live: True if the output of ranks is shown while they run (`-s`).
+        terminal: Terminal for pdb, or `None`.
+        following: Test after the current test.
+        next_options: World options of the following test, or `None` if it needs no fresh ranks.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -48,29 +48,29 @@ class Ranks:
         self.terminal = None if worker else PdbTerminal(config)
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
-        """A world with these options; fresh, or the one of the test's module."""
+        """Return a fresh world, or the shared world of the test's module."""
         options = {**options, "watch": watch}
         if options.pop("reuse", "test") == "module":
             return self._pool.lease_shared(_module(item), **options)
         return self._pool.acquire(following=self.next_options, **options)
 
     def release(self, world: Lent, *, broken: bool) -> None:
-        """A test is done with its world; a broken one is not used again."""
+        """Take back the world of a test; a broken world is not reused."""
         assert isinstance(world, World)
         self._pool.release(world, broken=broken)
 
     def drop(self, item: pytest.Item) -> None:
-        """A test has failed after it was done with its ranks: none that its module shares is used again."""
+        """Discard the shared worlds of a test's module after a late failure."""
         self._pool.end(_module(item))
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do in one process what starts ranks of its own, and return what comes of it; `what` says so in words."""
+        """Run `work`, which starts its own ranks, once; `what` describes the work."""
         return work()
 
     def check_controller(self) -> None:
-        """In a worker of pytest-xdist: end the process when whoever would have heard of it has been killed."""
+        """Exit a pytest-xdist worker whose controller has been killed."""
         if self._controller is not None and os.getppid() != self._controller:
-            os._exit(pytest.ExitCode.INTERRUPTED)  # the ranks and their files go with the fork server, that with us
+            os._exit(pytest.ExitCode.INTERRUPTED)  # the fork server then exits and removes ranks and files
 
     def finish(self, item: pytest.Item) -> None:
         if self.terminal is not None:
@@ -83,7 +83,7 @@ class Ranks:
 
 
 class JoinedRanks(Ranks):
-    """All ranks of a session that a launcher has started."""
+    """All ranks of a session started by a launcher."""
 
     def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
         super().__init__(config)
@@ -92,7 +92,7 @@ class JoinedRanks(Ranks):
         self._launched = launched
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
-        """The first ranks; the test is skipped where there are not so many."""
+        """Return a world of the first ranks; skip the test if too few."""
         launch, size = self._launched.launch, options["world_size"]
         validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
         if size > self._launched.world_size:
@@ -106,7 +106,7 @@ class JoinedRanks(Ranks):
         world.close()
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Have rank 0 do it, and return, or raise, on every rank what comes of it."""
+        """Run `work` on rank 0; return its result or raise on every rank."""
         return once(self._launched, what, work)
 
 
@@ -115,16 +115,16 @@ def _module(item: pytest.Item) -> str:
 
 
 class Record:
-    """A test that needs ranks, and the results of these so far.
+    """State and results of a test that needs ranks.
 
     Attributes:
-        seeds: The states of generators of random numbers when it began.
-        setups: Fixtures that its ranks set up.
-        leases: All that it has had.
-        shown: What the report is to show instead of the traceback in this process, if anything.
-        explained: An error of `ddp_world.run`, and what the report says of it beside the traceback in this process.
-        failed: Whether the test has failed: nobody should get its ranks.
-        quitting: Whether whoever debugged it wants the session to end.
+        seeds: States of the random number generators at the start of the test.
+        setups: Fixtures set up on the ranks.
+        leases: All leases of the test.
+        shown: Report content that replaces the parent's traceback, or `None`.
+        explained: Error of `ddp_world.run` and report sections shown beside the parent's traceback.
+        failed: True if the test failed; its ranks are not reused.
+        quitting: True if the user quit the debugger to end the session.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -139,7 +139,7 @@ class Record:
         self._warned: set[object] = set()
 
     def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
-        """Take what the ranks have left: add their coverage, warn of what they were warned of; returns all of it."""
+        """Return the artifacts of the ranks; merge their coverage and re-issue their warnings."""
         attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
         found: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
         for rank, attachment in found.items():
@@ -152,19 +152,19 @@ class Record:
         for attachment in found.values():
             for message, category, file, line in attachment.warnings:
                 key = (str(message), category, file, line)
-                if key not in self._warned:  # every rank says the same as a rule
+                if key not in self._warned:  # usually the same on every rank
                     self._warned.add(key)
                     warnings.warn_explicit(message, category, file, line)
         return found
 
     def add_section(self, what: str, rank: int, world: Lent, text: str) -> None:
-        """Add to the report what a rank has written, if anything."""
+        """Add non-empty text of a rank to the report."""
         if text.strip():
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
 
 def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
-    """DDP403 where the collectives of the ranks do not match, and they have failed because of that."""
+    """Return the DDP403 finding if mismatched collectives caused the failure, else `None`."""
     if error is None or not isinstance(world, World):
         return None
     logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
@@ -173,10 +173,10 @@ def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
 
 
 class WorldLease:
-    """A test's hold on a world: a fresh one when it is first needed, and after one that failed.
+    """Lease of a world, acquired on first use and after a failure.
 
     Attributes:
-        attachment: What the ranks have brought back from the last run.
+        attachment: Artifacts of the last run by rank.
     """
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class WorldLease:
         self.options = dict(options)
         self.attachment: dict[int, RankArtifacts] = {}
         self._world: Lent | None = None
-        self._printed: list[int] = []  # of each rank's output, how many characters have been shown or kept
+        self._printed: list[int] = []  # characters of output already shown or kept, by rank
         record.leases.append(self)
 
     @property
@@ -200,10 +200,10 @@ class WorldLease:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> tuple[dict[int, Any], TestOutcome, RankError | None]:
-        """Call a function of `ddpcheck.testing.rank_side` on every rank; its last argument is added here.
+        """Call a function of `ddpcheck.testing.rank_side` on every rank, adding the test conditions.
 
         Returns:
-            By rank, what it returned; what the test has come to; and the error where ranks have failed.
+            Return values by rank, outcome of the test, and the error if ranks failed.
         """
         world = self.world
         debugger = self.ranks.terminal is not None
@@ -220,7 +220,7 @@ class WorldLease:
         return returned, judge(ended, error, _mismatch(world, error)), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:
-        """Return an error of the last run, having told the record what its ranks have to say about it."""
+        """Record report sections for an error of the last run; return `error`."""
         self._record.explained = error, sections(verdict, self.attachment)
         return error
 
@@ -233,7 +233,7 @@ class WorldLease:
         return users(world, finished, running) if users is not None else None
 
     def _show(self, world: Lent, *, last: bool) -> None:
-        """Under `-s`: print what the ranks have printed since, line by line, each with its rank."""
+        """Print new output of the ranks under `-s`, prefixed with the rank."""
         if self.ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
                 for line in text.splitlines():
@@ -241,7 +241,7 @@ class WorldLease:
             sys.stdout.flush()
 
     def _new_output(self, world: Lent, up_to: str = "") -> Iterator[tuple[int, str]]:
-        """What each rank has printed since it was asked last, to the last `up_to`."""
+        """Yield the new output of each rank, up to the last `up_to`."""
         for rank, start in enumerate(self._printed):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]
@@ -249,7 +249,7 @@ class WorldLease:
             yield rank, text
 
     def collect_output(self) -> None:
-        """Keep what the ranks have printed, for the report of the test."""
+        """Add the output of the ranks to the test report."""
         if self._world is not None and not self.ranks.live:
             for rank, text in self._new_output(self._world):
                 self._record.add_section("stdout", rank, self._world, text)

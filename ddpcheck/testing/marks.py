@@ -1,4 +1,4 @@
-"""The options of a test's world, from `@pytest.mark.ddp(...)` and the session, read and checked."""
+"""World options of a test from `@pytest.mark.ddp(...)` and the session: read and validate."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> Settings:
-    """The settings of a session; `options` are the names of those that are flags and ini options of pytest.
+    """Return the settings of a session; `options` have pytest flags and ini options.
 
     Raises:
-        UsageError: A flag has a value that cannot be.
-        ConfigError: The environment or a file has.
+        UsageError: A flag has an invalid value.
+        ConfigError: The environment or a config file has an invalid value.
     """
     return load_settings(
         {name: config.getoption(f"ddp_{name}") for name in options},
@@ -41,10 +41,10 @@ def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> 
 
 
 def read(item: pytest.Item) -> dict[str, Any]:
-    """The options of a test's marks, of which the closest wins.
+    """Return the merged options of a test's marks; the closest mark wins.
 
     Raises:
-        UsageError: A mark says something that cannot be.
+        UsageError: A mark has an invalid option.
     """
     found: dict[str, Any] = {}
     for mark in item.iter_markers(MARKER):
@@ -66,25 +66,25 @@ def read(item: pytest.Item) -> dict[str, Any]:
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world size, where a test's mark lists several."""
+    """Parametrize a test over the world sizes listed in its mark."""
     try:
         sizes = read(metafunc.definition).get("world_size")
     except UsageError:
-        return  # the test says so when it runs; a mistake in one test is no reason not to collect the others
+        return  # reported when the test runs, so that the other tests are collected
     if isinstance(sizes, list | tuple):
         if "world_size" not in metafunc.fixturenames:
             metafunc.fixturenames.append("world_size")
-        ids = [counted(size, "rank").replace(" ", "_") for size in sizes]  # which `-k` can name
+        ids = [counted(size, "rank").replace(" ", "_") for size in sizes]  # selectable with `-k`
         metafunc.parametrize("world_size", sizes, ids=ids)
 
 
 def expected_failure(item: pytest.Item) -> Any:
-    """The exceptions that `@pytest.mark.xfail(raises=...)` names; `None` where it does not."""
+    """Return the `raises` of the closest `@pytest.mark.xfail`, or `None`."""
     return next((mark.kwargs["raises"] for mark in item.iter_markers("xfail") if "raises" in mark.kwargs), None)
 
 
 def check_options(options: Mapping[str, Any], whose: str, more: Iterable[str] = ()) -> None:
-    """Refuse options that neither a test's world has nor `more` names, and values that cannot be."""
+    """Raise `UsageError` for unknown options (`more` are also allowed) and invalid values."""
     known = (*OPTIONS, *more)
     for name, value in options.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""The outcome of a test, from the outcome on each rank, as pytest shows it; reports of failed tests as HTML pages."""
+"""Test outcome merged from all ranks, for pytest and as HTML reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LONGEST = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
-    """Write the next report of a test, which is given by its node id; returns its file, `None` without a folder.
+    """Write the next HTML report of node id `test`; return its path.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     if folder is None:
         return None
@@ -44,7 +44,7 @@ def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: R
 
 
 def file_name(test: str) -> str:
-    """A name for the file of a test, another for each; what files cannot be called is replaced."""
+    """Return a unique file name for a test, with invalid characters replaced."""
     place, bracket, parameters = test.partition("[")
     plain = place.replace("::", ".").replace("/", ".") + bracket + parameters
     name = re.sub(r"[^\w.\[\]=-]+", "-", plain)[-_LONGEST:]
@@ -53,20 +53,20 @@ def file_name(test: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TestOutcome:
-    """The outcome of a test."""
+    """Outcome of a test over all ranks."""
 
     how: Literal["passed", "skipped", "xfailed", "failed"]
-    headline: str = ""  # one sentence; the reason of a skip
-    lines: tuple[str, ...] = ()  # one for each rank that has something to say, a stuck rank's stack below its own
-    first: RankFailure | None = None  # that the headline is about
-    mismatch: Finding | None = None  # DDP403, where that is why the ranks failed
+    headline: str = ""  # one sentence, or the reason of a skip
+    lines: tuple[str, ...] = ()  # one per group of equal ranks, followed by the stack if stuck
+    first: RankFailure | None = None  # failure in the headline
+    mismatch: Finding | None = None  # DDP403, if it caused the failure
 
 
 def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding | None = None) -> TestOutcome:
-    """Put the ranks together: by number how those have ended that did not fail, and the error about those that did."""
+    """Merge the outcomes of passed ranks (`ended`) and failed ranks (`error`)."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
-    for one in list(failures):  # a module that skips while it is imported on a rank
+    for one in list(failures):  # module-level skip during import on a rank
         if isinstance(one.exception, pytest.skip.Exception):
             ended[one.rank] = Ended("skipped", one.exception.msg or "")
             failures.remove(one)
@@ -91,9 +91,9 @@ def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding
 
 
 def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None) -> BaseException:
-    """The exception of a failed test in the parent: that of the rank, for `xfail(raises=...)`.
+    """Return the exception to raise in the parent: the rank's own, for `xfail(raises=...)`.
 
-    What a rank has raised that is not what the test is `expected` to raise goes before what is.
+    Exceptions that are not `expected` have precedence.
     """
     first = verdict.first
     if expected is not None and error is not None:
@@ -103,7 +103,7 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
         return pytest.fail.Exception(verdict.headline, pytrace=False)
     if isinstance(first.exception, bdb.BdbQuit):
         return pytest.exit.Exception("Quitting debugger")
-    can_be_raised = (Exception, pytest.fail.Exception, pytest.exit.Exception)  # not a KeyboardInterrupt of a rank
+    can_be_raised = (Exception, pytest.fail.Exception, pytest.exit.Exception)  # excludes KeyboardInterrupt of a rank
     if isinstance(first.exception, can_be_raised) and first.kind == "raised":
         return first.exception.with_traceback(None)
     return error.with_traceback(None)
@@ -122,7 +122,7 @@ def _said(one: Ended) -> str:
 
 
 def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
-    """One line for each rank, those that failed first and in order of time; equal ones together."""
+    """Return one line per group of equal outcomes, failures first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for one in failures:
         where = f" at {one.location}" if one.location and one.location not in one.message else ""
@@ -139,7 +139,7 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
 
 
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
-    """The failures of the ranks as sections of a report; none where no rank has sent one as pytest shows it."""
+    """Return report sections on the failures, if the first has a pytest representation."""
     first = verdict.first
     shown = attachment[first.rank].failure if first is not None and first.rank in attachment else None
     if first is None or shown is None:
@@ -150,9 +150,9 @@ def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> l
 def as_pytest_shows(
     verdict: TestOutcome, attachment: Mapping[int, RankArtifacts], test: tuple[str, int | None, str]
 ) -> Any:
-    """A test's failure on the ranks, as pytest shows a failure: the first one whole, a line for each of the others.
+    """Return pytest's representation of the first failure, plus one line per other outcome.
 
-    `test` is where it is, as in `pytest.Item.location`.
+    `test` is the location of the test, as in `pytest.Item.location`.
     """
     first = verdict.first
     shown = None
@@ -165,7 +165,7 @@ def as_pytest_shows(
         shown.reprcrash = copy.copy(shown.reprcrash)
         assert first is not None
         shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
-        if chain := getattr(shown, "chain", None):  # what pytest-xdist sends
+        if chain := getattr(shown, "chain", None):  # serialized by pytest-xdist
             shown.chain = [*chain[:-1], (chain[-1][0], shown.reprcrash, chain[-1][2])]
     if verdict.lines != (verdict.headline,) and hasattr(shown, "addsection"):
         shown.sections = list(shown.sections)
@@ -174,7 +174,7 @@ def as_pytest_shows(
 
 
 def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
-    """A failure of which there is no exception: a rank that died, or hangs."""
+    """Return a representation of a failure without exception: a dead or hung rank."""
     text = verdict.headline
     if verdict.first is not None and verdict.first.traceback and not verdict.first.type.startswith("ddpcheck."):
         text = f"{verdict.first.traceback.rstrip()}\n{text}"

@@ -1,7 +1,7 @@
-"""The conditions under which a test's code runs on a rank: as far as possible those of the process of pytest.
+"""Test conditions on a rank, copied from the pytest process.
 
-Warning filters, logging, random numbers that a fixture has seeded, coverage, and how a failure is to be shown. All of
-it is read in the parent (`TestConditions.of`) and applied on the rank, from where `RankArtifacts` comes back.
+Includes warning filters, logging, seeded random number generators, coverage and traceback style, read in the parent
+(`TestConditions.of`) and applied on the rank, which returns `RankArtifacts`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_t
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The options of pytest for tracebacks."""
+    """pytest options for tracebacks and assertions."""
 
     traceback: str  # --tb
     show_locals: bool
     full: bool
     verbosity: int
     assertions: int  # verbosity of assertions
-    comparisons: Mapping[str, Any]  # what the ini file says about explaining one
-    directory: str  # that paths are shown relative to
+    comparisons: Mapping[str, Any]  # ini options for assertion explanations
+    directory: str  # base of relative paths
 
 
 def drawn_generators() -> dict[str, Any]:
-    """The states of the generators after one number of each: seeding, even with the last seed, changes them."""
+    """Draw from each generator and return the states, to detect later reseeding."""
     random.random()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.random_sample()
@@ -47,20 +47,20 @@ def drawn_generators() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TestConditions:
-    """The conditions for a test's code on a rank."""
+    """Conditions for test code on a rank."""
 
-    filters: tuple[Any, ...]  # of `warnings`
+    filters: tuple[Any, ...]  # `warnings.filters`
     log_level: int
-    log_format: tuple[str, str]  # of a line, and of its date
-    seeds: Mapping[str, Any]  # states of generators that have been seeded since the test began
+    log_format: tuple[str, str]  # (log_format, log_date_format)
+    seeds: Mapping[str, Any]  # generator states changed since the test began
     coverage: CoverageOptions | None
     style: Style
-    debugger: bool  # somebody sits at a terminal: `breakpoint()` works
+    debugger: bool  # terminal available: `breakpoint()` works
     post_mortem: bool  # a failure opens the debugger
 
     @classmethod
     def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
-        """Read them off this process."""
+        """Return the conditions of this process."""
         config = item.config
         by_test = config.getoption("cov_context", None) == "test"
         return cls(
@@ -86,28 +86,28 @@ class TestConditions:
 def _ini(config: pytest.Config, name: str) -> Any:
     try:
         return config.getoption(name, None) or config.getini(name)
-    except (KeyError, ValueError):  # the logging plugin is switched off, or an older pytest has no such option
+    except (KeyError, ValueError):  # logging plugin disabled, or option missing in this pytest
         return None
 
 
 @dataclass(slots=True)
 class RankArtifacts:
-    """The results of a test on a rank beside its outcome."""
+    """Artifacts of a test on a rank, besides the outcome."""
 
-    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # with file and line
+    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # last: file, line
     log: str = ""
-    coverage: bytes = b""  # as coverage.py serialises it; empty where nothing was measured
-    properties: list[tuple[str, object]] = field(default_factory=list)  # what `record_property` was told
-    failure: Any = None  # as pytest shows it
-    quitting: bool = False  # whoever debugged the failure wants the session to end
+    coverage: bytes = b""  # `CoverageData.dumps()`, b"" if not measured
+    properties: list[tuple[str, object]] = field(default_factory=list)  # from `record_property`
+    failure: Any = None  # representation by pytest
+    quitting: bool = False  # user quit the debugger to end the session
 
 
 # --- Coverage --------------------------------------------------------------------------------------------------------
 
-# Nothing is written to disk and nothing has to be combined, so this works under pytest-cov, with and without xdist, and
-# under `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
+# No data files and no `coverage combine`, so this works under pytest-cov, with and without xdist, and under
+# `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
 # (https://coverage.readthedocs.io/en/latest/api_coverage.html).
-_COVERAGE_OPTIONS = (  # of its section `run`
+_COVERAGE_OPTIONS = (  # options of section `run`
     *("branch", "concurrency", "core", "cover_pylib", "dynamic_context", "include", "omit"),
     *("plugins", "relative_files", "source", "source_pkgs", "source_dirs", "timid"),
 )
@@ -116,28 +116,28 @@ _NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", 
 
 @dataclass(frozen=True, slots=True)
 class CoverageOptions:
-    """The settings under which coverage is measured in this process."""
+    """Coverage settings of this process."""
 
-    options: Mapping[str, Any]  # of coverage.py, by name
-    file: str | None  # of its configuration, which holds the options of its plugins
-    context: str  # that what is measured is recorded under, empty for none
+    options: Mapping[str, Any]  # coverage.py option name -> value
+    file: str | None  # config file, which includes plugin options
+    context: str  # coverage context, or '' for none
 
     @classmethod
     def now(cls, context: str) -> CoverageOptions | None:
-        """The settings of this process; `None` where coverage is not measured."""
+        """Return the settings of this process; `None` if coverage is not active."""
         current = _current_coverage()
         if current is None:
             return None
         options = {}
         for name in _COVERAGE_OPTIONS:
-            with contextlib.suppress(Exception):  # another version of coverage.py has no such option
+            with contextlib.suppress(Exception):  # unknown in another version of coverage.py
                 options[f"run:{name}"] = current.get_option(f"run:{name}")
         return cls(options, getattr(current.config, "config_file", None), context)
 
 
 @contextlib.contextmanager
 def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
-    """On a rank: measure while the block runs, and keep the result in `artifacts`; nothing without a `how`."""
+    """Measure coverage of the block into `artifacts`; no-op if `how` is `None`."""
     if how is None:
         yield
         return
@@ -159,7 +159,7 @@ def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[
 
 
 def add_coverage(data: bytes) -> None:
-    """Add what a rank has measured to what is measured in this process."""
+    """Merge the coverage data of a rank into this process."""
     current = _current_coverage()
     if current is None:
         return

@@ -1,9 +1,8 @@
-"""The arguments of a test on the ranks: values that are sent, and fixtures that every rank makes for itself.
+"""Arguments of a test on ranks: pickled values and per-rank fixtures.
 
-A fixture of the user's is set up once, in the process that pytest runs in, and its value is sent to the ranks. What
-depends on the rank cannot be: `rank`, `process_group` and their like, every fixture that uses one of them, and pytest's
-own fixtures that change or watch the process that they are in (`monkeypatch`, `capsys`, `caplog` ...). Each rank makes
-those for itself.
+User fixtures are set up once in the pytest process and their values sent to the ranks. Set up on each rank instead:
+`rank`, `process_group` etc., every fixture that uses one of these, and pytest fixtures that modify or observe the
+current process (`monkeypatch`, `capsys`, `caplog` ...).
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 
-# --- In the process that pytest runs in ------------------------------------------------------------------------------
+# --- In the pytest process -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """Stands, in the process that pytest runs in, for a fixture's value that each rank makes for itself."""
+    """Placeholder in the pytest process for a fixture value that each rank creates."""
 
     name: str
 
@@ -56,28 +55,28 @@ class OnRank:
 
 @dataclass(frozen=True, eq=False)
 class Builtin(OnRank):
-    """A fixture of pytest's that belongs to the process that it is used in."""
+    """Placeholder for a pytest fixture that is bound to its process."""
 
-    detail: Any = None  # the class that captures, for `capsys` and its like; parameter and names, for `request`
+    detail: Any = None  # capture class for `capsys` etc.; (param, name, nodeid) for `request`
 
 
 @dataclass(frozen=True, eq=False)
 class RankFixture(OnRank):
-    """A fixture of the user's that needs something which each rank makes for itself."""
+    """Placeholder for a user fixture that depends on per-rank values."""
 
-    function: Any  # what sets it up, or where to find that
+    function: Any  # fixture function, or `InModule`
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class InModule:
-    """A fixture's function by the names under which another process finds it."""
+    """Reference to a fixture function by module and name."""
 
     module: str
     name: str
 
     def find(self) -> Any:
-        """Import the module and take the function out of what `pytest.fixture` has made of it."""
+        """Import the module and unwrap the function from its `pytest.fixture` object."""
         return _function_of(getattr(importlib.import_module(self.module), self.name))
 
 
@@ -88,7 +87,7 @@ def _function_of(holder: Any) -> Any:
 
 
 def reference(function: Any) -> Any:
-    """A fixture's function as it travels: by name where a rank can import it, so that it finds its module's globals."""
+    """Return a picklable fixture function, by name (keeps module globals) if importable."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
     if module is not None and _function_of(getattr(module, name, None)) is function and wire.importable(module):
@@ -105,7 +104,7 @@ _CAPTURES = {
 
 
 def converted(name: str, value: Any) -> Any:
-    """A fixture's value as it travels, or what stands for it."""
+    """Return a fixture value, or a placeholder if bound to the process."""
     if isinstance(value, pytest.MonkeyPatch):
         return Builtin("monkeypatch")
     if isinstance(value, pytest.WarningsRecorder):
@@ -123,10 +122,10 @@ def converted(name: str, value: Any) -> Any:
 
 
 def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[RankFixture]) -> bytes:
-    """Pickle a test's function and arguments, and the fixtures before it; values that share something go on sharing it.
+    """Pickle a test's function, arguments and fixtures together; shared objects stay shared.
 
     Raises:
-        UsageError: A value cannot be sent, with the name of the fixture that it comes from.
+        UsageError: A value cannot be pickled; names the fixture.
     """
     try:
         return wire.dumps((arguments, function, setups))
@@ -162,11 +161,11 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
 
 
 class FixtureMaker:
-    """Makes what each rank makes for itself, everything once.
+    """Creates the per-rank fixture values on a rank, each once.
 
     Attributes:
-        teardown: Ends what has been made.
-        properties: What `record_property` is told.
+        teardown: Exit stack that tears down the fixtures.
+        properties: Name and value of each `record_property` call.
     """
 
     def __init__(self, teardown: contextlib.ExitStack, properties: list[tuple[str, object]]) -> None:
@@ -175,7 +174,7 @@ class FixtureMaker:
         self._made: dict[object, Any] = {}
 
     def make(self, value: Any) -> Any:
-        """The value itself, or what it stands for."""
+        """Return the value, or the per-rank value if `value` is a placeholder."""
         if not isinstance(value, OnRank):
             return value
         key: object = value if isinstance(value, RankFixture) or value.name == "request" else value.name
@@ -260,7 +259,7 @@ def _caplog(_: object, __: FixtureMaker) -> Iterator[pytest.LogCaptureFixture]:
 
 
 class RankRequest:
-    """The part of pytest's `request` that exists on a rank."""
+    """Subset of pytest's `request` available on a rank."""
 
     def __init__(self, detail: tuple[Any, str, str], maker: FixtureMaker) -> None:
         self.param, name, nodeid = detail

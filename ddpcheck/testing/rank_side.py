@@ -1,6 +1,6 @@
-"""A test's code on a rank: called there under the conditions of the parent, with its fixtures, and its attachment left.
+"""Execution of test code on a rank, with conditions, fixtures and attachment.
 
-`perform` runs the body of a test that carries the marker, `call` a function that `ddp_world.run` was given.
+`perform` runs the body of a test with the ddp marker, `call` a function passed to `ddp_world.run`.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The outcome of a test on a rank on which it did not fail."""
+    """Outcome of a test on a rank without failure."""
 
     how: Literal["passed", "skipped", "xfailed"]
-    reason: str = ""  # of the last two
-    returned: str = ""  # the type of what the test returned, if anything
+    reason: str = ""  # of a skip or xfail
+    returned: str = ""  # repr of the type of a return value other than None
 
 
 def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
-    """Call a function under the conditions and leave the attachment.
+    """Call a function under the conditions and save the attachment.
 
     Returns:
-        What it returns, or how it has `Ended` where it skips or expects to fail.
+        The return value, or `Ended` on skip or xfail.
     """
     with _under(conditions):
         return _unless_it_ends(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run a test's body, made by `ddpcheck.testing.rank_fixtures.pack`, and leave the attachment.
+    """Run a test body packed by `ddpcheck.testing.rank_fixtures.pack` and save the attachment.
 
     Raises:
-        BaseException: Whatever the test raises, unless it skips or expects to fail.
+        BaseException: Exceptions of the test, except skip and xfail.
     """
     with _under(conditions) as attachment:
         result = _unless_it_ends(functools.partial(_with_fixtures, body, attachment))
@@ -83,7 +83,7 @@ def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
 
 @for_target
 def _unless_it_ends(run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, or which of the outcomes that are no failure it has."""
+    """Return the result of `run`, or `Ended` on skip or xfail."""
     try:
         return run()
     except pytest.skip.Exception as outcome:
@@ -99,7 +99,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     caught: list[warnings.WarningMessage] = []
     explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
     _log_collectives()
-    this_rank.save_attachment(b"")  # of an earlier run
+    this_rank.save_attachment(b"")  # discard that of an earlier run
     this_rank.forget_thread_error()
     try:
         with (
@@ -130,16 +130,16 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
 
 
 def _log_collectives() -> None:
-    """Log the collectives of the test, which begins, for the parent: to tell by them where ranks part."""
+    """Start or reset the collective log, from which the parent detects mismatches."""
     rank = this_rank.current()
     if not (path := log_path(rank.directory, rank.rank)).exists():
         record_collectives(rank.directory, rank.rank)
-    os.truncate(path, 0)  # of an earlier run
+    os.truncate(path, 0)  # discard an earlier run
 
 
 @contextlib.contextmanager
 def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
-    """Exceptions in threads, and where Python can only ignore them, as the warnings that pytest makes of them."""
+    """Collect unhandled thread and unraisable exceptions as the same warnings that pytest issues."""
     found: list[tuple[Warning, str, int]] = []
     hooks = threading.excepthook, sys.unraisablehook
 
@@ -166,7 +166,7 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
 
 
 def _packed(attachment: RankArtifacts) -> bytes:
-    """Pickle it, without the parts that cannot be."""
+    """Pickle the attachment without its unpicklable parts."""
     try:
         return wire.dumps(attachment)
     except Exception:
@@ -198,7 +198,7 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 
 
 def _as_pytest_shows(error: BaseException, style: Style) -> Any:
-    """An exception as pytest shows it, as an object that can be pickled; `None` if there is none, or it is all ours."""
+    """Return pytest's picklable representation of an exception, or `None` for ddpcheck errors."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DDPCheckError) and not _theirs(info):
         return None
@@ -206,7 +206,7 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
         how = "long" if style.traceback == "auto" or style.full else style.traceback
         if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
             how = "value"
-        if how == "native" and not style.full:  # which `tbfilter` does not reach
+        if how == "native" and not style.full:  # `tbfilter` is ignored by style "native"
             info.traceback = _theirs(info)
         shown = info.getrepr(
             showlocals=style.show_locals,
@@ -218,13 +218,13 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
             chain=True,
         )
         wire.loads(wire.dumps(shown))
-    except Exception:  # what the user's own objects do when they are shown
+    except Exception:  # user objects may raise in __repr__
         return None
     return shown
 
 
 def text_of(shown: Any) -> str:
-    """A failure as pytest prints it, without colours; empty for none."""
+    """Return a failure as printed by pytest, without colors; '' for `None`."""
     if shown is None:
         return ""
     try:
@@ -233,12 +233,12 @@ def text_of(shown: Any) -> str:
         text = io.StringIO()
         shown.toterminal(TerminalWriter(text))
     except Exception:  # another version of pytest
-        return str(shown)  # without the first line's indentation
+        return str(shown)  # loses the indentation of the first line
     return text.getvalue().strip("\n")
 
 
 def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
-    """The part of a traceback that is the user's, as `Function._traceback_filter` of pytest cuts it."""
+    """Filter a traceback to user frames, as pytest's `Function._traceback_filter` does."""
     whole = info.traceback
     kept = _theirs(info).filter(info) or whole
     if style.traceback == "auto" and len(kept) > 2:
@@ -247,6 +247,6 @@ def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
 
 
 def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
-    """The frames of a traceback that are not ours."""
-    ours = (_PACKAGE, str(contextlib.__file__))  # fixtures are set up and torn down by context managers
+    """Return the traceback without ddpcheck frames."""
+    ours = (_PACKAGE, str(contextlib.__file__))  # fixtures run in context managers
     return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(ours))

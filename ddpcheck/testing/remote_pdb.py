@@ -1,8 +1,8 @@
-"""pdb on a rank, talked to from the terminal that pytest runs in: `breakpoint()`, and `--pdb` after a failure.
+"""pdb on a rank through pytest's terminal: `breakpoint()`, and `--pdb` after a failure.
 
-A rank has no terminal. Each time that its debugger wants to talk, it listens at a socket in the world's directory; the
-parent finds that while it waits for the ranks (`PdbTerminal.attend`), and relays until the rank hangs up: texts, or
-`None` where a line is asked for. No clock runs meanwhile.
+A rank has no terminal. When its debugger stops, the rank listens on a socket in the world's directory; the parent polls
+for sockets while waiting for the ranks (`PdbTerminal.attend`) and relays until the rank disconnects. A rank sends text,
+or `None` to request a line of input. The timeout is paused meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import pytest
 
 from ddpcheck.worlds import rank as this_rank
 
-_ANSWER = 5.0  # for a rank to go on
-_NEXT_WORD = 0.3  # in which a rank that is stepped through speaks again
+_ANSWER = 5.0  # seconds for a rank to continue
+_NEXT_WORD = 0.3  # seconds until a rank being stepped reconnects
 
 
 class _Terminal(io.TextIOBase):
-    """The terminal, on a rank. Each line is asked for: what is typed ahead stays for whoever asks next."""
+    """File object of the parent's terminal; reads line by line to keep typeahead."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -38,7 +38,7 @@ class _Terminal(io.TextIOBase):
         self._connection.send(text)
         return len(text)
 
-    def readline(self) -> str:  # type: ignore[override]  # pdb asks for whole lines
+    def readline(self) -> str:  # type: ignore[override]  # pdb reads whole lines
         self._connection.send(None)
         with contextlib.suppress(EOFError):
             line: str = self._connection.recv()
@@ -47,10 +47,10 @@ class _Terminal(io.TextIOBase):
 
 
 class _Pdb(pdb.Pdb):
-    """pdb that connects to the parent each time that it stops."""
+    """pdb that connects to the parent at each stop."""
 
     def __init__(self, heading: str) -> None:
-        self._unheard = io.StringIO()  # what it says while nobody listens
+        self._unheard = io.StringIO()  # output while not connected
         super().__init__(nosigint=True, readrc=False, stdout=self._unheard)
         self._unheard.write(heading)
         self._calls = 0
@@ -74,7 +74,7 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
-    """On a rank: make `breakpoint()` and `pdb.set_trace()` work while the block runs, or say why they do not."""
+    """Enable `breakpoint()` and `pdb.set_trace()` on a rank; raise without a terminal."""
     before = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 
@@ -98,7 +98,7 @@ def available(terminal: bool) -> Iterator[None]:
 
 
 def post_mortem(error: BaseException, shown: str) -> bool:
-    """On a rank: open the debugger where `error` was raised; returns whether the whole session is to end."""
+    """Debug the frame that raised `error`; return True if the user quit."""
     if isinstance(error, bdb.BdbQuit):
         return True
     here = this_rank.current()
@@ -110,14 +110,14 @@ def post_mortem(error: BaseException, shown: str) -> bool:
 
 
 class PdbTerminal:
-    """The parent's end: the terminal."""
+    """Parent side: relays the terminal to ranks."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._capture = config.pluginmanager.getplugin("capturemanager")
         self._rank: str | None = None
 
     def attend(self, directory: Path) -> None:
-        """Talk with the ranks of a world that want to, until none does."""
+        """Serve debugger connections of the ranks until none is left."""
         deadline = time.monotonic()
         while True:
             calls = sorted(directory.glob("rank*.pdb"), key=_age)
@@ -130,13 +130,13 @@ class PdbTerminal:
                 time.sleep(0.01)
 
     def leave(self) -> None:
-        """The test is over: the next one's ranks are other ranks."""
+        """Forget the debugged rank at the end of a test."""
         self._rank = None
 
     def _answer(self, place: Path) -> None:
         rank = place.name.partition(".")[0]
         with contextlib.suppress(OSError, EOFError), Client(str(place), "AF_UNIX") as connection:
-            if self._rank not in (None, rank):  # it failed, too: one conversation a test is enough
+            if self._rank not in (None, rank):  # failed as well: debug only one rank per test
                 connection.send("continue\n")
                 while connection.poll(_ANSWER):
                     connection.recv()
@@ -147,7 +147,7 @@ class PdbTerminal:
                     if (said := connection.recv()) is not None:
                         terminal.write(said)
                         terminal.flush()
-                    else:  # nothing at the end of input: the debugger takes that for "quit"
+                    else:  # empty at end of input: pdb quits
                         connection.send(_typed().decode("utf-8", "replace"))
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ class PdbTerminal:
 
 
 def _typed() -> bytes:
-    """The next line of standard input, and no byte of the one after it."""
+    """Read one line of standard input, without reading ahead."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
         line += byte

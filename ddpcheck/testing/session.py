@@ -1,4 +1,4 @@
-"""The plugin in one pytest session: every hook of `ddpcheck.pytest_plugin` calls this."""
+"""State of the plugin in one pytest session, used by `ddpcheck.pytest_plugin`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
 _RECORD = pytest.StashKey[Record]()
-_OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  # of a world, that are settings too
+_OPTIONS = ("world_size", "device", "timeout", "threads", "preload", "reuse")  # world options that are also settings
 
 
 class Session:
-    """One for each process that runs tests."""
+    """Plugin session, one per process that runs tests."""
 
     def __init__(self, config: pytest.Config, options: Sequence[str], is_ours: Callable[[pytest.Item], bool]) -> None:
-        """Read the settings; `is_ours` says whether a test needs ranks.
+        """Read the settings; `is_ours` returns True if a test needs ranks.
 
         Raises:
-            UsageError: A flag has a value that cannot be, or a launcher and pytest-xdist have both started processes.
-            ConfigError: The environment or a file has a value that cannot be.
+            UsageError: A flag has an invalid value, or a launcher and pytest-xdist have both started processes.
+            ConfigError: The environment or a config file has an invalid value.
         """
         launched = config.stash.get(LAUNCHED, None)
         defaults = {} if launched is None else {"world_size": launched.world_size}
@@ -45,7 +45,7 @@ class Session:
     # --- Before a test ---------------------------------------------------------------------------------------------
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
-        """Prepare for a test that needs ranks; another one may follow."""
+        """Prepare for a test that needs ranks; `following`: next test or `None`."""
         self._ranks.following = following
         self._ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
@@ -54,7 +54,7 @@ class Session:
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
     def _fresh_ranks_of(self, item: pytest.Item) -> dict[str, Any] | None:
-        """The options of the fresh ranks that a test will ask for, `None` where it asks for none, or not for these."""
+        """Return the world options of a test with fresh ranks, else `None`."""
         if not self._is_ours(item):
             return None
         try:
@@ -64,7 +64,7 @@ class Session:
         return options if options.pop("reuse") == "test" else None
 
     def fact(self, item: pytest.Item, name: str) -> Any:
-        """The stand-in for `rank` and its like until the test is on its ranks."""
+        """Return the placeholder for a per-rank fixture such as `rank`."""
         if "ddp_world" in getattr(item, "fixturenames", ()):
             _refuse(
                 f"The body of a test that uses ddp_world runs in the parent, which has no {name!r}; use "
@@ -80,7 +80,7 @@ class Session:
     def leave_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object:
-        """Have a fixture made on the ranks if it uses something that is made there; else return `None`."""
+        """Return a `RankFixture` if a fixture depends on per-rank values, else `None`."""
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
@@ -94,7 +94,7 @@ class Session:
     # --- The test --------------------------------------------------------------------------------------------------
 
     def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
-        """The value of the fixture `ddp_world`."""
+        """Yield the value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
             folder = item.config.getoption(REPORT_FOLDER, None)
@@ -102,12 +102,12 @@ class Session:
             rent = functools.partial(WorldLease, self._ranks, record)
             yield DDPWorld(self._settings, rent, self._options(item), keep)
         finally:
-            with contextlib.ExitStack() as ending:  # every world is given back, also when that fails for one
+            with contextlib.ExitStack() as ending:  # release every world even if one release raises
                 for lease in record.leases:
                     ending.callback(lease.close)
 
     def run_marked(self, item: pytest.Function) -> None:
-        """Run the body of a test on every rank, and raise what is to be raised."""
+        """Run a test body on every rank; raise on failure, skip or xfail."""
         record = item.stash[_RECORD]
         with contextlib.closing(WorldLease(self._ranks, record, self._options(item))) as lease:
             try:
@@ -126,7 +126,7 @@ class Session:
                 raise to_raise(verdict, error, marks.expected_failure(item))
 
     def _options(self, item: pytest.Item) -> dict[str, Any]:
-        """The options of a test's world: those in its marks, then the settings."""
+        """Return the world options of a test: marks first, then settings."""
         try:
             asked = marks.read(item)
             parameters = getattr(getattr(item, "callspec", None), "params", {})
@@ -135,7 +135,7 @@ class Session:
                 marks.check_options(asked, "@pytest.mark.ddp")
         except UsageError as wrong:
             _refuse(str(wrong))
-        # gloo works on every device, with any number of ranks
+        # gloo supports every device and any number of ranks
         usual = {"backend": self._settings.backend or "gloo"}
         return {**usual, **{name: getattr(self._settings, name) for name in _OPTIONS}, **asked}
 
@@ -144,15 +144,15 @@ class Session:
     def reporting(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Around the making of a report: put into it what the ranks have brought back."""
+        """Add the artifacts of the ranks to the test report (hook wrapper)."""
         record = item.stash.setdefault(_RECORD, Record(item))
         for lease in record.leases:
             lease.collect_output()
         report = yield
         record.failed |= report.failed
         if call.when == "teardown":
-            del item.stash[_RECORD]  # pytest keeps every test until the end; states of generators alone take 35 kB
-            if record.leases and report.failed:  # after they were given back
+            del item.stash[_RECORD]  # pytest keeps items until the end; generator states take 35 kB each
+            if record.leases and report.failed:  # after their release
                 self._ranks.drop(item)
         if call.when == "call" and record.shown is not None and report.failed:
             report.longrepr = record.shown
@@ -161,11 +161,11 @@ class Session:
         said = said if error is explained else []
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
         for title, text in said:
-            add(title, text)  # to what gets into a JUnit report, too
+            add(title, text)  # also included in a JUnit report
         if not said and record.shown is None and isinstance(error, DDPCheckError) and error.detail:
             report.sections.append(("ddpcheck", error.detail))
         if (said or record.shown is not None) and item.config.getoption("usepdb", False):
-            call.excinfo = None  # the debugger has been where it happened; here is nothing to be seen
+            call.excinfo = None  # already debugged on the rank
         return report
 
     def finish(self, item: pytest.Item) -> None:
@@ -174,15 +174,15 @@ class Session:
             pytest.exit("Quitting debugger")
 
     def close(self) -> None:
-        """The session is over: end every rank."""
+        """Close all ranks at the end of the session."""
         self._ranks.close()
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Refuse a session whose tests cannot have the ranks that they should, given the setting `launcher`.
+    """Validate the start of the session against the setting `launcher`.
 
     Raises:
-        UsageError: It is a worker of pytest-xdist that a launcher has started, or no launcher where there must be one.
+        UsageError: This is a pytest-xdist worker under a launcher, or there is no launcher with `launcher='on'`.
     """
     if launcher == "off" or LAUNCHED in config.stash:
         return
@@ -196,7 +196,7 @@ def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    """Fail the test with a sentence about how it is written, and no traceback of ours."""
+    """Fail the test with a usage message and no traceback."""
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
@@ -214,7 +214,7 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
 
 
 def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
-    """The function of a fixture, bound to the instance of the test class where it is a method of that."""
+    """Return the function of a fixture, bound if a method."""
     try:
         from _pytest.fixtures import resolve_fixture_function
 

@@ -1,4 +1,4 @@
-"""A pool of worlds: prefetched, reused, closed in the background.
+"""Pool of worlds: prefetched, reused, closed in the background.
 
     pool = WorldPool()
     world = pool.acquire(world_size=2, following={"world_size": 2})   # fresh ranks, prepared while the last test ran
@@ -6,8 +6,7 @@
     pool.release(world)                # does not wait
     pool.close()                       # waits until everything is gone
 
-Making a world takes processor time whenever it is done, so a spare one is only made where the next test is known to use
-it.
+A spare world is started only if the next test is known to use it, since every start takes CPU time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.harness import World, start_world
 from ddpcheck.worlds import starting, validation
 
-_EARLY = (  # prefixes of variables that are read when a process, a thread pool or a process group starts
+_EARLY = (  # prefixes of variables read at the start of a process, thread pool or process group
     "ATEN_",
     "C10_",
     "CUDA_",
@@ -41,18 +40,18 @@ _EARLY = (  # prefixes of variables that are read when a process, a thread pool 
     "PYTORCH_",
     "TORCH",
 )
-_LATE = ("timeout", "startup_timeout", "env", "watch")  # options that a world can take over afterwards
-_PATIENCE = 1.0  # seconds for ranks to get their next process group; fresh ones take less
-_CLOSING = 4  # worlds that may be on their way out at the same time
+_LATE = ("timeout", "startup_timeout", "env", "watch")  # options that can be changed on a running world
+_PATIENCE = 1.0  # seconds to reset a process group; fresh ranks take less
+_CLOSING = 4  # maximum number of worlds closing at the same time
 
-Kind = Hashable  # worlds of one kind can stand in for each other
+Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind(options: Mapping[str, Any]) -> Kind:
-    """The kind of a world with these options: fixed from its start.
+    """Return the options and variables that are fixed after the start.
 
     Raises:
-        UsageError: An option makes no sense.
+        UsageError: An option is invalid.
     """
     asked = validation.WorldOptions(**options)
     own = asked.env or {}
@@ -64,25 +63,25 @@ def _kind(options: Mapping[str, Any]) -> Kind:
 
 
 class WorldPool:
-    """Owns every world that it hands out; one for each test process, not to be shared between threads.
+    """Owner of all worlds of a test process; not thread-safe.
 
-    `options` are those of `WorldOptions`, as keywords. A world that was handed out may be closed by whoever has it.
+    `options` are keyword options of `WorldOptions`. A leased world may be closed by its user.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._spare: tuple[Kind, World] | None = None
         self._leased: dict[int, tuple[World, tuple[Hashable, Kind] | None]] = {}
-        self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds, by owner and kind
+        self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds by (owner, kind)
         self._closing: deque[World] = deque()
 
     def acquire(self, *, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return a world that nobody has used: one that was prepared where it fits, else a new one.
+        """Return an unused world: the spare if of this kind, else new.
 
-        `following` are the options of the next lease, which is prepared; `None`: nothing is.
+        `following` are the options of the next lease, for which a spare is started; `None` for no spare.
 
         Raises:
-            UsageError: When an option makes no sense.
+            UsageError: An option is invalid.
         """
         self._enter()
         kind = _kind(options)
@@ -92,13 +91,13 @@ class WorldPool:
         return world
 
     def lease_shared(self, owner: Hashable, **options: Any) -> World:
-        """Return the same ranks for every lease of an owner with the same options, each with a new process group.
+        """Return an owner's shared world of these options, with a new process group.
 
-        Where one failed, or was given back broken, or does not get its next process group in time, the ranks are fresh
-        ones. The owner is a test module, say; `end` ends its ranks.
+        The world is replaced if it failed, was released as broken, or does not reset its process group in time. The
+        owner is, for example, a test module; `end` closes its worlds.
 
         Raises:
-            UsageError: When an option makes no sense.
+            UsageError: An option is invalid.
         """
         self._enter()
         kind = _kind(options)
@@ -113,9 +112,9 @@ class WorldPool:
         return world
 
     def release(self, world: World, *, broken: bool = False) -> None:
-        """Take a world back, without waiting for a process; where its user has failed, nobody gets these ranks again.
+        """Take a world back without waiting; `broken` worlds are not reused.
 
-        Ranks of `acquire` end in the background; those of `lease_shared` get their next process group there.
+        Worlds of `acquire` are closed in the background; worlds of `lease_shared` reset their process group.
         """
         self._enter()
         _, key = self._leased.pop(id(world), (world, None))
@@ -124,20 +123,20 @@ class WorldPool:
             return
         try:
             world.reset_process_group()
-        except DDPCheckError:  # it has failed, is closed, or still at work
+        except DDPCheckError:  # failed, closed or still running
             self._begin_close(world)
         else:
             self._idle[key].append(world)
 
     def end(self, owner: Hashable) -> None:
-        """End the worlds that are shared under an owner; those that are in use end when they are given back."""
+        """Close the shared worlds of an owner, leased worlds on release."""
         self._enter()
         for key in [key for key in self._idle if key[0] == owner]:
             for world in self._idle.pop(key):
                 self._begin_close(world)
 
     def close(self) -> None:
-        """End every world, also those that are in use, and wait until all is gone."""
+        """Close every world, including leased worlds, and wait until all ranks have exited."""
         self._enter()
         self._prepare(None)
         held = [world for world, _ in self._leased.values()]
@@ -151,7 +150,7 @@ class WorldPool:
     # --- A spare -----------------------------------------------------------------------------------------------
 
     def _prepared(self, kind: Kind, options: Mapping[str, Any]) -> World | None:
-        """The spare if it is of this kind, made a world of now."""
+        """Return the spare if of this kind, updated to these options."""
         if self._spare is None or self._spare[0] != kind:
             return None
         (_, world), self._spare = self._spare, None
@@ -168,9 +167,9 @@ class WorldPool:
         return None
 
     def _prepare(self, options: Mapping[str, Any] | None) -> None:
-        """Have the world with these options as the spare one, and no other."""
+        """Start a spare world with these options and close any other spare."""
         kind = None
-        with contextlib.suppress(UsageError):  # the test that needs it will be told
+        with contextlib.suppress(UsageError):  # reported by the test that needs the world
             kind = None if options is None else _kind(options)
         if self._spare is not None and self._spare[0] != kind:
             self._begin_close(self._spare[1])
@@ -187,8 +186,8 @@ class WorldPool:
             self._closing.append(world)
 
     def _enter(self) -> None:
-        """Do what is due whenever we are called: clear away what has ended."""
-        if self._pid != os.getpid():  # a fork of the process that all of these belong to
+        """Reset the pool after a fork, and finish closing worlds."""
+        if self._pid != os.getpid():  # fork: the worlds belong to the parent process
             WorldPool.__init__(self)
         for _ in range(len(self._closing)):
             world = self._closing.popleft()

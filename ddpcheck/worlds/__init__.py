@@ -1,4 +1,4 @@
-"""The processes behind a `World`: the fork server, the ranks' life and death, and what travels between them.
+"""Processes of a `World`: fork server, rank lifecycle, and parent-rank messages.
 
-Nothing here imports torch at its top but `init_dist` of `launchers`, which runs on ranks.
+Only `init_dist` of `launchers`, which runs on ranks, imports torch at module level.
 """

@@ -1,7 +1,7 @@
-"""pytest's assertion rewriting for test modules that a rank imports, so that `assert a == b` says what a and b were.
+"""pytest's assertion rewriting for test modules imported on a rank.
 
-pytest rewrites in the process that collects. A rank imports the module again, and would see the bare assertion.
-All of it is a nicety: with another version of pytest, the module is imported as it stands. This module is light.
+pytest rewrites modules in the collecting process only; a rank imports them again. If the private pytest API differs,
+modules are imported without rewriting. This module is light.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rewritten_modules() -> tuple[str, ...]:
 
 @functools.cache
 def _hook() -> Any:
-    """Pytest's own hook of imports, with as much of a `pytest.Config` as it takes; it rewrites what it is told to."""
+    """Install and return pytest's import hook, with a minimal stand-in for `pytest.Config`."""
     import pytest
     from _pytest.assertion import rewrite
 
@@ -37,20 +37,20 @@ def _hook() -> Any:
 
 
 def rewrite_on_import(names: Iterable[str]) -> None:
-    """In a rank: rewrite the assertions of these modules when they are imported."""
+    """Rewrite the assertions of these modules on import; called on ranks."""
     with contextlib.suppress(Exception):  # another version of pytest
         if new := set(names) - sys.modules.keys():
             _hook().mark_rewrite(*new)
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:
-    """In a rank: show what differs in `left == right`, as pytest does with this verbosity and these ini options."""
+    """Explain failed `left == right` on a rank as pytest does."""
     try:
         from _pytest import assertion
         from _pytest.assertion import truncate, util
     except ImportError:
         return
-    # As much of `pytest.Config`, and of an item that has one, as it takes to explain a comparison; a rank has none.
+    # Minimal stand-in for `pytest.Config` and for a test item; a rank has neither.
     config: Any = SimpleNamespace(
         get_verbosity=lambda kind=None: verbosity,
         getini={"assertion_text_diff_style": "ndiff", **(ini or {})}.get,
@@ -62,11 +62,11 @@ def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None
     def explain(op: str, left: object, right: object) -> str | None:
         try:
             lines = assertion.pytest_assertrepr_compare(config, op, left, right) or []
-            if hasattr(truncate, "truncate_if_required"):  # pytest 8; later ones have done it by now
+            if hasattr(truncate, "truncate_if_required"):  # pytest 8; later versions have truncated already
                 lines = truncate.truncate_if_required(lines, config)
-        except Exception:  # another version of pytest: the values themselves must do
+        except Exception:  # another version of pytest: no explanation
             return None
         return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
 
     util._reprcompare = explain
-    util._config = config  # which says how much of a value is shown
+    util._config = config  # sets how much of a value is shown

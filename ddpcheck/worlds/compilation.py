@@ -1,8 +1,8 @@
-"""Compilation on a rank: what a check compares runs without it, and the time that it takes is no hang.
+"""Control of `torch.compile` on a rank: eager execution in checks, compile time tracking.
 
-Under `force_eager` torch runs what was compiled as it was written, so that dropout draws the same numbers wherever a
-step is repeated, modes of ours see each operation, and a gradient that is missing is missing for a reason in the user's
-code. The wrapper's step is run once more the way it was compiled (`ddpcheck.gather.phases.ddp_step`).
+In eager mode (`force_eager`) dropout draws the same numbers in every repetition of a step, our dispatch modes see each
+operation, and a missing gradient has its cause in the user's code. The DDP step is also run once as compiled
+(`ddpcheck.gather.phases.ddp_step`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 class _Compiling:
     """State of compilation in this process."""
 
-    asked: bool = False  # whether code outside of torch has asked for it
-    eager: bool = False  # whether what was compiled is to run as it was written
-    seconds: float = 0.0  # spent on it since `forget_time`
-    since: float = 0.0  # when the one under way began, by `time.monotonic()`; 0 where none is
-    tell: Callable[[float, float], None] = lambda seconds, since: None  # gets both whenever they change
+    asked: bool = False  # code outside of torch has called torch.compile
+    eager: bool = False  # run compiled code eagerly
+    seconds: float = 0.0  # compile time since `forget_time`
+    since: float = 0.0  # `time.monotonic()` at the start of the current compilation; 0 if none
+    tell: Callable[[float, float], None] = lambda seconds, since: None  # called with `seconds`, `since` on change
 
 
 _state = _Compiling()
-_kept = contextlib.ExitStack()  # contexts that last as long as the process; one that nobody holds would end at once
+_kept = contextlib.ExitStack()  # contexts for the life of the process; an unreferenced context would exit at once
 
 
 def is_asked_for() -> bool:
-    """Whether the user's code has called `torch.compile`, or may have before this process began to look."""
+    """Return True if user code has called `torch.compile`, or may have before `watch_compiling`."""
     return _state.asked
 
 
 def watch_compiling(tell: Callable[[float, float], None]) -> None:
-    """From now on, know in this process when code is compiled, and for how long; torch must have been imported.
+    """Track compilations and compile time in this process; requires torch to be imported.
 
-    `tell` gets the seconds so far and since when one is under way, as of `_Compiling`, whenever one begins or ends.
+    `tell` is called with `seconds` and `since` of `_Compiling` when a compilation starts or ends.
     """
     torch: Any = sys.modules["torch"]
     _state.tell = tell
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
-        sys.modules["torch._inductor.config"].compile_threads = 1  # type: ignore[attr-defined]  # has read it already
+        sys.modules["torch._inductor.config"].compile_threads = 1  # type: ignore[attr-defined]  # env is read on import
     original = torch.compile
 
     @functools.wraps(original)
@@ -60,7 +60,7 @@ def watch_compiling(tell: Callable[[float, float], None]) -> None:
         inside = _is_of_torch(sys._getframe(1), torch)
         _state.asked |= not inside
         _begun()
-        try:  # the first call imports the compiler, which takes seconds by itself
+        try:  # the first call imports the compiler, which takes seconds
             _settle()
             compiled = original(*args, **kwargs)
         finally:
@@ -71,16 +71,16 @@ def watch_compiling(tell: Callable[[float, float], None]) -> None:
 
 
 def forget_time() -> None:
-    """Count the time of compilation from nothing again."""
+    """Reset the compile time to 0."""
     if _state.seconds or _state.since:
         _state.seconds = _state.since = 0.0
         _state.tell(0.0, 0.0)
 
 
 def run_as_written() -> None:
-    """From now on, run in this process what is compiled as if it were not; for a check, not for a test.
+    """Run compiled code eagerly in this process from now on.
 
-    TorchScript as well: it profiles a function in its first calls, and then runs other code, which rounds otherwise.
+    Includes TorchScript, whose profiling executor switches to optimized code with different rounding after some calls.
     """
     if not _state.eager:
         _kept.enter_context(sys.modules["torch"].jit.optimized_execution(False))
@@ -93,9 +93,9 @@ def run_as_written() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """A block in which compiled code is what runs, or what was written, on this thread and all others.
+    """Set the `torch.compiler` stance within the block, for all threads.
 
-    Where torch has none (before 2.6), or while compiled code runs, it runs as it does outside of the block.
+    No effect if torch has no stances (before 2.6) or inside a compiled region.
     """
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as block:
@@ -106,18 +106,18 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Have compilation timed, and put off where it is not wanted; may be called again (`torch._dynamo.reset`)."""
+    """Register the timing callbacks and apply the eager stance; repeatable, e.g. after `torch._dynamo.reset`."""
     import torch
     import torch._dynamo
 
-    with contextlib.suppress(ImportError, AttributeError):  # private to torch: without it a compilation is not timed
+    with contextlib.suppress(ImportError, AttributeError):  # private to torch: if missing, no timing
         from torch._dynamo.callback import callback_handler
 
         if _begun not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(_begun)
             callback_handler.register_end_callback(_ended)
     if _state.eager and not torch.compiler.is_compiling():
-        with contextlib.suppress(AttributeError, RuntimeError):  # since torch 2.6; while torch compiles it is too late
+        with contextlib.suppress(AttributeError, RuntimeError):  # needs torch 2.6; fails during a compilation
             torch.compiler.set_stance("force_eager")
 
 
@@ -133,7 +133,7 @@ def _ended(_arguments: Any = None) -> None:
 
 
 def _is_of_torch(caller: FrameType, torch: Any) -> bool:
-    """Whether torch itself compiles: control flow and flex attention cannot do without, whoever calls them."""
+    """Return True for internal calls of torch, such as control flow and flex attention."""
     file = caller.f_code.co_filename
     ours = caller.f_code.co_name in ("compile", "fn")  # `Module.compile`, and `torch.compile` as a decorator
     return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not ours

@@ -1,9 +1,9 @@
-"""Detection of deadlocks: ranks that wait for each other, or for one that has finished, long before the deadline.
+"""Detection of ranks that wait for each other or for a finished rank.
 
-It takes all of this together, over seconds: every rank that has not finished is inside a call of `torch.distributed`, a
-backward pass or the wrapper, always on the same line; no thread of any rank stays runnable, and none has used more
-processor time than waiting does; and no rank has another Python thread. Whoever computes, sleeps, reads a file or moves
-data does not look like that. Linux only, and not for ranks on a GPU, whose work does not show in their process.
+Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
+a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has
+another Python thread. Ranks that compute, sleep, read files or transfer data do not match. Linux only, and not for GPU
+ranks, whose GPU work does not show in the process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds.rank_processes import RankProcesses
 
-INTERVAL = 0.5  # seconds between two looks
-_SECONDS = 3.0  # of stillness
-_QUIET = 1.0  # of them before stacks are looked at, which disturbs ranks
-_SHARE = 0.02  # of a core: gloo's threads look around every 10 ms while they wait, and so does a store
-_GLANCES = 10  # at a thread that is runnable: one that waits sleeps in some of them, also where it is short of a core
-_LOCAL_SOCKET = "__skb_wait_for_more_packets"  # in which a thread of torch's waits in each worker
-_BETWEEN = 0.003  # seconds from one to the next
+INTERVAL = 0.5  # seconds between two checks
+_SECONDS = 3.0  # without activity before a deadlock is reported
+_QUIET = 1.0  # seconds without activity before stacks are dumped, which disturbs ranks
+_SHARE = 0.02  # of a core: waiting gloo threads and stores poll every 10 ms
+_GLANCES = 10  # samples per runnable thread: a waiting thread sleeps in some, even if cores are busy
+_LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
+_BETWEEN = 0.003  # seconds between samples
 
 
 class DeadlockDetector:
-    """Looks at the ranks of one run from time to time, and says so when they are stuck for good."""
+    """Periodic deadlock check of the ranks of one run."""
 
     def __init__(self, processes: RankProcesses, device: str) -> None:
         self._processes = processes
@@ -38,17 +38,17 @@ class DeadlockDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen: time has passed in which nobody looked."""
+        """Discard all observations, for example after a pause without checks."""
         self._since: float | None = None
         self._used: list[float] = []
         self._stacks: dict[int, tuple[Frame, ...]] = {}
 
     def wait(self, now: float) -> float:
-        """Seconds until the next look is due; infinite where a deadlock cannot be detected."""
+        """Return the seconds until the next check, or inf if unsupported."""
         return max(0.0, self._next - now) if self._possible else math.inf
 
     def verdict(self, now: float) -> str:
-        """Look, if it is time, and return the sentence that ends the run; empty as long as there may be hope."""
+        """Check if due; return the headline of a detected deadlock, or ''."""
         if self.wait(now) > 0.0:
             return ""
         self._next = now + INTERVAL
@@ -70,8 +70,8 @@ class DeadlockDetector:
         )
 
     def _is_still(self, used: list[float], seconds: float) -> bool:
-        """Whether nothing has happened for some seconds, and all who have not finished wait for others."""
-        allowed = 0.02 + _SHARE * seconds  # the first term: the kernel counts in steps of 10 ms
+        """Return True if no rank used CPU time and all unfinished ranks wait."""
+        allowed = 0.02 + _SHARE * seconds  # first term: the kernel counts in steps of 10 ms
         if any(after - before > allowed for before, after in zip(self._used, used, strict=True)):
             return False
         if seconds < _QUIET:
@@ -80,7 +80,7 @@ class DeadlockDetector:
         return bool(self._stacks) and before in ({}, self._stacks)
 
     def _processor_seconds(self) -> list[float] | None:
-        """What each rank has used so far; `None` when one is at work, or about to be, at this moment."""
+        """Return the CPU seconds per rank, or `None` if any is running or exited."""
         used = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:
@@ -89,7 +89,7 @@ class DeadlockDetector:
         return used
 
     def _waiting_stacks(self) -> dict[int, tuple[Frame, ...]]:
-        """The stacks of the ranks that have not finished; empty when one of them is not waiting for another rank."""
+        """Return the stacks of the unfinished ranks, or {} unless all wait."""
         waiting = [rank for rank in self._processes.ranks if rank.answer is None]
         dumps = self._processes.dump_stacks(everyone=True)
         stacks = {rank.number: own_stack(dumps.get(rank.number, "")) for rank in waiting}
@@ -99,9 +99,9 @@ class DeadlockDetector:
 
 
 def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
-    """The processor seconds that a process has used, `None` when one of its threads runs, or is about to, for long.
+    """Return the CPU seconds of a process, or `None` if busy or exited.
 
-    `beside_main`: without its main thread.
+    `beside_main` excludes the main thread.
     """
     try:
         awake = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
@@ -112,19 +112,19 @@ def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
             if not awake:
                 ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if beside_main else 0)
                 return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):  # it has ended
+    except (OSError, IndexError):  # the process has exited
         pass
     return None
 
 
 def _ticks(task: str) -> int:
-    """What a process or thread has used."""
+    """Return the CPU time of a process or thread in clock ticks."""
     fields = process_stat(task)
     return int(fields[11]) + int(fields[12])
 
 
 def gloo_wants_gil(pid: int) -> bool:
-    """Whether a thread of gloo's waits for the GIL: Python has it look every 5 ms, while one without work sleeps."""
+    """Return True if a gloo thread waits for the GIL (wakes every 5 ms)."""
     threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
     before = [switches(f"{pid}/task/{thread}") for thread in threads]
     time.sleep(_FOR_GIL)
@@ -133,17 +133,17 @@ def gloo_wants_gil(pid: int) -> bool:
 
 
 _GLOO = "pt_gloo_runloop"
-_FOR_GIL = 0.5  # seconds, in which it looks 100 times where nothing else runs
+_FOR_GIL = 0.5  # seconds, up to 100 wakeups
 _LOOKS_FOR_GIL = 10
 
 
 def switches(task: str) -> int:
-    """How often a thread has gone to sleep."""
+    """Return the number of voluntary context switches of a thread."""
     return int(status_value(task, "voluntary_ctxt_switches") or 0)
 
 
 def status_value(task: str, name: str) -> str:
-    """A value of the status of a process or thread; empty if there is none."""
+    """Return a field of /proc/<task>/status, or '' if missing."""
     lines = _read(f"{task}/status").splitlines()
     return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
 
@@ -154,10 +154,9 @@ def _read(file: str) -> str:
 
 
 def locked_children(pid: int) -> dict[int, int]:
-    """The children of a process that wait for a lock, each with how often its threads have ever slept.
+    """Return children blocked on a lock: pid -> voluntary context switches.
 
-    Who computes, sleeps, reads or waits for the network, in any thread, is none of them. Empty where the kernel does
-    not tell.
+    Excludes a child with any thread that computes, sleeps, reads or waits for the network.
     """
     found = {}
     for child in children_of(pid):
@@ -170,6 +169,6 @@ def locked_children(pid: int) -> dict[int, int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started, as far as the kernel tells; those that have just ended may be there."""
+    """Return the pids of the child processes, possibly including just exited children."""
     lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
     return [int(child) for children in lists for child in children.split()]

@@ -1,4 +1,4 @@
-"""Exceptions and messages about ranks that failed. Pure, but for reading the rank's files."""
+"""Exceptions and messages about failed ranks. Pure, except for `tail`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _FELL = re.compile(
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
     re.IGNORECASE,
 )
-_FATAL = "Fatal Python error: "  # how a dump of `faulthandler` begins that a signal has caused
+_FATAL = "Fatal Python error: "  # first words of a `faulthandler` dump on a fatal signal
 _LONGEST = 300  # characters of a message
-_WIDEST = 1000  # and of a line that was printed
+_WIDEST = 1000  # characters of an output line
 
 
 def described(error: BaseException, place: str, collective: str) -> dict[str, Any]:
-    """On a rank: return what the parent needs to make a `RankFailure` of `error`, which `raised` does."""
+    """Return the fields of a `RankFailure` on a rank, for `raised`."""
     when = time.monotonic()
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -64,7 +64,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         name, text, where = original.type, original.text, original.location or where
     first, cause = _first_of(error), ""
     if first is not error:
-        with contextlib.suppress(Exception):  # its __str__ may raise, too
+        with contextlib.suppress(Exception):  # __str__ may raise
             cause = shortened(f"{type(first).__qualname__}: {first}", LONGEST_TRACEBACK)
         if cause and not noticed and (began := exception_location(first)) not in (None, where):
             noticed = f"raised in the handling of {_first_line(cause)}, at {began}"
@@ -88,7 +88,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
 
 
 def _first_of(error: BaseException) -> BaseException:
-    """The exception in the handling of which `error` was raised, as far back as Python tells of it."""
+    """Return the root of the exception chain of `error` (`__cause__` or `__context__`)."""
     seen = [error]
     while True:
         last = seen[-1]
@@ -107,16 +107,16 @@ def _format(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        wire.loads(data := wire.dumps(error))  # one with an __init__ of its own often pickles, and does not come back
+        wire.loads(data := wire.dumps(error))  # a custom __init__ often breaks unpickling only
         return data
     except Exception:
         return None
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
-    """Describe a rank that reported a failure itself."""
+    """Describe a rank that reported its own failure."""
     exception = None
-    with contextlib.suppress(Exception):  # where there is none, or its class cannot be imported here, the text must do
+    with contextlib.suppress(Exception):  # missing, or class not importable here: use the text
         exception = wire.loads(reply["exception"])
     text = _first_line(reply["text"])
     if reply["kind"] == "exited":
@@ -136,9 +136,9 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
 
 
 def died(rank: int, code: int | None, when: float, output: str = "", dump: str = "") -> RankFailure:
-    """Describe a rank whose process ended under it, with an exit code, negative for a signal, where one is known.
+    """Describe a rank whose process died.
 
-    `output` may hold what C++ said about it, and `dump` what `faulthandler` wrote; that may be older than the end.
+    `code`: negative for a signal, `None` if unknown. `dump`: output of `faulthandler`, which may predate the exit.
     """
     frames = own_stack(dump[dump.rindex(_FATAL) :]) if _FATAL in dump else ()
     if code is None:
@@ -161,13 +161,13 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
 
 
 def vanished(rank: int) -> RankFailure:
-    """Describe a rank whose process has ended under it, of which no exit code is known, and without a word."""
+    """Describe a dead rank without exit code, exception or stack dump."""
     message = f"rank {rank} ended without an exception, an exit or a stack, as by SIGKILL"
     return RankFailure(rank, "died", f"{message} (the system sends that when memory runs out)", 0.0)
 
 
 def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:
-    """Describe a rank that was still at work."""
+    """Describe a rank that was still running."""
     frames = own_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
@@ -191,12 +191,12 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
 
 
 def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Describe a rank whose main thread waits for another one, where what has ended such a one is known; else `None`.
+    """Describe a rank whose main thread waits for a failed thread.
 
     Args:
         rank: The rank.
-        dump: The stacks of its threads. Where the program runs in another one still, that may be waited for.
-        error: The name of the thread that was ended, and what `raised` is told, as JSON; may be empty.
+        dump: Stack dump of all threads; returns `None` if user code still runs in another thread.
+        error: JSON list of the thread's name and its fields for `raised`, or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
     if not error or not waits_in:
@@ -208,9 +208,9 @@ def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Sort by time, with those that only fell with another one marked, and after it.
+    """Sort failures by time; consequences of a lost rank become 'fell' and go last.
 
-    Of a rank that has died, the time is when that was noticed, which may be later than others did.
+    The time of a dead rank is when its exit was detected, which may be later than the failures that it caused.
     """
     causes = [one for one in failures if one.kind != "stuck" and not looks_fallen(one)]
     marked = []
@@ -224,21 +224,21 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
 
 
 def looks_fallen(failure: RankFailure) -> bool:
-    """Whether a rank has failed since another one was gone."""
+    """Return True if a rank raised because another rank was lost."""
     return failure.kind == "raised" and has_lost_another(f"{failure.type} {failure.message} {failure.cause}")
 
 
 def has_lost_another(text: str) -> bool:
-    """Whether the text of an exception says that another rank was gone."""
+    """Return True if an exception text reports a lost connection to a rank."""
     return bool(_FELL.search(text))
 
 
 def error(failures: Sequence[RankFailure]) -> RankError:
-    """Make the exception for a world in which a rank failed."""
+    """Return the exception for a world with failed ranks."""
     ordered = in_order(failures)
     headline = phrase(ordered[0])
     same = [one for one in ordered if one.kind == ordered[0].kind and phrase(one) == headline]
-    if len(same) > 1:  # in order of rank, so that the same failure reads the same every time
+    if len(same) > 1:  # by rank, for a deterministic message
         ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
     others = _summary(ordered[len(same) :])
     ranks = [one.rank for one in same]
@@ -247,7 +247,7 @@ def error(failures: Sequence[RankFailure]) -> RankError:
 
 
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
-    """Make the exception for ranks that did not finish."""
+    """Return the exception for ranks that did not finish."""
     ordered = sorted(failures, key=lambda one: (one.when, one.rank))
     waiting = "; ".join(told_together((one.rank, phrase(one)) for one in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
@@ -255,7 +255,7 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
 
 
 def _summary(rest: Sequence[RankFailure]) -> str:
-    """One phrase for the ranks that are not the headline, equal ones together."""
+    """Summarize the failures outside the headline, with equal failures grouped."""
     said = []
     for one in rest:
         what = phrase(one)
@@ -269,12 +269,12 @@ def _summary(rest: Sequence[RankFailure]) -> str:
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
-    """The details of each rank; those of ranks that failed in the same way once."""
+    """Return traceback, stack and output of each rank, with equal failures grouped."""
     groups = group_by(failures, lambda one: (phrase(one), one.traceback, one.stack))
     lines = []
     for (said, traceback, stack), group in groups.items():
         ranks = [one.rank for one in group]
-        told = bool(traceback) and group[0].kind == "raised"  # in the last line of the traceback
+        told = bool(traceback) and group[0].kind == "raised"  # the last line of the traceback repeats it
         lines.append(f"[{format_ranks(ranks)}]" if told else f"[{format_ranks(ranks)}] {agreeing(said, ranks)}")
         lines += [traceback.rstrip("\n")] if traceback else []
         lines += ["stack, most recent call first:", stack.rstrip("\n")] if stack else []
@@ -289,12 +289,12 @@ def _first_line(text: str) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if len(line) <= _LONGEST:
         return line
-    sentences = line.rfind(". ", _LONGEST // 3, _LONGEST) + 1  # whole ones, if that leaves enough
+    sentences = line.rfind(". ", _LONGEST // 3, _LONGEST) + 1  # cut at a sentence end if that leaves enough
     return line[:sentences] if sentences else line[: _LONGEST - 3] + "..."
 
 
 def tail(path: Path) -> str:
-    """Return the last lines of a file, long ones cut, `""` when it cannot be read."""
+    """Return the last 20 lines of a file, truncated, or `""`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

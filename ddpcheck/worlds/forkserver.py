@@ -1,10 +1,9 @@
-"""The fork server: a process that has imported torch and forks ranks on request.
+"""Fork server: a process with torch imported that forks ranks on request.
 
-No code of the user runs in it but the import of modules that the user has named for it. It is started by exec, stays
-single-threaded, runs no operation of torch, and holds no state that a rank could inherit. Requests arrive as one packet
-each on a socket from the parent; file descriptors come along with them. Forks and exits are reported on the socket of
-the world they belong to. When the parent goes away, by whatever death, every rank goes with it, and so do the scratch
-directories.
+The only user code that runs in the fork server is the import of preloaded modules. The server is started by exec, stays
+single-threaded, runs no torch operation, and has no state that a rank could inherit. Each request from the parent is
+one packet on a socket, with file descriptors attached. Forks and exits are reported on a socket per world. When the
+parent ends for any reason, the server kills all ranks and removes the scratch directories.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from ddpcheck.worlds import rank as rank_module
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
-_LOOK = 0.02  # seconds between two looks at ranks and parent while something takes its time
+_LOOK = 0.02  # seconds between checks of ranks and parent during an import
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
-_PART = 16 << 20  # bytes of memory to collapse at a time
+_PART = 16 << 20  # bytes to collapse per madvise call
 _HUGE_PAGE = 2 << 20
 
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 
 class _Order(NamedTuple):
-    """Ranks to be forked, a socket for each; in a world made ahead of its use they wait until all is imported."""
+    """Request to fork ranks, one socket each; `ahead` defers until imports are done."""
 
     world: int
     preload: tuple[str, ...]
@@ -55,30 +54,29 @@ class _Order(NamedTuple):
 
 @dataclass
 class _World:
-    """One world as the server sees it."""
+    """Server-side state of one world."""
 
     notify: socket.socket
-    awaited: list[int]  # ranks that are still to be forked
+    awaited: list[int]  # ranks not forked yet
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
     def tell(self, message: object) -> None:
-        """Report to the parent, without ever waiting for it; where it has closed its end, nobody wants to know."""
+        """Send a report to the parent without blocking."""
         self.outbox.send(self.notify, wire.pack(message))
 
 
 class Server:
-    """Serves one parent until it is gone.
+    """Fork server for one parent process.
 
-    An import can take seconds, and meanwhile ranks end, the parent may die, and requests arrive. So during an import
-    `_interrupted` has a timer interrupt it, and the handler of SIGALRM runs `_attend`, a pass of the server's loop. It
-    runs between any two bytecodes of foreign code, so it must not touch what an import may be changing: it imports
-    nothing, forks nothing (a child would go on with half a module), takes no lock of the import system or of logging,
-    and writes no standard stream. A fork that is asked for is put into `_orders`, and the loop sees to it later.
-    The handler sets the timer again only at its end, so that it never interrupts itself.
+    An import can take seconds; meanwhile ranks exit, the parent may die, and requests arrive. During an import
+    `_interrupted` sets a timer, whose SIGALRM handler runs `_attend`, one pass of the server's loop. The handler can
+    run between any two bytecodes of foreign code, so it must not touch state of the import: it does not import, does
+    not fork (the child would inherit a half-imported module), takes no import or logging lock, and writes to no
+    standard stream. Fork requests are queued in `_orders` for the main loop. The handler rearms the timer only at its
+    end, so that it never interrupts itself.
 
-    Rejected: a thread that attends, since a process with a second thread cannot be forked safely (the child would
-    inherit locks that the thread holds); imports in a forked child, since what they import must be in this process;
-    imports in slices, since an import cannot be left in the middle.
+    Rejected: a second thread, since a multi-threaded process cannot be forked safely (the child would inherit locked
+    locks); imports in a forked child, since the modules must be in this process; interruptible imports.
     """
 
     def __init__(self, sock: socket.socket, parent: int) -> None:
@@ -88,18 +86,18 @@ class Server:
         self._worlds: dict[int, _World] = {}
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
         self._broken = ""
-        self._unsafe = ""  # why no rank can be forked any more
-        self._refusals: dict[str, str] = {}  # by module that was asked for: why it cannot be had, empty where it can
-        self._directories: list[str] = []  # of all worlds; the parent removes each, if it lives
-        self._complete = False  # whether all is imported that a rank may need
+        self._unsafe = ""  # why ranks can no longer be forked, or ''
+        self._refusals: dict[str, str] = {}  # module -> import error, or '' if imported
+        self._directories: list[str] = []  # of all worlds; removed by the parent unless it dies
+        self._complete = False  # all modules that a rank may need are imported
         self._importing = False
         self._orders: list[_Order] = []
-        self._ahead = False  # whether a world was ever made ahead of its use
+        self._ahead = False  # a world was created ahead of use at least once
         self._libc = ctypes.CDLL(None)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import what every rank needs; a failure is kept for whoever asks for a world."""
-        gc.disable()  # a fifth of the time of an import of torch
+        """Import the modules of every rank; later worlds get any error."""
+        gc.disable()  # collection takes 20% of the time to import torch
         try:
             with self._interrupted():
                 for name in (*_PRELOAD, *names):
@@ -109,18 +107,18 @@ class Server:
             traceback.print_exc()
 
     def _chores(self) -> Iterator[bool]:
-        """Do what can be put off while nobody asks for anything, a part at a time.
+        """Run deferred work in small steps while the server is idle.
 
-        Yields `True` after each, and `False` where the next one has to wait until ranks have ended.
+        Yields `True` after each step, and `False` if the next step has to wait until all ranks have exited.
 
-        The first world of a session does not wait for them. What comes later is forked with less to do: most ranks need
-        what is imported here, and large pages make a fork and an exit several times as fast. But ranks that are there
-        keep the small pages, so that all this memory is needed twice while they live. Where worlds are made ahead of
-        their use, there is always one, and many are to come.
+        The first world of a session does not wait for this work. Later worlds start faster: most ranks need the modules
+        imported here, and huge pages make fork and exit several times faster. But live ranks keep the small pages, so
+        collapsing would double the memory until they exit. Worlds created ahead of use always keep ranks alive, so
+        there the work does not wait.
         """
         if not self._broken and not os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR):
             for name in preloading.DDP:
-                preloading.import_named(name)  # where it fails, the rank that needs it will say so better
+                preloading.import_named(name)  # a failure is reported by the rank that needs the module
                 yield True
         gc.collect()
         gc.freeze()
@@ -136,8 +134,8 @@ class Server:
             yield False
 
     def serve(self) -> None:
-        """Work until the parent is gone, then end every rank."""
-        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that we can reap what ranks leave behind
+        """Serve requests until the parent is gone, then kill every rank."""
+        self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to reap orphaned descendants of ranks
         wake_read, wake_write = socket.socketpair()
         self._wake = (wake_read, wake_write)
         for end in self._wake:
@@ -146,7 +144,7 @@ class Server:
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         gc.freeze()
         chores = self._chores()
-        more: bool | None = True  # None once all are done
+        more: bool | None = True  # None once all work is done
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
@@ -161,14 +159,14 @@ class Server:
                     with contextlib.suppress(BlockingIOError):
                         while wake_read.recv(4096):
                             pass
-                    more = more is not None  # ranks may have ended
+                    more = more is not None  # ranks may have exited
                 elif more is not None and not ready:
                     with self._interrupted():
                         more = next(chores, None)
         self._end()
 
     def _attend(self, asked: bool) -> bool:
-        """See to the ranks, and to the parent where it has `asked` for something; returns whether to go on."""
+        """Reap ranks, receive a request if `asked`; return False to stop."""
         self._reap()
         if os.getppid() != self._parent or (asked and not self._receive()):
             return False
@@ -179,17 +177,17 @@ class Server:
 
     @contextlib.contextmanager
     def _interrupted(self) -> Iterator[None]:
-        """Attend to ranks and parent during an import, as the class says; forks wait for its end."""
+        """Run `_attend` on a timer during an import; forks are deferred."""
 
         def look(*_: object) -> None:
-            if not self._importing:  # a signal that was on its way at the end
+            if not self._importing:  # signal pending at the end of the block
                 return
             asked = bool(select.select([self._sock], [], [], 0)[0])
             if not self._attend(asked):
                 self._end()
                 preloading.clean_up()
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, _LOOK)  # only now, or one look would interrupt another
+            signal.setitimer(signal.ITIMER_REAL, _LOOK)  # last, so that the handler never interrupts itself
 
         self._importing = True
         signal.signal(signal.SIGALRM, look)
@@ -236,14 +234,14 @@ class Server:
             self._drop_if_over(order.world)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
-        """Import what the user wants in every rank, once; returns why that cannot be, in a sentence."""
+        """Import the user's preload modules once; return an error message, or ''."""
         for name in names:
             if name not in self._refusals:
                 with self._interrupted():
                     self._refusals[name] = preloading.import_named(name)
                 gc.freeze()
                 count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
-                if count > 1:  # a fork copies one thread, and the locks that the others hold
+                if count > 1:  # fork copies only one thread, but also locks held by the others
                     many = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
                         f"preload: importing {name!r} leaves {many} running, and such a process cannot "
@@ -254,8 +252,8 @@ class Server:
         return self._unsafe
 
     def _fork_all(self, order: _Order, world: _World) -> list[tuple[int, int]]:
-        sys.path_importer_cache.clear()  # every rank does, and to free what is shared with us costs it milliseconds
-        gc.freeze()  # what is there: a rank that collects garbage would copy each page of it
+        sys.path_importer_cache.clear()  # each rank clears it, and freeing shared pages costs milliseconds
+        gc.freeze()  # otherwise garbage collection in a rank would copy every page
         forked = []
         for fd in order.fds:
             try:
@@ -305,7 +303,7 @@ class Server:
             pid = info.si_pid
             known = self._ranks.pop(pid, None)
             if known is not None:
-                _kill(pid, signal.SIGKILL)  # its group: loader workers and the like; the zombie keeps the number ours
+                _kill(pid, signal.SIGKILL)  # the group, e.g. data loader workers; the zombie keeps the pid reserved
             _, status = os.waitpid(pid, 0)
             if known is not None:
                 number, rank = known
@@ -320,14 +318,14 @@ class Server:
             del self._worlds[number]
 
     def _end(self) -> None:
-        """The parent is gone or has said goodbye: leave nothing."""
+        """Kill all ranks and their descendants, and remove the scratch directories."""
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
             _kill(pid, signal.SIGKILL)
         while (left := _children()) and time.monotonic() < deadline:
             for pid in left:
                 if pid not in self._ranks:
-                    _kill(pid, signal.SIGKILL)  # what a rank had put into a session of its own
+                    _kill(pid, signal.SIGKILL)  # descendants in their own session
             self._reap()
             time.sleep(0.002)
         for directory in self._directories:
@@ -335,25 +333,25 @@ class Server:
 
 
 def _kill(pid: int, number: int) -> None:
-    """Signal a child that has not been reaped; SIGKILL goes to its whole group."""
+    """Signal an unreaped child; SIGKILL goes to the whole process group."""
     with contextlib.suppress(OSError):
         whole = number == signal.SIGKILL and os.getpgid(pid) == pid
         (os.killpg if whole else os.kill)(pid, number)
 
 
 def _children() -> list[int]:
-    """The children of this process, also those that its own children have left to it."""
+    """Return the pids of the children of this process, including adopted orphans."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(word) for word in file.read().split()]
-    except OSError:  # a kernel without the list
+    except OSError:  # not supported by this kernel
         return []
 
 
 def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
-    """Collapse our memory into huge pages, a part at a time, so that a fork has fewer page tables to copy.
+    """Collapse our memory into huge pages stepwise, for cheaper forks.
 
-    Older kernels refuse that.
+    No effect on older kernels.
     """
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     try:
@@ -361,7 +359,7 @@ def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
     except OSError:
         return
     for addresses, rights, _, _, _, *name in (line.split(maxsplit=5) for line in lines):
-        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # ours alone
+        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # private anonymous memory
             start, end = (int(word, 16) for word in addresses.split("-"))
             start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
             for address in range(start, end, _PART):
@@ -370,7 +368,7 @@ def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
 
 
 def main(fd: int, parent: int, names: str) -> None:
-    """Run the server on socket `fd` for process `parent`; `names` is a JSON list of more modules to preload."""
+    """Run the server for process `parent`; `names`: JSON list of modules to preload."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)

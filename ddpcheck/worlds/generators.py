@@ -1,4 +1,4 @@
-"""The global generators of random numbers, as far as they are in use: read, compared and set. Imports none of them."""
+"""Read, compare and restore the states of the global random number generators."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def generators(*, thorough: bool) -> dict[str, Any]:
-    """The states of torch's global generators, to be set again; `thorough`: those of Python's and numpy's, too."""
+    """Return the states of torch's generators; `thorough` adds Python's and numpy's."""
     torch, numpy, found = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
-    if torch is not None and hasattr(torch, "get_rng_state"):  # not in the middle of its import
+    if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
         found["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state()
@@ -23,7 +23,7 @@ def generators(*, thorough: bool) -> dict[str, Any]:
 
 
 def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:
-    """The states that are others than `before`, but for that of a GPU: something was seeded, drawn or imported."""
+    """Return the states that differ from `before`, except the GPU's."""
     now = generators(thorough=True)
     return {name: now[name] for name in now if name != "cuda" and _spelled(now[name]) != _spelled(before.get(name))}
 
@@ -33,7 +33,7 @@ def _spelled(state: Any) -> str:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Have the global generators go on from such states."""
+    """Restore the states returned by `generators`."""
     if "torch" in states:
         sys.modules["torch"].set_rng_state(states["torch"])
     if "cuda" in states:

@@ -1,4 +1,4 @@
-"""Importing the modules that ought to be there before ranks start. Light: torch comes with what is named."""
+"""Import of modules before ranks start. Light: imports no torch itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 import tempfile
 
 DDP = (
-    "torch._dynamo",  # the first DistributedDataParallel of a process imports it: most of a second in every rank
+    "torch._dynamo",  # imported by the first DDP instance: most of a second per rank
     "torch.utils.checkpoint",
     "torch.utils.data",
-    "torch.distributed._functional_collectives",  # where collectives are logged, each rank imports it
-    "torch.utils.serialization",  # the first torch.save or torch.load of a process imports it
+    "torch.distributed._functional_collectives",  # imported by each rank when collectives are logged
+    "torch.utils.serialization",  # imported by the first torch.save or torch.load
     "ddpcheck.recipe.recipe",
     "ddpcheck.gather.autograd.autograd_graph",
     "ddpcheck.findings.source_lines",
@@ -37,7 +37,7 @@ ONLY_WHAT_IS_ASKED_FOR = "_DDPCHECK_NO_PRELOAD"
 
 
 def import_named(name: str) -> str:
-    """Import the module `name`; returns why that cannot be done in a sentence, empty where it can."""
+    """Import the module `name`; return an error message, or ''."""
     try:
         if sys.modules.get(name) is not None:
             return ""
@@ -47,7 +47,7 @@ def import_named(name: str) -> str:
             importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if name in DDP and isinstance(error, ModuleNotFoundError) and error.name == name:
-            return ""  # a module that not every version of torch has
+            return ""  # missing in some versions of torch
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return f"preload: the module {name!r} cannot be imported: {said}"
@@ -55,7 +55,7 @@ def import_named(name: str) -> str:
 
 
 def _import_dynamo() -> None:
-    """Import `torch._dynamo` in such a way that the directory that it makes on import does not stay."""
+    """Import `torch._dynamo` and remove the cache directory created on import."""
     global _scratch
     _scratch = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddpcheck-")
     try:
@@ -69,6 +69,6 @@ _scratch = ""
 
 
 def clean_up() -> None:
-    """Remove what an import that is under way has made: for a process that ends in the middle of it."""
+    """Remove the scratch directory of an import, also before an early exit."""
     if _scratch:
         shutil.rmtree(_scratch, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""One rank of a world: sets itself up, does what the parent sends, reports, and leaves without a trace.
+"""Rank of a world: set up, run tasks from the parent, report results.
 
-What runs in a rank finds itself through `current`, keeps values between runs in `state`, and says where it is
-with `set_status` and `set_collective`. Both write to a small file in shared memory, so that the parent can read
-them when this process is stuck in C++ or dead.
+Code on a rank gets its context from `current`, keeps values between runs in `state`, and records its position with
+`set_status` and `set_collective`. Both write to a small memory-mapped file, which the parent can read even if this
+process hangs in C++ or is dead.
 
 This module imports torch only inside functions.
 """
@@ -36,24 +36,24 @@ from ddpcheck.worlds.rank_setup import choose_device, join_group, redirect_outpu
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank: its number, device and world."""
+    """Rank, device and world of this process."""
 
-    rank: int  # its number
-    world_size: int  # of how many
+    rank: int
+    world_size: int
     backend: str  # of the default process group
     device: str  # `cpu`, or `cuda:<index>`
     directory: Path  # the world's scratch directory; removed when the world closes
-    shared_gpu: bool  # whether more ranks than one use this rank's GPU
+    shared_gpu: bool  # several ranks use this rank's GPU
 
 
-state: dict[str, Any] = {}  # survives from one run to the next on the same world
+state: dict[str, Any] = {}  # kept between runs of the same world
 
 _context: RankContext | None = None
 _slots: Slots | None = None
 
 
 def current() -> RankContext:
-    """Return what this rank knows about itself.
+    """Return the context of this rank.
 
     Raises:
         DDPCheckError: When this process is not a rank.
@@ -65,13 +65,13 @@ def current() -> RankContext:
     return _context
 
 
-# --- Slots: what the parent can read when nothing else works ---------------------------------------------------
+# --- Slots: memory-mapped state that the parent can read from a hung or dead rank --------------------------------
 
 
 class Slots(ctypes.Structure):
-    """What a rank has said of itself last."""
+    """Last reported position and compile time of a rank."""
 
-    # Texts that do not fit are cut off.
+    # Longer texts are truncated.
     _fields_ = (
         ("place_bytes", ctypes.c_char * 2048),
         ("collective_bytes", ctypes.c_char * 2048),
@@ -81,9 +81,9 @@ class Slots(ctypes.Structure):
     )
     place_bytes: bytes
     collective_bytes: bytes
-    compiled: float  # seconds that it has compiled in this run, but for what it compiles now
-    compiles_since: float  # by `time.monotonic()`; 0 where it does not compile
-    turns: int  # how often it has said where it is
+    compiled: float  # compile seconds in this run, without the current compilation
+    compiles_since: float  # start of the current compilation by `time.monotonic()`; 0 if none
+    turns: int  # number of `set_status` calls
 
     @property
     def place(self) -> str:
@@ -91,35 +91,35 @@ class Slots(ctypes.Structure):
 
     @property
     def collective(self) -> str:
-        """The collective that it is about to wait in, empty where it is in none."""
+        """The collective that the rank is entering or waiting in, or ''."""
         return self.collective_bytes.decode("utf-8", "replace")
 
     def compiling(self, now: float) -> float:
-        """The seconds that the rank has compiled in its last run until `now`."""
+        """Return the compile seconds of the last run until `now`."""
         return self.compiled + max(0.0, now - self.compiles_since if self.compiles_since else 0.0)
 
 
 def set_status(text: str) -> None:
-    """Say where this rank is, in words such as `step 1: backward`; nothing happens outside a rank."""
+    """Record the position of this rank, such as `step 1: backward`."""
     if _slots is not None:
         _slots.place_bytes = text.encode("utf-8", "replace")[:2048]
         _slots.turns += 1
 
 
 def set_collective(text: str) -> None:
-    """Say which collective this rank is about to wait in, `""` when it is in none."""
+    """Record the collective that this rank is entering, or `""` if none."""
     if _slots is not None:
         _slots.collective_bytes = text.encode("utf-8", "replace")[:2048]
 
 
 def set_compiling(seconds: float, since: float) -> None:
-    """Say how long this rank has compiled in this run, and since when, by `time.monotonic()`, it does; 0: not now."""
+    """Record the compile seconds and the start of the current compilation."""
     if _slots is not None:
         _slots.compiled, _slots.compiles_since = seconds, since
 
 
 def read_slots(directory: Path, rank: int) -> Slots:
-    """Return what a rank has said of itself last; nothing where it never did."""
+    """Return the slots of a rank from its file; empty slots if unreadable."""
     try:
         return Slots.from_buffer_copy((directory / f"rank{rank}.slots").read_bytes())
     except (OSError, ValueError):
@@ -127,7 +127,7 @@ def read_slots(directory: Path, rank: int) -> Slots:
 
 
 def own_slots() -> Slots:
-    """Return what this rank has said of itself last."""
+    """Return the slots of this rank."""
     return _slots or Slots()
 
 
@@ -135,21 +135,21 @@ def own_slots() -> Slots:
 
 
 def main(sock: socket.socket) -> NoReturn:
-    """Be a rank on `sock` until the parent says that it is over; never returns."""
+    """Run as a rank on `sock` until the parent closes the world."""
     code = 0
     try:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a file to dump the stack to
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until faulthandler has its file
         _live(sock)
-    except BaseException:  # a bug of ddpcheck: leave a trace where `World.output` finds it
+    except BaseException:  # a bug of ddpcheck: show the traceback in `World.output`
         traceback.print_exc()
         code = 70
     finally:
         _flush()
-        os._exit(code)  # after a fork from a process that had imported torch, a normal exit may never end
+        os._exit(code)  # a normal exit may hang in a fork of a process with torch
 
 
 def main_spawned(fd: int, parent: int) -> NoReturn:
-    """Be a rank that was started by exec: watch the parent, which nobody else does, and go on as `main`."""
+    """Run `main` in a rank started by exec; exit when the parent dies."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
@@ -194,7 +194,7 @@ def _live(sock: socket.socket) -> None:
 
 
 def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
-    """Do one task and return the reply, whatever happens."""
+    """Run one task and return the packed reply, result or failure."""
     global _task
     set_status("")
     set_collective("")
@@ -203,7 +203,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     own = os.getpid()
     try:
         data = _perform(payload)
-    except BaseException as error:  # pytest.skip and pytest.fail are no Exceptions
+    except BaseException as error:  # pytest.skip and pytest.fail derive from BaseException
         announced = _task.failure
         reply = wire.pack(("failure", run, announced[1] if announced and announced[0] is error else describe(error)))
     else:
@@ -211,16 +211,16 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     finally:
         _task = None
     _flush()
-    if os.getpid() != own:  # a process that the user's code has forked, and that does not speak for the rank
+    if os.getpid() != own:  # a child forked by user code, not the rank
         os._exit(0)
     return reply
 
 
 def announce(error: BaseException) -> None:
-    """Tell the parent that this run fails with `error`, before anything is done about it that takes time.
+    """Report the failure of this run to the parent before slow error handling.
 
-    So it is known when that happened, and what this rank is about, should another rank's failure end the run meanwhile.
-    Nothing happens in a process that is no rank of a `World`.
+    Preserves the time and message of the failure if another rank's failure ends the run meanwhile. No effect outside a
+    rank of a `World`.
     """
     if _task is not None and _task.pid == os.getpid():
         _task.failure = (error, describe(error))
@@ -229,12 +229,12 @@ def announce(error: BaseException) -> None:
 
 @dataclass
 class _Task:
-    """The task of this rank that is under way."""
+    """The current task of this rank."""
 
     sock: socket.socket
     run: int
     pid: int = field(default_factory=os.getpid)
-    failure: tuple[BaseException, dict[str, Any]] | None = None  # announced
+    failure: tuple[BaseException, dict[str, Any]] | None = None  # sent by `announce`
 
 
 _task: _Task | None = None
@@ -243,7 +243,7 @@ _task: _Task | None = None
 @for_target
 def _perform(payload: bytes) -> bytes:
     try:
-        function, args, kwargs = wire.loads(payload)  # of `worlds.validation.pack_task`
+        function, args, kwargs = wire.loads(payload)  # packed by `worlds.validation.pack_task`
     except Exception as error:
         raise DDPCheckError(
             f"The function or its arguments could not be unpickled on the rank ({type(error).__name__}: {error}); "
@@ -253,7 +253,7 @@ def _perform(payload: bytes) -> bytes:
 
 
 def packed_result(result: object) -> bytes:
-    """Pickle what a function has returned; a `DDPCheckError` says that it cannot be."""
+    """Pickle the return value of a task; raise `DDPCheckError` if that fails."""
     try:
         return wire.dumps(result)
     except Exception as error:
@@ -285,14 +285,14 @@ def _set_up(config: wire.RankConfig) -> None:
     set_status("starting up")
     stack = os.open(directory / f"rank{config.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    faulthandler.enable(file=stack, all_threads=True)  # what a signal of its own kills says where it was
+    faulthandler.enable(file=stack, all_threads=True)  # dump the stack on a fatal signal
 
     import torch
 
-    torch.set_num_threads(config.threads)  # first: an OpenMP operation before it may hang after a fork
+    torch.set_num_threads(config.threads)  # first: an earlier OpenMP operation may hang after a fork
     take_over(config, config.context)
     compilation.watch_compiling(set_compiling)
-    for name in config.preload:  # after a fork it is there already
+    for name in config.preload:  # no-op after a fork from the server
         if refusal := import_named(name):
             raise UsageError(refusal)
     device, shared = choose_device(config.device, config.backend, *config.sharing)
@@ -303,14 +303,14 @@ def _set_up(config: wire.RankConfig) -> None:
 
 
 def _reset_process_group(config: wire.RankConfig, number: int) -> None:
-    """Leave every process group and what refers to them, and join the next default one."""
+    """Destroy all process groups and initialize the next default group."""
     import torch
     import torch.distributed as dist
 
     set_status("leaving the process group")
     set_collective("")
     state.clear()
-    gc.collect()  # a DDP object in a cycle keeps its process group, with its threads and sockets
+    gc.collect()  # a DDP object in a reference cycle keeps its process group, threads and sockets alive
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_num_threads(config.threads)
@@ -320,15 +320,15 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Return what the parent needs to make a `RankFailure` of `error`."""
+    """Return the fields of a `RankFailure` for `error`, read by the parent."""
     return failures.described(error, own_slots().place, own_slots().collective)
 
 
-# --- Things that the parent keeps ----------------------------------------------------------------------------------
+# --- Files for the parent ------------------------------------------------------------------------------------------
 
 
 def save_attachment(data: bytes) -> None:
-    """Save `data` for the parent, which finds it with `World.attachment` even when this rank dies; the last one counts.
+    """Save `data` for `World.attachment`, readable even if this rank dies; replaces earlier data.
 
     Raises:
         DDPCheckError: When this process is not a rank.
@@ -337,13 +337,13 @@ def save_attachment(data: bytes) -> None:
 
 
 def save_thread_error(name: str, error: BaseException) -> None:
-    """Save what has ended the first thread of this rank that was ended so: the parent tells it if the rank waits on."""
+    """Save the exception of the first failed thread for `failures.in_thread`."""
     if not (path := _path("thread")).exists():
         _save_whole(path, json.dumps([name, {**describe(error), "exception": None}]).encode())
 
 
 def forget_thread_error() -> None:
-    """Another run begins."""
+    """Delete the saved thread error at the start of a run."""
     _path("thread").unlink(missing_ok=True)
 
 
@@ -355,4 +355,4 @@ def _path(kind: str) -> Path:
 def _save_whole(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_bytes(data)
-    unfinished.replace(path)  # whole or not at all
+    unfinished.replace(path)  # atomic

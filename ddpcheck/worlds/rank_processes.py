@@ -1,4 +1,4 @@
-"""The ranks of one world as processes: started, spoken to, listened to, killed. Judges nothing."""
+"""Rank processes of one world: start, send, receive, kill."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.waiting import ask_for_stacks, file_size
 
-_LAST_WORDS = 0.5  # for a stack to be dumped
-_FROM_AFAR = 2.0  # and to come here from another machine
-_QUIET = 0.004  # without more of it
-_DEATH = 2.0  # for processes to end, told or killed
-_POLL = 0.01  # where processes have to be asked whether they have ended
+_LAST_WORDS = 0.5  # seconds for a stack dump
+_FROM_AFAR = 2.0  # seconds for a stack dump from another machine
+_QUIET = 0.004  # seconds without growth after which a dump is complete
+_DEATH = 2.0  # seconds for processes to exit after a request or SIGKILL
+_POLL = 0.01  # seconds between polls of processes without a channel
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank, as the parent sees it."""
+    """Parent-side state of one rank."""
 
     number: int
     sock: socket.socket
@@ -35,9 +35,9 @@ class Rank:
     pid: int | None = None
     ready: float | None = None
     connected: bool = True
-    ended: tuple[int | None, float] | None = None  # exit code where it is known, when
-    answer: tuple[str, Any] | None = None  # to the run under way
-    failing: Any = None  # what it has told of its failure before its answer
+    ended: tuple[int | None, float] | None = None  # (exit code if known, time of exit)
+    answer: tuple[str, Any] | None = None  # to the current run: (kind, payload)
+    failing: Any = None  # failure announced before the answer
 
 
 class RankProcesses:
@@ -45,16 +45,16 @@ class RankProcesses:
 
     def __init__(self, directory: Path, *, one_machine: bool = True) -> None:
         self.ranks: list[Rank] = []
-        self.run = 0  # number of the one under way; replies to an earlier one are dropped
-        self.group_resets = 0  # how often they have been asked for another process group
-        self.born = time.monotonic()  # when they were asked to become ready
-        self.error = ""  # why no rank can go on
-        self.refused = False  # whether that is because of what the world was asked to be
-        self.one_machine = one_machine  # whether the processes of the ranks can be seen from here
+        self.run = 0  # number of the current run; replies to earlier runs are dropped
+        self.group_resets = 0  # process group resets requested so far
+        self.born = time.monotonic()  # time of the last start, reset or context update
+        self.error = ""  # why the ranks cannot continue, or ''
+        self.refused = False  # `error` is caused by the options of the world
+        self.one_machine = one_machine  # all rank processes are on this machine
         self._directory = directory
-        self._launches: list[starting.StartedRanks] = []  # one for each hash seed and way of starting
+        self._launches: list[starting.StartedRanks] = []  # one per hash seed and start method
         self._selector = selectors.DefaultSelector()
-        self.sent_off = False  # whether they have been told that it is over
+        self.sent_off = False  # exit has been requested
 
     def start(
         self,
@@ -63,10 +63,9 @@ class RankProcesses:
         hash_seeds: Sequence[str],
         ahead: bool,
     ) -> None:
-        """Start the processes, each in its way with its hash seed, and tell each what it is, without waiting for them.
+        """Start each rank with its starter and hash seed, without waiting.
 
-        Where they are made `ahead` of their use, they may start later than others that are not. An `OSError` says that
-        the system has no room for them.
+        With `ahead`, other worlds may start first. Raises `OSError` if the system is out of resources.
         """
         theirs = []
         try:
@@ -94,39 +93,39 @@ class RankProcesses:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank is known to have its process group."""
+        """True if every rank has reported its process group as initialized."""
         return all(rank.ready is not None for rank in self.ranks)
 
     @property
     def server_owes(self) -> tuple[float, str]:
-        """Since when a fork server has not answered, and that in words; infinite if none owes an answer."""
+        """Time and description of the oldest unanswered fork request, or (inf, '')."""
         owing = (launch.server_owes for launch in self._launches if isinstance(launch, starting.ForkedRanks))
         return min(owing, default=(math.inf, ""))
 
     @property
     def has_failed(self) -> bool:
-        """Whether something is known to have gone wrong."""
+        """True if a rank has failed or exited, or the ranks cannot continue."""
         answers = [rank.answer[0] for rank in self.ranks if rank.answer is not None]
         return bool(self.error) or "failure" in answers or any(rank.ended is not None for rank in self.ranks)
 
     @property
     def has_lost_one(self) -> bool:
-        """Whether a rank says nothing any more, and how it has ended is not known yet."""
+        """True if a rank has disconnected and its exit is not reported yet."""
         return any(not rank.connected and rank.ended is None for rank in self.ranks)
 
     @property
     def gone(self) -> bool:
-        """Whether every rank is known to have ended."""
+        """True if the exit of every rank is reported."""
         return all(rank.ended is not None for rank in self.ranks)
 
     def update_context(self, context: wire.ProcessContext) -> None:
-        """Tell the ranks what is around them from now on."""
+        """Send the ranks a new environment, working directory and import path."""
         self._post_all(wire.pack(("context", context)))
         if not self.ready:
             self.born = time.monotonic()
 
     def reset_process_group(self) -> None:
-        """Ask the ranks for another process group, without waiting for it."""
+        """Ask the ranks to replace their process group, without waiting."""
         self.group_resets += 1
         self.born = time.monotonic()
         for rank in self.ranks:
@@ -140,20 +139,20 @@ class RankProcesses:
             self.post(rank, data)
 
     def post(self, rank: Rank, data: bytes) -> None:
-        """Send a packed message to a rank; what does not fit its socket now goes with the next `poll`."""
+        """Send a packed message to a rank; `poll` sends the remainder."""
         if rank.connected:
             rank.outbox.send(rank.sock, data)
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
             self._selector.modify(rank.sock, wanted, rank)
 
     def poll(self, seconds: float) -> None:
-        """Wait for something to happen, and take note of it."""
+        """Wait up to `seconds` for messages and events, and record them."""
         if any(launch.channel is None for launch in self._launches):
             seconds = min(seconds, _POLL)
         for key, mask in self._selector.select(max(0.0, seconds)):
             rank = key.data
             if rank is None:
-                continue  # the launch, below
+                continue  # launch channels are read below
             if mask & selectors.EVENT_WRITE:
                 self.post(rank, b"")
             if mask & selectors.EVENT_READ:
@@ -175,7 +174,7 @@ class RankProcesses:
                     rank.ready = rest[0]
             elif kind == "failing":
                 rank.failing = rest[1] if rest[0] == self.run else None
-            elif rest[0] in (0, self.run):  # 0: it failed while starting up
+            elif rest[0] in (0, self.run):  # 0: failure during startup
                 rank.answer = (kind, rest[1])
         if not alive:
             rank.connected = False
@@ -187,7 +186,7 @@ class RankProcesses:
                 self.ranks[number].pid = pid
         elif event[0] == "exit":
             rank = self.ranks[event[1]]
-            self._read_rank(rank)  # its last words come before its death
+            self._read_rank(rank)  # read its last messages before recording the exit
             rank.ended = (event[2], event[3])
         else:
             self.error = event[1]
@@ -196,7 +195,7 @@ class RankProcesses:
     # --- Ending ------------------------------------------------------------------------------------------------
 
     def dump_stacks(self, everyone: bool = False) -> dict[int, str]:
-        """Have every rank that is still at work, or `everyone`, write its stack, and return what they wrote."""
+        """Return the stack dumps of unfinished ranks, or of `everyone` alive."""
         self.poll(0)
         living = [rank for rank in self.ranks if rank.ended is None and rank.pid is not None]
         busy = [rank.number for rank in living if everyone or rank.answer is None]
@@ -205,11 +204,11 @@ class RankProcesses:
         files = [self.path(number, "stack") for number in busy]
         seconds = _LAST_WORDS if self.one_machine else _FROM_AFAR
         ask_for_stacks(files, lambda: self._signal(busy, signal.SIGUSR1), seconds, _QUIET)
-        self.poll(0)  # one may have finished after all
+        self.poll(0)  # a rank may have finished meanwhile
         return {number: self.read(number, "stack") for number in busy if everyone or self.ranks[number].answer is None}
 
     def kill(self) -> None:
-        """Kill every rank and wait until they are dead."""
+        """Kill every rank and wait for the exits."""
         self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
         self._await_ends()
 
@@ -228,7 +227,7 @@ class RankProcesses:
         return True
 
     def request_exit(self, idle: bool) -> None:
-        """Tell every rank that it is over, without waiting: those that are idle are asked to go, others are killed."""
+        """Request exit if `idle` and ready, else kill; does not wait."""
         if self.sent_off:
             return
         self.sent_off = True
@@ -239,13 +238,13 @@ class RankProcesses:
             self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
 
     def terminate(self, idle: bool) -> None:
-        """End every rank, and wait until that is so."""
+        """Request exit of every rank and wait; kill on timeout."""
         self.request_exit(idle)
         if not self._await_ends():
             self.kill()
 
     def release(self, ours: bool) -> None:
-        """Let go of every descriptor; in a fork of our process (`ours` false) touch nothing but those."""
+        """Close all sockets; in a fork (`ours` false) leave the launches open."""
         for rank in self.ranks:
             rank.sock.close()
         self._selector.close()
@@ -256,26 +255,26 @@ class RankProcesses:
     # --- Files -------------------------------------------------------------------------------------------------
 
     def path(self, rank: int, kind: str) -> Path:
-        """Return the file of a rank: `out`, `stack`, `slots` or `attachment`."""
+        """Return the path of a rank's file, such as `out` or `stack`."""
         return self._directory / f"rank{rank}.{kind}"
 
     def read(self, rank: int, kind: str) -> str:
-        """Return the text in a file of a rank, `""` when there is none."""
+        """Return the text of a rank's file, or `""` if missing."""
         return self.read_bytes(rank, kind).decode("utf-8", "replace")
 
     def read_bytes(self, rank: int, kind: str) -> bytes:
-        """Return what is in a file of a rank, `b""` when there is none."""
+        """Return the bytes of a rank's file, or `b""` if missing."""
         try:
             return self.path(rank, kind).read_bytes()
         except OSError:
             return b""
 
     def forget_files(self) -> None:
-        """Empty what the ranks have written for the parent so far; they go on at the beginning."""
+        """Truncate output and stack files; delete attachments and stale store files."""
         for rank in self.ranks:
             for kind in ("out", "stack"):
                 if file_size(path := self.path(rank.number, kind)):
                     os.truncate(path, 0)
             self.path(rank.number, "attachment").unlink(missing_ok=True)
-        if self.group_resets > 1:  # the group before the one before this is over everywhere
+        if self.group_resets > 1:  # the second last group is destroyed on all ranks
             (self._directory / f"store{self.group_resets - 2 or ''}").unlink(missing_ok=True)

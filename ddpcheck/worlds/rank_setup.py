@@ -1,6 +1,4 @@
-"""The surroundings of a rank: its output, environment, generators of random numbers, device and process group.
-
-And the network interface that gloo must talk through, where it would not find that by itself.
+"""Setup of a rank: output, environment, seeds, device, process group.
 
 This module is light: it imports torch only inside functions.
 """
@@ -24,11 +22,11 @@ from ddpcheck.worlds import compilation, wire
 
 
 def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
-    """The interface that gloo must be told of, empty where it finds it by itself.
+    """Return the value for `GLOO_SOCKET_IFNAME`, or '' if gloo's default works.
 
-    Gloo tells the other ranks the address that this machine's own name stands for. On one machine the name need not
-    stand for any, and on several it must not stand for the loopback interface, as it does on many. `own` is the address
-    from which this machine reaches that of rank 0, `master` by which each rank reaches that: one may be ours.
+    By default gloo binds to the address of this machine's hostname. On one machine the hostname may not resolve; on
+    several machines it must not resolve to the loopback interface, as is common. `own` is this machine's address on
+    the route to rank 0, `master` the address under which each rank reaches rank 0's machine, which may be this machine.
     """
     if one_machine:
         return _loopback()
@@ -54,7 +52,7 @@ def _leads_nowhere(address: str) -> bool:
 
 
 def route(address: str, port: int) -> tuple[str, str]:
-    """The IPv4 addresses of this end and the other one of a connection; both empty where there is no way."""
+    """Return local and remote IPv4 address of a connection, or ('', '')."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing, but chooses an interface
         return probe.getsockname()[0], probe.getpeername()[0]
@@ -62,7 +60,7 @@ def route(address: str, port: int) -> tuple[str, str]:
 
 
 def _interface_of(address: str) -> str:
-    """The interface of this machine with an IPv4 address; empty where none has it, or the system does not say."""
+    """Return the network interface with this IPv4 address, or '' if not found."""
     try:
         from fcntl import ioctl
     except ImportError:
@@ -70,14 +68,14 @@ def _interface_of(address: str) -> str:
     query = 0x8915  # SIOCGIFADDR of Linux: netdevice(7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # interface without an address
                 if socket.inet_ntoa(ioctl(sock, query, struct.pack("256s", name.encode()[:15]))[20:24]) == address:
                     return name
     return ""
 
 
 def redirect_output(path: Path) -> None:
-    """Write stdout and stderr of this process to a file from now on."""
+    """Redirect stdout and stderr of this process to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -87,7 +85,7 @@ def redirect_output(path: Path) -> None:
 
 
 def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
-    """Take over the parent's environment, directory and import path, as a process that it started would."""
+    """Apply the parent's environment, working directory and import path."""
     environment = {
         **compilation.ONE_THREAD,
         **context.environment,
@@ -112,17 +110,17 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
         ) from error
     sys.path[:] = context.path
     sys.argv[:] = context.argv
-    sys.path_importer_cache.clear()  # a hundredth of what importlib.invalidate_caches() costs after a fork
+    sys.path_importer_cache.clear()  # 100 times cheaper than importlib.invalidate_caches() after a fork
     tempfile.tempdir = None
     seed()
     if "TORCH_DISTRIBUTED_DEBUG" in context.explicit:
         import torch.distributed as dist
 
-        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # exported without saying so
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # not an explicit re-export
 
 
 def seed() -> None:
-    """Seed every generator anew, or what a rank has from a fork, or torch's default, is the same on all of them."""
+    """Reseed every generator, since inherited states are the same on all ranks."""
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
@@ -130,10 +128,12 @@ def seed() -> None:
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the device of a rank among those that see the same GPUs, and whether it is shared, and make it current.
+    """Set the device of a rank; return (device, True if shared).
+
+    `rank` and `world_size` count only the ranks that see the same GPUs.
 
     Raises:
-        UsageError: There is no GPU, or not one a rank where the backend needs that.
+        UsageError: There is no GPU, or fewer GPUs than ranks with backend 'nccl'.
     """
     if device == "cpu":
         return "cpu", False
@@ -155,7 +155,7 @@ def choose_device(device: str, backend: str, rank: int, world_size: int) -> tupl
 
 
 def join_group(config: wire.RankConfig, store: str) -> None:
-    """Set up the default process group; the ranks meet in a file, or on several machines in a store, of this name."""
+    """Initialize the default process group with a `FileStore` or `TCPStore` named `store`."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
@@ -169,5 +169,5 @@ def join_group(config: wire.RankConfig, store: str) -> None:
         store=meeting,
         rank=config.rank,
         world_size=config.world_size,
-        timeout=timedelta(days=1),  # the parent's clock is the one that counts
+        timeout=timedelta(days=1),  # the parent enforces the real timeout
     )

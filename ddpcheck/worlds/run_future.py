@@ -1,4 +1,4 @@
-"""A run of a world that is under way: waited for, watched, and settled. Every wait has a deadline."""
+"""Future of a run: wait with a deadline, detect hangs, collect results or errors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
 
-_GRACE = 0.3  # after the first failure, for others to fail for reasons of their own
-_LOST = 5.0  # and for the exit code of one that is gone: others may know of that before it is told here
-_TICK = 0.25  # between calls of `watch`
-_BRIEF = 0.05  # time in `watch` that is not worth counting
-_LOOK = 0.5  # between looks at where ranks say that they are
-_FIRST = 2 * _LOOK  # in which they say it for the first time
-_LAST_CHANCE = 5.0  # to start, if the fork server has not answered another world in the time that this has
-_LONGEST_COMPILATION = 900.0  # that is not counted as time of a run
+_GRACE = 0.3  # seconds after the first failure, for independent failures on other ranks
+_LOST = 5.0  # seconds for the exit code of a lost rank, which other ranks may notice earlier
+_TICK = 0.25  # seconds between calls of `watch`
+_BRIEF = 0.05  # seconds in `watch` below which the deadline stays
+_LOOK = 0.5  # seconds between reads of the ranks' positions
+_FIRST = 2 * _LOOK  # seconds until their first reported positions
+_LAST_CHANCE = 5.0  # minimum seconds to start if the fork server still owes another world an answer
+_LONGEST_COMPILATION = 900.0  # maximum compile seconds added to the deadline
 
 
 class Running(Protocol):
-    """A world, as far as a run of it is concerned."""
+    """The attributes of a world that a run needs."""
 
     device: str
     directory: Path
@@ -42,7 +42,7 @@ class Running(Protocol):
 
 
 class RunFuture(Generic[Result]):
-    """A run that is under way, as `World.start` returns it."""
+    """Future of the results of a run, returned by `World.start`."""
 
     def __init__(
         self,
@@ -61,31 +61,31 @@ class RunFuture(Generic[Result]):
         self._failed_at: float | None = None
         self._next_watch = self._started + _TICK
         self._next_look = self._got_on = self._started
-        self._turns: list[int] = []  # how often each rank has said where it is
+        self._turns: list[int] = []  # number of position updates per rank
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether the outcome is known already."""
+        """True if the run has a result or an error."""
         return self._results is not None or self._error is not None
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank is known to have finished."""
+        """True if every rank has returned a result."""
         return self._results is not None
 
     def done(self) -> bool:
-        """Return whether `result` would return or raise at once."""
+        """Return True if `result` would return or raise immediately."""
         self._go_on(block=False)
         return self.complete
 
     def result(self) -> list[Result]:
-        """Wait for the results, one a rank.
+        """Wait for the results, one per rank.
 
         Raises:
-            RankError: When a rank fails.
-            HangError: When a rank does not finish in time.
+            RankError: A rank failed.
+            HangError: A rank did not finish in time.
         """
         self._go_on(block=True)
         if self._error is not None:
@@ -103,13 +103,13 @@ class RunFuture(Generic[Result]):
                 wait = self._advance()
                 if not block:
                     return
-        except BaseException as error:  # Ctrl-C above all: nothing may go on behind our back
+        except BaseException as error:  # mainly Ctrl-C: no rank may keep running
             self._error = error if isinstance(error, Exception) else DDPCheckError("The run was interrupted.")
             self._world.close()
             raise
 
     def _advance(self) -> float:
-        """Settle the outcome if it can be; return how long to wait at most before looking again."""
+        """Complete the run if possible; return the maximum seconds until the next check."""
         ranks = self._processes.ranks
         now = time.monotonic()
         if all(rank.answer is not None and rank.answer[0] == "result" for rank in ranks):
@@ -122,15 +122,15 @@ class RunFuture(Generic[Result]):
                 self._failed_at = now
             grace = self._failed_at + (_LOST if self._processes.has_lost_one else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
-        if now >= self._next_look:  # by the clock of this process: a rank may have another one
+        if now >= self._next_look:  # by our clock: a rank's clock may differ
             turns = [read_slots(self._world.directory, rank.number).turns for rank in ranks]
             if turns != self._turns:
                 self._turns, self._got_on = turns, now
             self._next_look = now + _LOOK
         deadline, headline = self._deadline()
-        if now >= deadline:  # what torch.compile takes comes on top; files are read only now
+        if now >= deadline:  # extend by torch.compile time; read the files only here
             compiled = sum(read_slots(self._world.directory, rank.number).compiling(now) for rank in ranks)
-            deadline += min(compiled, _LONGEST_COMPILATION)  # together they have waited no longer
+            deadline += min(compiled, _LONGEST_COMPILATION)  # the sum bounds how long ranks waited for each other
         if now >= deadline:
             return self._fail(headline)
         if stuck := self._deadlock.verdict(now):
@@ -140,7 +140,7 @@ class RunFuture(Generic[Result]):
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
                 sentence = self._watch(finished, running)
-                if (spent := time.monotonic() - now) > _BRIEF:  # not counted: it may have been a person at a debugger
+                if (spent := time.monotonic() - now) > _BRIEF:  # extend the deadline: may be a debugger session
                     self._allowed += spent
                     self._deadlock.reset()
                 if sentence:
@@ -159,7 +159,7 @@ class RunFuture(Generic[Result]):
                 return deadline, f"{{ranks}} did not start within {seconds:g} s{why}"
             started = max(started, rank.ready)
         deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
-        if got_on > deadline + _FIRST:  # a part of the work has as long as the whole
+        if got_on > deadline + _FIRST:  # progress extends the deadline by `timeout`
             return got_on, f"{{ranks}} made no progress for {self._timeout:g} s"
         return deadline, f"{{ranks}} did not finish within {self._timeout:g} s"
 
@@ -178,16 +178,16 @@ class RunFuture(Generic[Result]):
             rank.answer = ("result", b"")
         self._results = results
 
-    # --- A run that has failed -----------------------------------------------------------------------------------
+    # --- Failed runs ---------------------------------------------------------------------------------------------
 
     def _fail(self, headline: str | None) -> float:
-        """End every rank, and settle on the exception that says what happened: a hang when there is a headline."""
+        """Kill every rank and set the error, a `HangError` with a headline."""
         self._world.failed = True
         self._error = self._end_ranks(headline)
         if isinstance(self._error, RankError):
             for rank in self._processes.ranks:
                 if rank.answer is not None and rank.answer[0] == "result":
-                    with contextlib.suppress(Exception):  # what cannot be read back is no reason to lose the error
+                    with contextlib.suppress(Exception):  # a result that fails to unpickle must not hide the error
                         self._error.results[rank.number] = wire.loads(rank.answer[1])
         return 0.0
 
@@ -197,7 +197,7 @@ class RunFuture(Generic[Result]):
             processes.kill()
             return UsageError(processes.error)
         dumps = processes.dump_stacks()
-        # Before they are killed, one after the other: a rank leaves its collective when the first of them is gone.
+        # Read before killing: a rank leaves its collective when the first killed rank is gone.
         slots = {rank.number: read_slots(self._world.directory, rank.number) for rank in processes.ranks}
         now = time.monotonic()
         replies = {rank.number: rank.failing for rank in processes.ranks if rank.answer is None}
@@ -206,7 +206,7 @@ class RunFuture(Generic[Result]):
         for rank in processes.ranks:
             place, collective = slots[rank.number].place, slots[rank.number].collective
             output = failures.tail(processes.path(rank.number, "out"))
-            # What a stuck rank says once others are being killed is about that: they are not all killed at once.
+            # Ignore answers of stuck ranks after the dump: they react to the kill of other ranks.
             if rank.answer is not None and rank.number not in dumps:
                 kind, reply = rank.answer
                 if kind == "result":

@@ -1,7 +1,7 @@
-"""Starting ranks, in the parent: through the fork server, or by exec where a fork is unsafe.
+"""Start of ranks from the parent: fork server, or exec if unsafe.
 
-Each way of starting, `launchers` too, gives a `StartedRanks`: events to read, ranks to signal. The way makes no
-difference to anything else, except that a fork costs milliseconds and an exec costs an import of torch.
+Each start method, including `launchers`, returns a `StartedRanks` with events and signals. A fork costs milliseconds,
+an exec an import of torch; otherwise the methods are equivalent.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way of counting GPUs forbids a fork afterwards
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs without NVML forbids a later fork
 }
-_UNLESS_SET = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin while they wait take the cores from other ranks
-_IN_TESTS = (  # what ranks of a test import, where this process has imported it: tens of milliseconds in each of them
+_UNLESS_SET = {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads would take cores from other ranks
+_IN_TESTS = (  # preloaded if imported here: saves each rank of a test tens of milliseconds
     "pytest",
     "_pytest.assertion.rewrite",
     "_pytest.assertion.util",
@@ -43,11 +43,11 @@ _IN_TESTS = (  # what ranks of a test import, where this process has imported it
     "coverage",
     "ddpcheck.testing.rank_side",
 )
-_FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # DETAIL adds collectives of its own to every one of the user's
+_FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # not inherited: DETAIL adds extra collectives
 
-# Under a launcher every rank has a hash seed of its own, so that an order taken from a set of strings differs from rank
-# to rank. Two fixed seeds, since a verdict must not change from run to run: of all pairs below 400 the one under which
-# most pairs of names that are common in models ("query" and "value", "encoder" and "decoder") change places.
+# Under a launcher each rank has its own hash seed, so the order of a set of strings differs between ranks. Two fixed
+# seeds keep the verdict deterministic: of all pairs below 400, the pair under which most pairs of common module names
+# ("query" and "value", "encoder" and "decoder") swap places.
 _HASH_SEEDS = ("230", "391")
 
 _SERVER_CODE = (
@@ -59,7 +59,7 @@ _RANK_CODE = (
     "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
-_STOPPED = 3.0  # seconds in which a fork server that a signal has stopped may be continued
+_STOPPED = 3.0  # seconds after which a fork server stopped by a signal is discarded
 
 Event = tuple[Any, ...]
 """`("forked", [(rank, pid), ...])`, `("exit", rank, code, when)`, `("error", text)` or `("refused", text, lasting)`.
@@ -69,7 +69,7 @@ The code of an exit is `None` where the process that had started the rank was lo
 
 
 class StartedRanks(Protocol):
-    """Ranks that have been started with one hash seed."""
+    """Ranks started with one hash seed."""
 
     channel: socket.socket | None
     """Readable when there may be events; `None` when one has to ask from time to time."""
@@ -78,13 +78,13 @@ class StartedRanks(Protocol):
     """Whether there will be no more events."""
 
     def events(self) -> list[Event]:
-        """The events since the last call; does not wait."""
+        """Return the events since the last call; does not wait."""
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal; SIGKILL reaches the processes that a rank has started, too."""
+        """Send a signal; SIGKILL also goes to child processes of the ranks."""
 
     def close(self) -> None:
-        """Let go of descriptors; the ranks must be dead."""
+        """Close all descriptors; the ranks must have exited."""
 
 
 Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRanks]
@@ -95,19 +95,19 @@ The others are the hash seed, the modules to be imported before, and whether the
 
 
 def import_path() -> tuple[str, ...]:
-    """Our `sys.path` in a form that means the same in another directory, with ddpcheck itself on it."""
+    """Return our `sys.path` with absolute entries, including the parent directory of ddpcheck."""
     paths = [os.path.abspath(entry) for entry in sys.path]
     home = str(Path(__file__).resolve().parents[2])
     return (*paths, *([] if home in paths else [home]))
 
 
 def inherited_environment() -> dict[str, str]:
-    """Our environment as the ranks get it."""
+    """Return our environment without the variables that ranks must not inherit."""
     return {key: value for key, value in os.environ.items() if key not in _FORGOTTEN}
 
 
 def process_context(asked_for: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """The state of this process as ranks take it over, with the variables that were `asked_for` on top of ours."""
+    """Return the state of this process for ranks, updated with `asked_for`."""
     asked_for = asked_for or {}
     return wire.ProcessContext(
         environment={**inherited_environment(), **asked_for},
@@ -119,7 +119,7 @@ def process_context(asked_for: Mapping[str, str] | None = None) -> wire.ProcessC
 
 
 def hash_seeds(world_size: int, *, own: bool) -> list[str]:
-    """The `PYTHONHASHSEED` of each rank: one for all, or one for even and one for odd ranks; the user's own wins."""
+    """Return `PYTHONHASHSEED` per rank; with `own`, odd ranks differ unless set by the user."""
     given = os.environ.get("PYTHONHASHSEED", "random")
     if given not in ("", "random"):
         return [given] * world_size
@@ -127,7 +127,7 @@ def hash_seeds(world_size: int, *, own: bool) -> list[str]:
 
 
 def interpreter() -> list[str]:
-    """The command that starts Python as this process was started."""
+    """Return the Python command with -O and -B as in this process."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
@@ -144,9 +144,9 @@ class _ForkServer:
 
     def __init__(self, hash_seed: str) -> None:
         self.hash_seed = hash_seed
-        self.asked_at: float | None = None  # since when it owes an answer to a world
+        self.asked_at: float | None = None  # time of the oldest unanswered request
         self._lock = threading.Lock()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # lives as long as the server
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # closed with the server
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path, more = json.dumps(import_path()), json.dumps([name for name in _IN_TESTS if name in sys.modules])
         with theirs:
@@ -157,7 +157,7 @@ class _ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
-                start_new_session=True,  # Ctrl-C is for the parent alone
+                start_new_session=True,  # Ctrl-C must reach only the parent
             )
 
     def __str__(self) -> str:
@@ -168,13 +168,13 @@ class _ForkServer:
         return self.process.poll() is None
 
     def send(self, request: dict[str, Any], fds: Sequence[int] = (), timeout: float = 60.0) -> None:
-        """Send a request; an `OSError` says that the server is gone."""
+        """Send a request; raise `OSError` if the server is gone."""
         with self._lock:
             self._sock.settimeout(timeout)
             socket.send_fds(self._sock, [pickle.dumps(request)], fds)
 
     def log(self) -> str:
-        """The last lines that the server has printed."""
+        """Return the last 20 lines printed by the server."""
         try:
             data = os.pread(self._log.fileno(), 1 << 20, 0)
         except (OSError, ValueError):
@@ -214,12 +214,12 @@ def _discard(server: _ForkServer) -> None:
 
 
 def server_pids() -> list[int]:
-    """The process ids of this process's fork servers."""
+    """Return the pids of the fork servers of this process."""
     return [server.process.pid for server in _servers.values() if server.alive]
 
 
 def shut_down() -> None:
-    """End the fork servers, and with them every rank that they have forked; the next world starts others."""
+    """Stop the fork servers and all their ranks."""
     with _server_lock:
         servers = list(_servers.values())
         _servers.clear()
@@ -231,7 +231,7 @@ def _after_fork() -> None:
     global _server_lock
     _server_lock = threading.Lock()
     for server in _servers.values():
-        server.process.returncode = 0  # it is the other process's child
+        server.process.returncode = 0  # the server is a child of our parent process
         server.close()
     _servers.clear()
 
@@ -242,9 +242,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkedRanks:
-    """Ranks forked by the fork server of a hash seed, one for each descriptor; `preload` is imported there before.
+    """Ranks forked by the server of a hash seed, after importing `preload`.
 
-    `ahead` says that nobody is waiting for them, so that the server may first do what it has put off.
+    With `ahead`, the server may run its deferred imports first.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class ForkedRanks:
     ) -> None:
         self.over = False
         self._inbox = wire.Inbox()
-        self._awaited: dict[int, int | None] = dict.fromkeys(fds)  # those that have not ended, with their process ids
+        self._awaited: dict[int, int | None] = dict.fromkeys(fds)  # rank -> pid (None until forked); removed on exit
         self._imports = ", ".join(preload) or "torch"
         self._ran_at = time.monotonic()
         for attempt in (1, 2):
@@ -264,7 +264,7 @@ class ForkedRanks:
                 with theirs:
                     self._open(directory, theirs.fileno(), list(fds.values()), preload, ahead)
                 break
-            except OSError as error:  # it has died since we last looked: once more, with another
+            except OSError as error:  # the server died meanwhile: retry once with a new server
                 self._socket.close()
                 if attempt == 2:
                     raise DDPCheckError("The fork server does not stay alive.", detail=self._server.log()) from error
@@ -281,7 +281,7 @@ class ForkedRanks:
 
     @property
     def server_owes(self) -> tuple[float, str]:
-        """Since when the fork server has not answered, and that in words; infinite where it has forked the ranks."""
+        """Time and description of the oldest unanswered request, or (inf, '')."""
         if None not in self._awaited.values() or self._server.asked_at is None:
             return math.inf, ""
         return self._server.asked_at, f", since {self._server} still imports {self._imports}"
@@ -297,7 +297,7 @@ class ForkedRanks:
             elif kind == "exit":
                 self._awaited.pop(what, None)
             else:
-                self._awaited.clear()  # it says itself what is wrong
+                self._awaited.clear()  # the event has the error message
                 if kind == "refused" and rest[0]:
                     _discard(self._server)
         if None not in self._awaited.values() or process_stat(self._server.process.pid)[:1] != ["T"]:
@@ -309,7 +309,7 @@ class ForkedRanks:
             _discard(self._server)
         if not alive:
             self.over = True
-            if self._awaited:  # the ranks have died with it, but not what they had started
+            if self._awaited:  # the ranks died with the server, their children did not
                 for pid in filter(None, self._awaited.values()):
                     kill_group(pid)
                 log = self._server.log()
@@ -318,7 +318,7 @@ class ForkedRanks:
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         request = {"operation": "signal", "world": self._number, "ranks": list(ranks), "signal": int(number)}
-        with contextlib.suppress(OSError):  # no server, no rank: they die with it
+        with contextlib.suppress(OSError):  # if the server is gone, so are the ranks
             self._server.send(request, timeout=2.0)
 
     def close(self) -> None:
@@ -329,7 +329,7 @@ class ForkedRanks:
 
 
 class SpawnedRanks:
-    """Ranks started by exec with a hash seed, each a child of ours; each imports what is to be preloaded by itself."""
+    """Ranks started by exec; each rank imports `preload` itself."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
@@ -355,7 +355,7 @@ class SpawnedRanks:
         news, self._news = self._news, []
         for rank, process in list(self._processes.items()):
             if _has_ended(process):
-                kill_group(process.pid)  # what the rank has started; the zombie keeps the number ours
+                kill_group(process.pid)  # children of the rank; the zombie keeps the pid reserved
                 news.append(("exit", rank, process.wait(), time.monotonic()))
                 del self._processes[rank]
         return news
@@ -385,6 +385,6 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process and all that it has started."""
+    """Kill the process group of `pid`."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The options of a world and the tasks for its ranks, validated before a process starts."""
+"""Validation of world options and tasks before a process starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def check_count(name: str, value: object, most: int) -> None:
-    """Refuse all but a whole number from 1 to `most`."""
+    """Raise `UsageError` unless `value` is an int from 1 to `most`."""
     number = isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, int) or not number or not 1 <= value <= most:
         kind = UsageError if number else WrongTypeError
@@ -30,13 +30,13 @@ def check_count(name: str, value: object, most: int) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse what is not among the choices."""
+    """Raise `ChoiceError` unless `value` is one of the choices."""
     if value not in choices:
         raise ChoiceError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse all but a finite number above 0."""
+    """Raise `UsageError` unless `value` is a finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(value, (int, float)) or not number or not 0 < value < math.inf:
         kind = UsageError if number else WrongTypeError
@@ -44,7 +44,7 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def check_modules(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of modules to preload, having refused all that cannot be one."""
+    """Return the module names as a tuple; raise `UsageError` if invalid."""
     if isinstance(modules, str) or not isinstance(modules, Sequence):
         raise WrongTypeError(f"preload must be a list of names of modules, got {modules!r}.")
     for module in modules:
@@ -55,18 +55,18 @@ def check_modules(modules: Sequence[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(slots=True)
 class WorldOptions:
-    """The options of a `World`, or of a world of ranks that a launcher has started.
+    """Options of a `World`, also for ranks started by a launcher.
 
     Attributes:
-        hash_seeds: Give odd ranks another hash seed than even ones, as under a launcher, so that the order of a set of
-            strings differs from rank to rank; costs a second server. A `PYTHONHASHSEED` of the user's wins.
-        watch: Called every quarter of a second during a run with the world, the ranks that have finished and those that
-            have not; a sentence that it returns ends the run as a `HangError`. Time that it takes is not counted.
-        ahead: Nobody needs the ranks yet. They may start late then, with more modules imported.
-        hosts: Processes that a launcher has started, each of which starts one rank.
+        hash_seeds: Use different hash seeds on even and odd ranks, as under a launcher, so that the order of a set of
+            strings differs; needs a second fork server. The user's `PYTHONHASHSEED` wins.
+        watch: Called every 0.25 s during a run with the world, the finished and the unfinished ranks; a returned
+            sentence ends the run with a `HangError`. Its own run time does not count towards the timeout.
+        ahead: The ranks are not needed yet; they may start late, with more modules imported.
+        hosts: Processes started by a launcher, each of which starts one rank.
 
     Raises:
-        UsageError: An option makes no sense.
+        UsageError: An option is invalid.
     """
 
     world_size: int = 2
@@ -118,20 +118,20 @@ def _choose_start_method(method: str | None) -> str:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads(world_size: int) -> int:
-    """Return a rank's share of the cores, of which other workers of pytest-xdist use theirs at the same time."""
+    """Return the threads per rank: the cores divided by ranks and pytest-xdist workers."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
     return max(1, cores() // (world_size * max(1, int(workers) if workers.isdecimal() else 1)))
 
 
 def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], whose: str = "World.run") -> bytes:
-    """Pickle a task; when it cannot be, name the argument of `whose` that is to blame."""
+    """Pickle a task; raise `UsageError` naming an unpicklable argument of `whose`."""
     if not callable(fn):
         raise WrongTypeError(f"The first argument of {whose} must be a function, got {type(fn).__qualname__}.")
     try:
@@ -150,7 +150,7 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _part_that_stays(value: object) -> str:
-    """Which field of a dataclass, such as a recipe, cannot be pickled, also as an argument of a partial; else empty."""
+    """Return the unpicklable dataclass field (also inside a partial), or ''."""
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()

@@ -1,4 +1,4 @@
-"""Waiting until something holds, with a deadline, and for the stacks that ranks write when they are asked. Light."""
+"""Wait for conditions with a deadline, and for stack dumps of ranks. Light."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def wait_until(holds: Callable[[], object], seconds: float, pause: float = 0.01) -> None:
-    """Wait until a condition holds, for some seconds at most."""
+    """Poll a condition until true, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(pause)
 
 
 def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: float, quiet: float) -> None:
-    """Have ranks write their stacks into these files, and wait until none has grown for `quiet` seconds."""
+    """Request stack dumps and wait until no file grows for `quiet` seconds."""
     for file in files:
         if file_size(file):
             os.truncate(file, 0)
@@ -29,7 +29,7 @@ def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: fl
 
 
 def file_size(path: Path) -> int:
-    """How many bytes a file has; 0 where it is not there."""
+    """Return the size of a file in bytes, or 0 if missing."""
     try:
         return path.stat().st_size
     except OSError:

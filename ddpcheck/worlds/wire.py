@@ -1,10 +1,10 @@
-"""Messages between the parent and its ranks: length-prefixed pickles on a socket, and functions sent by value.
+"""Messages between parent and ranks: length-prefixed pickles, functions by value.
 
-Three kinds of traffic share this module. Parent and rank exchange tuples on one stream socket a rank. The fork
-server reports forks and exits on one stream socket a world. A function with its arguments travels as one
-cloudpickle inside a tuple, so that a rank can receive what it cannot import and say so in a sentence.
+Parent and rank exchange tuples on one stream socket per rank. The fork server reports forks and exits on one stream
+socket per world. A function and its arguments are one cloudpickle inside a tuple, so that a rank can report an import
+error of the payload.
 
-Bytes of any size go over a store of torch in pieces: a TCPStore closes the connection on a value of more than 8 MiB.
+Large values are split for torch stores: a TCPStore closes the connection on a value of more than 8 MiB.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MAX_FDS = 100  # file descriptors in one packet to the fork server; the kernel's
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The state of the parent that a rank takes over, as a process would that the parent starts now."""
+    """The parent's state that a rank applies, as if started by exec now."""
 
-    environment: Mapping[str, str]  # with what was asked for on top of it
-    explicit: frozenset[str]  # names of the variables that were asked for
+    environment: Mapping[str, str]  # including the explicit variables
+    explicit: frozenset[str]  # names of the variables set by the `env` option
     cwd: str
     path: tuple[str, ...]  # `sys.path`
     argv: tuple[str, ...]
@@ -49,7 +49,7 @@ class ProcessContext:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """All that a rank needs to know to become one; the first message of its life, after the fork."""
+    """Configuration of a rank; its first message after the fork."""
 
     rank: int
     world_size: int
@@ -59,22 +59,22 @@ class RankConfig:
     process_group: bool
     threads: int
     context: ProcessContext
-    local_rank: int  # among those of its machine
+    local_rank: int  # rank among the ranks on its machine
     local_world_size: int
-    sharing: tuple[int, int]  # its number among the ranks that see the same GPUs, and how many those are
+    sharing: tuple[int, int]  # (index, count) among the ranks that see the same GPUs
     preload: tuple[str, ...] = ()
-    store: tuple[str, int] | None = None  # where the ranks of several machines meet; `None`: in a file
-    masters: tuple[str, ...] = ()  # the addresses by which these reach the machine of rank 0
+    store: tuple[str, int] | None = None  # host and port of the TCPStore; `None`: FileStore on one machine
+    masters: tuple[str, ...] = ()  # addresses under which ranks reach the machine of rank 0
 
 
 def pack(message: object) -> bytes:
-    """Return `message` as it goes over a socket."""
+    """Return `message` as a length-prefixed pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(body)) + body
 
 
 def receive(sock: socket.socket) -> Any:
-    """Wait for one message on a blocking socket; `None` when the other side is gone."""
+    """Receive one message on a blocking socket; `None` if disconnected."""
     header = read(sock, _HEADER.size)
     if header is None:
         return None
@@ -83,7 +83,7 @@ def receive(sock: socket.socket) -> Any:
 
 
 def read(sock: socket.socket, size: int) -> bytearray | None:
-    """Wait for so many bytes on a blocking socket; `None` when the other side is gone before."""
+    """Read `size` bytes from a blocking socket; `None` if disconnected."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -98,7 +98,7 @@ def read(sock: socket.socket, size: int) -> bytearray | None:
 
 
 class Outbox:
-    """Keeps bytes for a non-blocking socket until it takes them."""
+    """Send buffer of a non-blocking socket."""
 
     def __init__(self) -> None:
         self._parts: deque[memoryview] = deque()
@@ -107,7 +107,7 @@ class Outbox:
         return bool(self._parts)
 
     def send(self, sock: socket.socket, data: bytes = b"") -> None:
-        """Send what the socket takes now, `data` last; where the other side is gone, its exit is told elsewhere."""
+        """Send as much as possible, `data` last; discard if disconnected."""
         if data:
             self._parts.append(memoryview(data))
         try:
@@ -122,13 +122,13 @@ class Outbox:
 
 
 class Inbox:
-    """Turns the bytes of a non-blocking socket back into messages."""
+    """Receive buffer of a non-blocking socket, decoded into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
-        """Read what has arrived, without waiting: complete messages, and whether the other side is still there."""
+        """Return complete messages without waiting, and False if disconnected."""
         alive = True
         while True:
             try:
@@ -160,7 +160,7 @@ _registry = threading.Lock()
 
 
 def dumps(value: object) -> bytes:
-    """Pickle anything cloudpickle can, with code of modules that a rank cannot import sent by value."""
+    """Pickle with cloudpickle; code not importable on ranks goes by value."""
     import cloudpickle
 
     by_value: list[types.ModuleType] = []
@@ -168,7 +168,7 @@ def dumps(value: object) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type) and obj.__module__ == "builtins" and not hasattr(builtins, obj.__name__):
-                name = obj.__name__  # pytest.skip and its like say that they are built in
+                name = obj.__name__  # pytest.skip and similar claim module "builtins"
                 outcomes = sys.modules.get("_pytest.outcomes")
                 if outcomes is not None and getattr(outcomes, name, None) is obj:
                     return getattr, (outcomes, name)
@@ -191,7 +191,7 @@ def dumps(value: object) -> bytes:
 
 
 def _with_gradient(obj: Any) -> tuple[Any, ...] | None:
-    """The reduction of a leaf together with its gradient, which torch leaves out; `None` for everything else."""
+    """Return the reduce tuple of a leaf tensor with gradient, or `None`."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or not obj.is_leaf or obj.grad is None:
         return None
@@ -206,7 +206,7 @@ def _restored(make: Any, arguments: tuple[Any, ...], gradient: Any) -> Any:
 
 
 def unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Exception]]:
-    """Those of some values, by name, that cannot be pickled, each with the reason."""
+    """Yield name, value and error of each value that cannot be pickled."""
     for name, value in values.items():
         try:
             dumps(value)
@@ -220,13 +220,13 @@ def loads(data: bytes) -> Any:
 
 
 def importable(module: types.ModuleType) -> bool:
-    """Whether another process with our `sys.path` would find this very file under the module's name."""
+    """Return True if our `sys.path` finds this module in the same file."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
-        return True  # built in, or cloudpickle knows better
+        return True  # built in, or handled by cloudpickle
     if name.startswith(_OURS) and file.startswith(_HOME):
-        return True  # without a look into every folder of the path, which each rank would have to take anew
+        return True  # skip the search of sys.path, which each rank would repeat
     key = (name, file, tuple(sys.path))
     if key not in _importable_cache:
         _importable_cache[key] = _find(name, file)
@@ -260,11 +260,11 @@ def _find(name: str, file: str) -> bool:
 
 
 _PIECE = 4 << 20  # bytes
-_COUNT = 4  # bytes at the beginning of the first piece, which say how many there are
+_COUNT = 4  # bytes of the piece count at the start of the first piece
 
 
 def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> None:
-    """Write a value; `name` itself last, so that a rank that has waited for it finds all of it."""
+    """Write a value in pieces; the key `name` is written last."""
     pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)] or [b""]
     for index, piece in enumerate(pieces[1:], 1):
         put(f"{name}#{index}", piece)
@@ -279,7 +279,7 @@ def get_value(get: Callable[[str], bytes], name: str) -> bytes:
 
 
 def remove_value(delete: Callable[[str], bool], name: str) -> None:
-    """Delete a value; `delete` returns whether a key was there."""
+    """Delete all pieces of a value; `delete` returns True if the key existed."""
     piece = 0
     while delete(f"{name}#{piece}" if piece else name):
         piece += 1

@@ -1,4 +1,4 @@
-"""Evidence: plain data from ranks and reference runs, one module a subject. Gathered with torch, judged without."""
+"""Evidence: plain data from ranks and reference runs, gathered with torch and judged without."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from msgspec import Struct
 
 
 class Entry(Struct, frozen=True):
-    """What a watched rank writes into its log: evidence as it is, and the entries of `stream.entries`."""
+    """Base class of evidence and `stream.entries` in the log of a watched rank."""

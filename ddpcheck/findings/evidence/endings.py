@@ -1,7 +1,7 @@
-"""Evidence on ranks that have failed, wait for each other or were simulated: where each was, and what it had called.
+"""Evidence on failed, waiting and simulated ranks: lines and collectives.
 
-Judged in `judge.endings`; put together in `run.ending` and `report.hang.hang_report`, of what ranks have recorded, and
-gathered in `report.schedule.schedule_phases`.
+Judged in `judge.endings`; built from records of ranks in `run.ending` and `report.hang.hang_report`, and gathered in
+`report.schedule.schedule_phases`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from ddpcheck.findings.evidence.steps import Call
 
 
 class Joining(Struct, frozen=True):
-    """A process is in `init_process_group`."""
+    """Process in `init_process_group`."""
 
     pid: int  # of the process
-    rank: int  # that it says to have; negative where it says none
-    world_size: int  # that it says there is; negative where it says none
-    address: str  # where it means to meet the others
-    location: str  # the line of the call; may be empty
-    agent: str = ""  # the address of torchrun's store, where torch takes that one to be all there is; empty elsewhere
-    started: int = 0  # how many processes torchrun has started, where this is one of them and there is one node; else 0
-    error: str = ""  # what it has raised there, with its class; "" where it has not, and waits or was ended
+    rank: int  # argument or RANK; negative if not set
+    world_size: int  # argument or WORLD_SIZE; negative if not set
+    address: str  # rendezvous address
+    location: str  # line of the call; may be empty
+    agent: str = ""  # address of torchrun's store, if torch uses only this store; else ""
+    started: int = 0  # processes started by torchrun on a single node, including this process; else 0
+    error: str = ""  # exception in the call, with class; "" if the process waits or was killed
 
 
 class PeerWait(Struct, frozen=True):
-    """A rank waits in a point-to-point call, or for one that it has started."""
+    """Rank waiting in a point-to-point call, or for the handle of one."""
 
     operation: str  # "send", "recv", "isend" or "irecv"
-    peer: int  # the rank to which it sends, or from which it receives; negative for any
+    peer: int  # destination or source rank; negative for any
     tag: int  # of the call
-    location: str  # the line of the call
+    location: str  # line of the call
 
     @property
     def sends(self) -> bool:
-        """Whether the rank has something to send."""
+        """True if the rank is the sender."""
         return self.operation.endswith("send")
 
     def __str__(self) -> str:
@@ -48,88 +48,85 @@ class PeerWait(Struct, frozen=True):
         return f"{self.operation} {to} {peer}{tag}{f' at {self.location}' if self.location else ''}"
 
 
-SYSTEM_EXIT = "SystemExit"  # the `exit_at` of a rank that has raised it itself, at a line that is not known
+SYSTEM_EXIT = "SystemExit"  # `exit_at` of a rank that raised SystemExit at an unknown line
 
 
 class RankAtEnd(Struct, frozen=True):
-    """One rank when the job had stopped."""
+    """State of one rank when the job had stopped."""
 
     rank: int
-    calls: Sequence[Call]  # its last collectives, from the first that is known of all ranks
-    earlier: int = 0  # how many collectives it had made before them
-    doing: str = ""  # what it does, in words that come after its name: "waits in barrier() at train.py:41"
-    # the lines of the program at which it stands, innermost first; empty where they are not known
-    lines: tuple[str, ...] = ()
-    waits: bool = True  # whether it waits for others, or has failed because another rank did not come
-    ended: bool = False  # whether all of its script has run
+    calls: Sequence[Call]  # last collectives, from the first that is known on all ranks
+    earlier: int = 0  # number of collectives before `calls`
+    doing: str = ""  # activity, to follow the name of the rank: "waits in barrier() at train.py:41"
+    lines: tuple[str, ...] = ()  # program lines of the stack, innermost first; empty if unknown
+    waits: bool = True  # True if the rank waits for others, or failed because another rank did not arrive
+    ended: bool = False  # True if the script ran to the end
     passes: Sequence[LoaderPass] = field(default_factory=tuple)  # over data loaders
-    exit_at: str = ""  # the call that has ended it, with its line: "sys.exit at train.py:41"; "" where none has
-    for_worker: bool = False  # whether it waits for a worker of its data loader
-    # by the number of its line, how many forward passes a wrapper has made there, where it is called last
+    exit_at: str = ""  # call that ended the rank: "sys.exit at train.py:41"; "" if none
+    for_worker: bool = False  # True if the rank waits for a data loader worker
+    # number of forward passes by line number of a wrapper's last forward pass
     forwards: Mapping[int, int] = field(default_factory=dict)
-    waits_for: PeerWait | None = None  # what it waits for in a point-to-point call, if that is what it does
-    constructs: bool = False  # whether it is in the constructor of a wrapper
-    in_threads: tuple[str, ...] = ()  # the collectives in which other threads wait while the main thread does, too
+    waits_for: PeerWait | None = None  # point-to-point call in which the rank waits
+    constructs: bool = False  # True if the rank is in the constructor of a wrapper
+    in_threads: tuple[str, ...] = ()  # collectives in which other threads wait while the main thread waits too
 
 
-DEFAULT_GROUP = "0"  # its name, in recorders
+DEFAULT_GROUP = "0"  # name of the default process group in Flight Recorder dumps
 
 
 class RecordedCall(Struct, frozen=True):
-    """A collective, or a send or receive, that a rank has entered, by its recorder."""
+    """Collective, send or receive that a rank entered, from Flight Recorder."""
 
     group: str  # name of the process group
-    number: int  # that the group gave to it; of a send or receive, that among those
-    call: Call  # in words; its members are not known yet
-    ended: bool  # whether it is known to have ended
-    # whether it is a send or a receive, which pairs up with one other rank, or the end of several
-    between_two: bool = False
-    peer: int = -1  # the other rank of a send or receive; -1 if not known
-    created: float = 0.0  # when the rank entered it, in seconds since 1970; 0 if not known
-    timeout: float = 0.0  # in seconds; 0 if not known
+    number: int  # sequence number in the group; sends and receives have separate numbers
+    call: Call  # in words, without members
+    ended: bool  # True if known to have ended
+    between_two: bool = False  # True for a send or receive, or the end of several ("coalesced")
+    peer: int = -1  # other rank of a send or receive; -1 if unknown
+    created: float = 0.0  # time of entry, in seconds since 1970; 0 if unknown
+    timeout: float = 0.0  # in seconds; 0 if unknown
 
 
 class RankDump(Struct, frozen=True):
     """Flight Recorder entries of one rank."""
 
-    entries: Sequence[RecordedCall]  # in the order in which they were entered
-    # the ranks of each process group, as far as the dump names them
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    wrapped: bool = False  # whether earlier entries are lost, and not left out because they have ended
-    world_size: int = 0  # as far as the sizes of what was gathered tell; else 0
-    gloo: bool = False  # whether all of it is gloo's
-    active_only: bool = False  # whether entries that have ended are left out
-    descriptions: Mapping[str, str] = field(default_factory=dict)  # what the program calls its groups, by their names
-    enqueued: Mapping[str, int] = field(default_factory=dict)  # the number of the last call of each group, if recorded
+    entries: Sequence[RecordedCall]  # in order of entry
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each process group in the dump
+    wrapped: bool = False  # True if earlier entries were overwritten
+    world_size: int = 0  # derived from sizes of gathered tensors; 0 if unknown
+    gloo: bool = False  # True if all entries are gloo's
+    active_only: bool = False  # True if the dump has no entries that have ended
+    descriptions: Mapping[str, str] = field(default_factory=dict)  # the program's group descriptions, by group name
+    enqueued: Mapping[str, int] = field(default_factory=dict)  # number of the last call of each group, if recorded
 
     @property
     def has_stacks(self) -> bool:
-        """Detect the line of any call."""
+        """True if any call has a line."""
         return any(entry.call.location for entry in self.entries)
 
     def collectives(self, group: str) -> list[RecordedCall]:
-        """The collectives of a process group."""
+        """Return the collectives of a process group."""
         return [entry for entry in self.entries if entry.group == group and not entry.between_two]
 
 
 class ScheduledCall(Struct, frozen=True):
     """One collective of a rank."""
 
-    call: Call  # what it is
-    waits: bool = False  # whether the rank goes on only when all ranks of the group have come to it
+    call: Call
+    waits: bool = False  # True if the rank blocks until all ranks of the group arrive
 
 
 class SimulatedRank(Struct, frozen=True):
-    """What one simulated rank has come to."""
+    """Result of one simulated rank."""
 
-    rank: int  # its number
-    schedule: str  # the digest of its collectives; ranks with the same have made the same
+    rank: int
+    schedule: str  # digest of the collectives: equal digests mean equal collectives
 
 
 class Simulated(Struct, frozen=True):
-    """The world of which ranks are simulated."""
+    """World whose ranks are simulated."""
 
-    world_size: int  # its number of ranks
-    steps: int  # that each rank trains for
-    shards: int  # into how many parts a batch is split; where these are fewer than ranks, some have the same
-    folder: Path  # where ranks leave their collectives, and what they have sent as roots
+    world_size: int  # number of ranks
+    steps: int  # training steps per rank
+    shards: int  # parts of a split batch; if fewer than ranks, some ranks share a part
+    folder: Path  # for files of collectives, and of data sent by root ranks

@@ -1,10 +1,10 @@
-"""Evidence on how a script evaluates: what each rank's loops counted, what it exchanged, and what it showed.
+"""Evidence on evaluation in a script: counts of each rank, exchanged results, shown numbers.
 
 Judged in `judge.evaluation.script_evaluation` and `judge.evaluation.script_order`; gathered in
 `record.evaluation` and `record.loss.target_recorder`.
 
-A *round* is the time from one backward pass to the next in which a loader was gone through to its end without any: an
-evaluation, and what the program makes of it.
+A *round* is the time between two backward passes in which a data loader was exhausted: an evaluation, and the use of
+the results.
 """
 
 from __future__ import annotations
@@ -18,89 +18,86 @@ from ddpcheck.findings.report import Location
 
 
 class EvaluationPass(Entry, frozen=True):
-    """A pass over a `DataLoader` to its end, without a backward pass or an optimizer step meanwhile."""
+    """Full pass over a `DataLoader` without a backward pass or optimizer step."""
 
-    round: int  # of the evaluations of this rank, counted from 0
-    loader: int  # the number of the loader, and `number` of its pass, as in `LoaderPass`
-    number: int  # counted from 0
-    # what the program holds at the end and did not at the beginning, by function and variable: numbers, sums of lists,
-    # and how many rows of two lists of labels are equal
+    round: int  # evaluation round of this rank, from 0
+    loader: int  # number of the loader, as in `LoaderPass`
+    number: int  # number of the pass over the loader, from 0
+    # values that the pass added, by function and variable: numbers, sums of lists, and the number of equal rows of two
+    # lists of labels
     numbers: Mapping[str, float] = field(default_factory=dict)
-    # by name, the labels of all samples that the dataset holds, in its order
+    # labels of all samples of the dataset, in dataset order, by name
     references: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    after: Mapping[str, Location] = field(default_factory=dict)  # by function, the line that follows the loop
-    # likewise floating-point numbers; as many of each sample
+    after: Mapping[str, Location] = field(default_factory=dict)  # line after the loop, by function
+    # floating-point numbers of all samples of the dataset, equally many per sample, by name
     numbers_of: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # by function and variable, square tables of counts that were filled meanwhile, row by row
+    # square tables of counts that were filled during the pass, row by row, by function and variable
     tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # likewise a number or a label for each sample of the pass, in its order
+    # number or label of each sample of the pass, in order, by function and variable
     rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class ResultExchanged(Entry, frozen=True):
-    """What a rank has given to a collective during an evaluation or after it."""
+    """Input of a collective during or after an evaluation."""
 
-    round: int  # in which
+    round: int  # evaluation round
     operation: str  # the collective
-    location: Location | None  # the line of the script
-    during: bool  # whether a pass over a loader was under way
-    numbers: tuple[float, ...] = ()  # what it is, where these are few numbers
-    total: float | None = None  # the sum of all its elements, where these are whole numbers
-    # labels, one for each row: whole numbers as they are, of rows of floating-point numbers the place of the highest.
-    # Empty where it is something else
+    location: Location | None  # line of the script
+    during: bool  # True during a pass over a loader
+    numbers: tuple[float, ...] = ()  # the input, if only a few numbers
+    total: float | None = None  # sum of all elements, if whole numbers
+    # label of each row: whole numbers unchanged, argmax of rows of floating-point numbers; else empty
     rows: tuple[int, ...] = ()
-    # the loader and the number of the pass that is under way, or has ended last
-    evaluation: tuple[int, int] | None = None
-    values: tuple[float, ...] = ()  # the rows themselves where they are floating-point numbers, row by row
-    sums: bool = False  # whether it leaves the sum or the mean of what all ranks give, and nothing of one rank
-    shown: int = 0  # how many `MetricShown` of its round were written before
-    # by function on the stack, innermost first, the line that makes what it hands on
+    evaluation: tuple[int, int] | None = None  # (loader, number) of the current or last pass
+    values: tuple[float, ...] = ()  # floating-point rows, row by row
+    sums: bool = False  # True if the output is only the sum or mean over all ranks
+    shown: int = 0  # number of earlier `MetricShown` in the round
+    # line that makes the input, by function on the stack, innermost first
     lines: Mapping[str, Location] = field(default_factory=dict)
 
 
 class SumsReduced(Entry, frozen=True):
-    """Calls of all_reduce at one line, one after the other: no number is less than what the call before has left."""
+    """Consecutive all_reduces at one line, with inputs not below the previous outputs."""
 
-    location: Location | None  # the line
-    given: tuple[tuple[float, ...], ...]  # by call, the rank's own numbers
-    left: tuple[tuple[float, ...], ...]  # by call, their sums over all ranks
+    location: Location | None  # line of the calls
+    given: tuple[tuple[float, ...], ...]  # numbers of this rank, by call
+    left: tuple[tuple[float, ...], ...]  # sums over all ranks, by call
 
 
 class RowsCompared(Entry, frozen=True):
-    """Two tensors of as many numbers as there are samples, or rows of them, have been compared number by number."""
+    """Elementwise comparison of two tensors with one number or row per sample."""
 
-    round: int  # after the gather of which evaluation
-    location: Location | None  # the line of the script
-    one: tuple[float, ...]  # the numbers, in their order
-    other: tuple[float, ...]  # likewise
+    round: int  # evaluation round of the gather before
+    location: Location | None  # line of the script
+    one: tuple[float, ...]  # numbers of the first tensor, in order
+    other: tuple[float, ...]  # numbers of the second tensor, in order
 
 
 class ShownNumber(Struct, frozen=True):
-    """A number that the program shows."""
+    """Number that the program shows."""
 
-    text: str  # as it is printed; "" where it is handed over as a number
-    values: tuple[float, ...] = ()  # numbers that the program holds and that are printed like this; or that number
+    text: str  # as printed; "" if passed as a number
+    values: tuple[float, ...] = ()  # variables that print as `text`; or the number that was passed
 
 
 class MetricShown(Entry, frozen=True):
-    """The program has shown numbers after an evaluation, given them to the other ranks, or decided by them."""
+    """Numbers that the program shows, broadcasts or decides by after an evaluation."""
 
     round: int  # of the evaluation
-    # "printed", "logged", "saved", "broadcast" to the other ranks, or "decides": they are in the condition of an `if`
-    # around a `torch.save`
+    # "printed", "logged", "saved", "broadcast", or "decides" (in the condition of an `if` around a `torch.save`)
     how: str
-    location: Location | None  # the line of the script
-    numbers: tuple[ShownNumber, ...]  # in their order
+    location: Location | None  # line of the script
+    numbers: tuple[ShownNumber, ...]  # in order
 
 
 class GatheredTargets(Entry, frozen=True):
-    """A cross entropy whose classes are the rows that an all_gather has brought together."""
+    """Cross entropy whose classes are the rows of an all_gather."""
 
-    step: int  # how often optimizers had stepped before
-    location: Location | None  # the line of the script that gathers
-    members: tuple[int, ...]  # the ranks of the group
-    own: int  # the place of this rank's first row among the classes
-    rows: int  # how many rows this rank has given
-    classes: int  # how many classes there are
-    targets: tuple[int, ...]  # of the cross entropy, as far as they are different ones
-    loss: Location | None = None  # the line that calls the cross entropy, as far as source tells
+    step: int  # optimizer steps before
+    location: Location | None  # line of the all_gather
+    members: tuple[int, ...]  # ranks of the group
+    own: int  # index of this rank's first row among the classes
+    rows: int  # number of rows of this rank
+    classes: int  # number of classes
+    targets: tuple[int, ...]  # distinct targets of the cross entropy
+    loss: Location | None = None  # line of the cross entropy, if found in the source

@@ -1,4 +1,4 @@
-"""Evidence on differences between gradients, and of the single process: its batch, the shards, the terms of the loss.
+"""Evidence on gradient differences, and on the single process: batch, shards, loss terms.
 
 Judged in `judge.gradients`; gathered in `gather.steps.gradient_distance`, `gather.phases.repeated_step`,
 `gather.phases.single_process`, `gather.phases.shard_analysis` and `gather.phases.shard_terms`.
@@ -19,31 +19,31 @@ LEAST = 1e-30
 
 
 def relative(difference: float, scale: float) -> float:
-    """A difference over the scale of what differs; 0.0 if the difference is at most `LEAST`."""
+    """Return the relative difference; 0.0 if `difference` is at most `LEAST`."""
     if difference <= LEAST:
         return 0.0
     return difference / scale if scale else 1.0
 
 
 class Difference(Struct, frozen=True):
-    """The difference of one gradient from its reference."""
+    """Difference of one gradient from its reference."""
 
     name: str  # of the parameter
     error: float  # norm of the difference over the scale of the reference
-    tolerance: float  # what `error` may be
-    ratio: float = 1.0  # the factor c for which c * reference is nearest; measured only beyond the tolerance
-    residual: float = 0.0  # what is left of `error` with that factor
-    elements: int = 0  # how many there are
-    elements_beyond: int = 0  # how many of them differ by more than their share of the tolerance
+    tolerance: float  # maximum allowed `error`
+    ratio: float = 1.0  # best-fit factor c of c * reference; measured only beyond the tolerance
+    residual: float = 0.0  # remaining `error` after scaling by `ratio`
+    elements: int = 0  # number of elements
+    elements_beyond: int = 0  # number of elements that differ by more than the tolerance per element
     worst_index: tuple[int, ...] = ()  # of the element that differs most
-    worst_got: float = 0.0  # its value
-    worst_want: float = 0.0  # its value in the reference
+    worst_got: float = 0.0  # value of the worst element
+    worst_want: float = 0.0  # value of the worst element in the reference
     absolute_error: float = 0.0  # norm of the difference
     reference_norm: float = 0.0  # norm of the reference
 
     @property
     def bad(self) -> bool:
-        """Whether the error is larger than it may be."""
+        """True if the error exceeds the tolerance, or is NaN."""
         return not self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -58,12 +58,11 @@ class Difference(Struct, frozen=True):
 
 
 class RepeatedStep(Struct, frozen=True):
-    """One rank's step, run a second time, and with the gradient of the loss doubled."""
+    """Step of one rank, repeated, and repeated with a doubled loss gradient."""
 
-    differences: tuple[Difference, ...] = ()  # from itself, run a second time
-    # parameters whose gradient does not double with the loss: something on its way changes it
-    nonlinear: tuple[str, ...] = ()
-    hooks: tuple[GradientHook, ...] = ()  # what the user's code has put in its way
+    differences: tuple[Difference, ...] = ()  # between the step and the repeated step
+    nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double with the loss
+    hooks: tuple[GradientHook, ...] = ()  # the user's hooks on gradients
 
 
 RandomNumbers = Literal["drawn", "by sample", "constant"]
@@ -72,98 +71,92 @@ RandomNumbers = Literal["drawn", "by sample", "constant"]
 LOOSEST_FIT = 0.05
 """A pattern explains a difference when it leaves less than this share of it (and the rest is rounding)."""
 
-EXACT_FIT = 1e-3  # the share that rounding alone leaves, also of a gradient in float32
+EXACT_FIT = 1e-3  # share left by rounding alone, even for float32 gradients
 
 
 class LossTerm(Struct, frozen=True):
-    """One term of the loss, on the global batch and on the shards one by one.
+    """Term of the loss, on the global batch and on each shard.
 
-    Its errors are relative to the gradient of the whole loss, every parameter measured by its own scale.
+    Errors are relative to the gradient of the whole loss, with a separate scale for each parameter.
     """
 
-    name: str = ""  # of the tensor that the recipe's loss returned ("loss['penalty']"), where there are several
-    location: Location | None = None  # the line that computes the term, where it is known
-    error: float = 0.0  # how far the shards' gradients, as the ranks weigh them, are from the global batch's
-    # of the shards, for which the sum of their gradients is nearest to the global batch's
-    weights: tuple[float, ...] = ()
-    residual: float = 0.0  # what they leave of `error`
-    # of the shards in the ranks' average; empty where the ranks take the mean, or that is not known
-    rank_weights: tuple[float, ...] = ()
-    ratio: float = 1.0  # the factor that this term's gradient has in the ranks' average, all terms taken together
-    doubles_with_batch: bool = False  # whether it doubles when every sample is in the batch twice
-    count: str = ""  # what it is divided by, where that is found in the batch ("batch['labels'] != -100")
-    counts: tuple[float, ...] = ()  # its value on each rank
-    # whether its gradient for some samples depends on what the model computes for others; None where that could not be
-    # tried
+    name: str = ""  # of the tensor in the recipe's loss ("loss['penalty']"), if there are several
+    location: Location | None = None  # line that computes the term, if known
+    error: float = 0.0  # of the shards' gradients, weighted as by the ranks, against the global batch's
+    weights: tuple[float, ...] = ()  # of the shards, for the gradient sum nearest to the global batch's
+    residual: float = 0.0  # remaining `error` with `weights`
+    rank_weights: tuple[float, ...] = ()  # of the shards in the ranks' average; empty if a mean, or unknown
+    ratio: float = 1.0  # factor of this term's gradient in the ranks' average, fitted for all terms together
+    doubles_with_batch: bool = False  # True if the term doubles when every sample is in the batch twice
+    count: str = ""  # divisor of the term, if found in the batch ("batch['labels'] != -100")
+    counts: tuple[float, ...] = ()  # value of `count` on each rank
+    # True if the gradient of some samples depends on model outputs for other samples; None if not tested
     coupled: bool | None = None
 
     @property
     def is_sum(self) -> bool:
-        """Whether the gradients of the shards add up to the global batch's."""
+        """True if the gradients of the shards add up to the global batch's."""
         return bool(self.weights) and all(math.isclose(weight, 1.0, rel_tol=1e-3) for weight in self.weights)
 
     @property
     def is_normalised(self) -> bool:
-        """Whether it is a sum, or a mean over some count: then the weights of the shards are their shares of it."""
+        """True if the term is a sum, or a mean over some count."""
         fits = self.residual <= max(LOOSEST_FIT * self.error, 1e-9)
         return fits and (self.is_sum or bool(self.count) or math.isclose(sum(self.weights), 1.0, rel_tol=1e-2))
 
 
 class Fit(Struct, frozen=True):
-    """The factor between two gradients that is nearest, and the relative error that it leaves."""
+    """Best-fit factor between two gradients, and the remaining relative error."""
 
     ratio: float = 1.0
     residual: float = 1.0
 
 
 class WeightedFit(Struct, frozen=True):
-    """The weights of several gradients whose sum is nearest to another, and the relative error that they leave."""
+    """Best-fit weights of several gradients to another gradient, and the remaining error."""
 
     weights: tuple[float, ...] = ()
     residual: float = 1.0
 
 
 class Coupling(Struct, frozen=True):
-    """The first place at which a sample of the batch depends on the others."""
+    """First operation where a sample of the batch depends on other samples."""
 
-    # name of the module whose output does while its input does not; empty for the whole; None if there is none
-    module: str | None = None
-    module_class: str = ""  # its class; empty if there is none
-    line: Location | None = None  # of the user's code at which an operation does
-    scaled: bool = False  # whether what that operation gives is only scaled by the other samples, as by their number
+    module: str | None = None  # first module with coupled output but not input; "" for the model; None if none
+    module_class: str = ""  # class of the module; "" if none
+    line: Location | None = None  # line of user code with the coupled operation
+    scaled: bool = False  # True if the other samples only scale the output of the operation, as by their number
 
 
 class ShardAnalysis(Struct, frozen=True):
-    """Gradients of the shards, one by one in the single process; measured only when the global batch's differs.
+    """Gradients of each shard in the single process, if the global batch's differ.
 
-    Without `terms` the shards could not be run, and only the global batch is known.
+    `terms` is empty if the shards could not be run; only the global batch is known then.
     """
 
     terms: tuple[LossTerm, ...] = ()  # of the loss, in order
-    # what the terms' `ratio` leave of the difference between the ranks' average and the global batch's gradient,
-    # relative
+    # relative difference of the ranks' average from the global batch's gradient that `ratio` of the terms leaves
     terms_residual: float = 1.0
-    # modules whose batch statistics were fixed while the terms were looked at, since they couple all samples
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # modules whose batch statistics, which couple all samples, were fixed for `terms`
     against_shards: Fit = Fit()  # of the mean of the shards' gradients to the ranks' average
-    shard_rounding: float = 0.0  # what the shards' gradients lose to rounding in the module's own dtype, relative
+    shard_rounding: float = 0.0  # relative rounding error of the shards' gradients in the dtype of the module
     against_global: Fit = Fit()  # of the global batch's gradient to the ranks' average
-    rank_weights: WeightedFit = WeightedFit()  # of the shards' gradients, one by one, to the ranks' average
-    shard_losses: tuple[float, ...] = ()  # the loss on each shard
-    global_loss: float = 0.0  # the loss on the global batch
+    rank_weights: WeightedFit = WeightedFit()  # of the shards' gradients to the ranks' average
+    shard_losses: tuple[float, ...] = ()  # loss on each shard
+    global_loss: float = 0.0  # loss on the global batch
     coupling: Coupling = Coupling()  # where samples first depend on each other
-    rounded: tuple[str, ...] = ()  # the gradients that differ from the global batch's by rounding alone
-    # parameters that the losses of the shards reach and that of the global batch does not, or the other way round
+    rounded: tuple[str, ...] = ()  # gradients that differ from the global batch's only by rounding
+    # parameters that the loss of the shards reaches but not the loss of the global batch, or vice versa
     other_parameters: tuple[str, ...] = ()
-    error: str = ""  # why the shards could not be run one by one, or why that could not be explained further
-    numbers: RandomNumbers = "drawn"  # the random numbers with which they were run, as in `SingleStep`
-    # of the global batch's gradient to the ranks' average, where batch statistics are those of each shard; measured
-    # where shards alone do not give what the ranks did
+    error: str = ""  # why the shards could not be run, or the result could not be explained further
+    numbers: RandomNumbers = "drawn"  # random numbers of the shards, as in `SingleStep`
+    # of the global batch's gradient, with batch statistics per shard, to the ranks' average; measured if the shards
+    # alone do not reproduce the ranks
     by_statistics: Fit = Fit()
 
     @property
     def is_all_normalisation(self) -> bool:
-        """Whether other weights of the shards, which each gave what its rank did, make the global batch's gradient."""
+        """True if shards match the ranks, and other weights give the global batch's gradient."""
         alike = abs(self.against_shards.ratio - 1) <= EXACT_FIT and self.against_shards.residual <= EXACT_FIT
         wrong = [term for term in self.terms if term.error > EXACT_FIT]
         exact = all(term.residual <= EXACT_FIT * term.error and term.is_normalised for term in wrong)
@@ -177,6 +170,6 @@ class SingleStep(Struct, frozen=True):
     norm: float  # of all gradients together
     batch: tuple[int, ...]  # fingerprint of the batch
     batch_again: tuple[int, ...]  # fingerprint of the batch made a second time (first step only)
-    float64_error: str  # why there is no float64 run, empty when there is one
-    backwards: int = 1  # the user's own backward passes in the step, and the last one
-    numbers: RandomNumbers = "drawn"  # the random numbers that it has got (see `RandomNumbers`)
+    float64_error: str  # why there is no float64 run; "" if there is one
+    backwards: int = 1  # backward passes of the user in the step, plus the last one
+    numbers: RandomNumbers = "drawn"  # random numbers of the step (see `RandomNumbers`)

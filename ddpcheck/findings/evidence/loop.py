@@ -1,4 +1,4 @@
-"""Evidence on the training loop of a script, as each rank saw it: what it changes, compiles, draws and gathers.
+"""Evidence on a script's training loop, by rank: changes, compilation, random draws, gathers.
 
 Judged in `judge.loop`, `judge.replicas.script_changes`, `judge.data.script_draws`, `judge.gradients.script_losses` and
 `judge.gradients.script_alone`; gathered in `record.loop`, `record.optimizers`, `record.loss.gather_recorder`,
@@ -14,211 +14,201 @@ from msgspec import Struct, field
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.report import Location
 
-OF_A_COPY = -1  # of a wrapped module, as a variable holds it
+OF_A_COPY = -1  # `wrapper` of a copy of a wrapped module
 
 
 class ModuleChanged(Entry, frozen=True):
-    """A line of the script has changed, or may have changed, parameters or buffers of a wrapped module."""
+    """Line of the script that may change parameters or buffers of a wrapped module."""
 
-    wrapper: int  # the number of the wrapper; `OF_A_COPY` for one, which `names` names
-    # "values" (loaded, or set by a function that was applied), "written" (in place, or as `.data`, outside of an
-    # optimizer's step), "buffer" (one has another value), "requires_grad", "parameters" (others are registered now),
-    # "mode" (to evaluation), "scale" (what a reduction divides by), "hook" (for the reduction, by
-    # `register_comm_hook`), "stepped" (by an optimizer while backward runs), "ignored" (`.data` of a
-    # shard was assigned, which has left it as it was), "replaced" (a parameter was assigned in the place of a shard and
-    # is none that `fully_shard` gathers), or "module" (likewise one with shards, by one without)
+    wrapper: int  # number of the wrapper; `OF_A_COPY` for a copy, with the name in `names`
+    # "values" (loaded, or set by an applied function), "written" (in place or as `.data`, outside an optimizer step),
+    # "buffer" (changed value), "requires_grad", "parameters" (other parameters are registered), "mode" (to evaluation),
+    # "scale" (divisor of a reduction), "hook" (`register_comm_hook`), "stepped" (by an optimizer during backward),
+    # "ignored" (`.data` of a shard was assigned, without effect), "replaced" (a shard was replaced by a parameter that
+    # `fully_shard` does not gather), or "module" (a module with shards was replaced by a module without)
     what: str
-    how: str  # the name of what was called, or assigned
-    # of the parameters; empty where they are not known. Of the submodule, where its mode is changed
-    names: tuple[str, ...]
-    location: Location | None  # the line of the script
-    forwards: int = 0  # how many forward passes of the wrapper had been before
-    step: int = 0  # how many averaged backward passes had ended before
+    how: str  # name of the call or the assigned attribute
+    names: tuple[str, ...]  # of parameters, empty if unknown; for "mode", of the submodule
+    location: Location | None  # line of the script
+    forwards: int = 0  # forward passes of the wrapper before
+    step: int = 0  # averaged backward passes before
 
 
 class ScheduleState(Struct, frozen=True):
-    """The learning rate schedule of an optimizer."""
+    """Learning rate schedule of an optimizer."""
 
-    made: Location | None  # the line that has constructed it
-    steps: int = 0  # how often it has stepped
-    location: Location | None = None  # the line that has stepped it first
-    by_package: bool = False  # whether an installed package has, and not the script itself
-    turns: int = 0  # how many of these steps were the first one after a backward pass or an optimizer's step
-    # after which of them the rate has not changed any more, and after which it was the lowest
-    ends: tuple[int, int] = (0, 0)
-    # whether the loop around the steps has one for each rank by its source, and what constructs the schedule takes
-    # nothing from the world size
+    made: Location | None  # line that constructs the schedule
+    steps: int = 0  # number of steps
+    location: Location | None = None  # line of the first step
+    by_package: bool = False  # True if an installed package steps the schedule, not the script
+    turns: int = 0  # number of steps that were the first after a backward pass or optimizer step
+    ends: tuple[int, int] = (0, 0)  # steps after which the rate is constant, and after which the rate is lowest
+    # True if the source steps once per rank in a loop, and the schedule is constructed without the world size
     by_world: bool = False
-    numbers: tuple[float, ...] = ()  # that it and its functions hold
+    numbers: tuple[float, ...] = ()  # attributes of the schedule and its functions
 
 
 class FunctionCompiled(Entry, frozen=True):
-    """A function was compiled on a rank, or torch has given up to compile it."""
+    """Compilation of a function on a rank, or the end of attempts by torch."""
 
-    function: str  # its qualified name; of the rest of a function after a graph break as torch calls it
-    defined: Location  # where it is
-    # the line that reads what has another value than before, where torch says it; else the line of the script that
-    # calls the function
+    function: str  # qualified name; after a graph break, torch's name for the rest of the function
+    defined: Location  # line of the definition
+    # line that reads the changed value, if torch reports the line; else the script line that calls the function
     location: Location | None = None
-    step: int = 0  # how many steps of optimizers have ended
-    seconds: float = 0.0  # that it took, without what is compiled in the first backward pass
-    trains: bool = True  # whether the modules of wrappers train, and gradients are asked for
-    # what no longer held of what had been compiled before, without its values: the same text for the same guard. Empty
-    # the first time, and where torch does not say it
+    step: int = 0  # optimizer steps before
+    seconds: float = 0.0  # duration, without compilation in the first backward pass
+    trains: bool = True  # True if wrapped modules are in training mode with gradients enabled
+    # failed guard of earlier code, without values, so that equal guards have equal text. Empty the first time, or if
+    # torch does not report a guard
     guard: str = ""
-    reason: str = ""  # the same as torch says it
-    # whether a limit of recompilations was reached: the function runs as it is written from now on, but for what was
-    # compiled before
+    reason: str = ""  # failed guard in torch's words
+    # True if the recompile limit was reached: from now on the function runs eagerly, except in cases compiled before
     given_up: bool = False
-    inputs: int = 0  # a fingerprint of the shapes and dtypes of the tensors that it is given
-    # by name of an operation of which backward computes gradients, how many of it were compiled
+    inputs: int = 0  # fingerprint of shapes and dtypes of the input tensors
+    # number of compiled differentiable operations, by name
     operations: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepDraw(Entry, frozen=True):
-    """Numbers drawn by a generator between two optimizer steps, in one call or in what is not followed by calls."""
+    """Random draws between two optimizer steps: one call, or all unrecorded calls."""
 
-    step: int  # how often optimizers had stepped before
-    generator: str  # a global one: "torch", "cuda", "python" or "numpy"; "" for one of the program's own
-    kind: str  # "noise" for real numbers, "choice" for whole ones, "any" if the calls are not known
-    count: int  # at least so many numbers; 0 if that is not known
-    before: int  # a digest of the generator's state; of one of the program's own 0
-    after: int  # the same, after the call
-    in_forward: bool = False  # whether the forward pass of a wrapper makes the call
-    location: Location | None = None  # the line of the script
-    seeded: Location | None = None  # the line that has last seeded the generator, or restored its state
-    restored_by: str = ""  # the function that has restored it there; empty if it was seeded
+    step: int  # optimizer steps before
+    generator: str  # global generator "torch", "cuda", "python" or "numpy"; "" for a generator of the program
+    kind: str  # "noise" for real numbers, "choice" for whole numbers, "any" if the calls are unknown
+    count: int  # lower bound of the number of draws; 0 if unknown
+    before: int  # digest of the generator state before the call; 0 for a generator of the program
+    after: int  # digest of the generator state after the call
+    in_forward: bool = False  # True if called in the forward pass of a wrapper
+    location: Location | None = None  # line of the script
+    seeded: Location | None = None  # line that last seeded the generator, or restored the state
+    restored_by: str = ""  # function that restored the state at `seeded`; "" if seeded
 
 
 class GatheredConstant(Entry, frozen=True):
-    """A loss multiplies by the gathered rows of all ranks as by a constant, the rank's own among them."""
+    """Loss that multiplies by gathered rows of all ranks as constants, own rows included."""
 
-    step: int  # how often optimizers had stepped before
+    step: int  # optimizer steps before
     operation: str  # the collective, whose input carries a gradient
-    location: Location | None  # the line of the script that calls it
+    location: Location | None  # line of the collective
     rows: int  # of all ranks
-    names: tuple[str, ...] = ()  # the parameters that the loss has in no other way, so that they get no gradient of it
+    names: tuple[str, ...] = ()  # parameters used only through the gathered rows, without gradient from the loss
 
 
 class OwnPartPutBack(Entry, frozen=True):
-    """A loss is made of what was gathered without gradient, and the rank's own part of it carries one.
+    """Loss on gathered features, of which only the rank's own part carries a gradient.
 
-    If each rank has the whole loss, each has its own part of the gradient, and these add up over the ranks.
+    If every rank computes the whole loss, the gradients of the own parts add up over the ranks.
     """
 
-    step: int  # how often optimizers had stepped before
+    step: int  # optimizer steps before
     operation: str = ""  # the collective
-    # the line of the script that calls it, or of `backward` where a function of the script's is around it
-    location: Location | None = None
-    # a sketch of the gradient of all that was gathered, in backward; empty where that is not known, and where it is
-    # zero but for the rank's own part, or a group has gathered it
+    location: Location | None = None  # line of the collective, or of `backward` if in a Function of the script
+    # sketch of the gradient of the whole gathered tensor in backward; empty if unknown, if zero except for the own
+    # part, or if gathered in a subgroup
     arrived: tuple[float, ...] = ()
-    # by how much the gradient of the rank's own features is that of their part; 0 if it is no multiple
+    # gradient of the own features over the gradient of the own part of the gathered tensor; 0 if not a multiple
     factor: float = 0.0
-    by_function: bool = False  # whether a function of the script's, with a `backward`, gathers
-    besides: bool = False  # whether the loss takes the rank's own features by another way, too
+    by_function: bool = False  # True if a Function of the script, with a `backward`, gathers
+    besides: bool = False  # True if the loss also uses the own features directly
 
 
 class GradientsChanged(Entry, frozen=True):
-    """Gradients were changed after a backward pass, and another one has added to them then."""
+    """Gradients that were changed between two accumulating backward passes."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # how often optimizers had stepped before
-    by: str  # the function that clips, if one has been called; else ""
-    factor: float  # the norm of all gradients of the wrapper after it, in parts of the norm before
-    location: Location | None  # the line of the call, else that of the next backward pass
-    put_off: bool  # whether they were this rank's own, and are to be reduced with those of a later backward pass
+    wrapper: int  # number of the wrapper
+    step: int  # optimizer steps before
+    by: str  # function that clips, or ""
+    factor: float  # gradient norm of the wrapper after the change over the norm before
+    location: Location | None  # line of the call, else of the next backward pass
+    put_off: bool  # True if the gradients were local, to be reduced in a later backward pass
 
 
 class HookedGradient(Struct, frozen=True):
-    """What hooks have made of the gradient of a parameter."""
+    """Change of the gradient of a parameter by hooks."""
 
-    # "scaled": times a factor; "masked": zeros in the place of some elements, a factor for the others; "limited": the
-    # larger ones have the same size now; "" for another way, or an unknown one
+    # "scaled" by a factor; "masked": some elements are zero, others scaled by a factor; "limited": large elements are
+    # clipped; "" for other or unknown changes
     kind: str = ""
-    number: float = 0.0  # the factor, or the limit
-    zeros: int = 0  # a fingerprint of which elements were masked
+    number: float = 0.0  # factor or limit
+    zeros: int = 0  # fingerprint of the mask
 
 
 class GradientsHooked(Entry, frozen=True):
-    """Hooks of the program have had this rank's own gradients of a step before they were averaged."""
+    """Local gradients of a step that hooks of the program got before averaging."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # how many had ended before
-    location: Location | None  # the line at which the first of the hooks is defined
-    changed: Mapping[str, HookedGradient]  # by name of a parameter; those that are as they were are left out
-    # by name of a module, by what its backward hooks have multiplied all elements of what comes through it
-    factors: Mapping[str, float] = field(default_factory=dict)
+    wrapper: int  # number of the wrapper
+    step: int  # steps before
+    location: Location | None  # line that defines the first hook
+    changed: Mapping[str, HookedGradient]  # by parameter name, without unchanged gradients
+    factors: Mapping[str, float] = field(default_factory=dict)  # factor of a module's backward hooks, by module name
 
 
 class GradientsTaken(Entry, frozen=True):
-    """The script has gradients of wrapped parameters from `torch.autograd.grad`, which no hook of DDP sees."""
+    """Gradients of wrapped parameters from `torch.autograd.grad`, which bypasses DDP hooks."""
 
-    wrapper: int  # the number of the wrapper
-    count: int  # how often it had been called for these before
-    location: Location | None  # the line of the call
-    reductions: int = 0  # how many averaged backward passes of the wrapper had ended
-    put_off: bool = False  # whether the wrapper holds gradients of a backward pass that was not averaged
-    # a sketch of each that it has given; empty at the end of the script
+    wrapper: int  # number of the wrapper
+    count: int  # earlier calls for the wrapper's parameters
+    location: Location | None  # line of the call
+    reductions: int = 0  # averaged backward passes of the wrapper before
+    put_off: bool = False  # True if the wrapper has gradients of a backward pass that was not averaged
+    # sketch of each gradient; empty at the end of the script
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     parameters: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters of the wrapper
-    marks: tuple[int, ...] = ()  # fingerprints of a small one at each call since the last entry
+    marks: tuple[int, ...] = ()  # fingerprint of a small gradient at each call since the last entry
 
 
 class PaceRun(Entry, frozen=True):
-    """From a reduction on, the same happens before each of them, until the next entry of the wrapper."""
+    """Run of reductions with equal forward passes and batches before each reduction."""
 
-    wrapper: int  # the number of the wrapper
-    first: int  # the number of the reduction
-    forwards: int  # forward passes of the wrapper in training mode, with gradients, since the one before
-    batches: int  # that the script has taken from the loader that it goes through; 0 without a loader
-    # the line of the script that leaves out the rest of a turn of the loop, if there is one only, else that of the
-    # backward pass
+    wrapper: int  # number of the wrapper
+    first: int  # number of the first reduction
+    forwards: int  # forward passes of the wrapper in training mode, with gradients, per reduction
+    batches: int  # batches taken from the current loader per reduction; 0 without a loader
+    # the only line that skips the rest of a loop iteration, else the line of the backward pass
     location: Location | None
 
 
 class WrapperPace(Struct, frozen=True):
-    """All reductions of a wrapper on one rank, and how many there were."""
+    """All reductions of a wrapper on one rank."""
 
     runs: tuple[PaceRun, ...]
     reductions: int
 
     def lengths(self) -> list[tuple[PaceRun, int]]:
-        """Each run, with the number of its reductions."""
+        """Return each run with its number of reductions."""
         ends = [*(run.first for run in self.runs[1:]), self.reductions]
         return [(run, end - run.first) for run, end in zip(self.runs, ends, strict=True)]
 
 
 class GradientsLeft(Entry, frozen=True):
-    """Step after step, an optimizer uses gradients that were there before another step, and were never zeroed."""
+    """Stale gradients in step after step: older than another step, never zeroed."""
 
-    optimizer: int  # its number
-    # whether the optimizer itself had used them before; else another one has, the loss of which has left them
-    own: bool
-    made: Location | None  # the line of the backward pass that has left them
-    added: Location | None  # the line of the one that has added to them
-    location: Location | None  # the line of the step
-    names: tuple[str, ...] = ()  # the parameters with these gradients, where those of others were zeroed
+    optimizer: int  # number of the optimizer
+    own: bool  # True if the same optimizer used the gradients before; else left by the loss of another optimizer
+    made: Location | None  # line of the backward pass that left the gradients
+    added: Location | None  # line of the backward pass that added to the gradients
+    location: Location | None  # line of the step
+    names: tuple[str, ...] = ()  # parameters with stale gradients, if the gradients of others were zeroed
 
 
 class WorkUsed(Entry, frozen=True):
-    """The script has asked the handle of an asynchronous collective whether it is done, or waited for it."""
+    """Handle of an asynchronous collective that was polled or waited on."""
 
-    location: Location  # the line that starts the collective
+    location: Location  # line that starts the collective
 
 
 class WorkDropped(Entry, frozen=True):
-    """The handle of an asynchronous collective is gone, and was never asked."""
+    """Handle of an asynchronous collective that was dropped, never polled or waited on."""
 
     operation: str  # the collective
-    location: Location  # the line that starts it
-    of_gradients: bool  # whether it was given gradients of what an optimizer holds
+    location: Location  # line that starts the collective
+    of_gradients: bool  # True if the input has gradients of an optimizer's parameters
 
 
 class TensorOfWorkWritten(Entry, frozen=True):
-    """A tensor was written between the start of an asynchronous collective on it and the wait for that."""
+    """Tensor written between the start of its asynchronous collective and the wait."""
 
     operation: str  # the collective
-    location: Location  # the line that starts it
-    of_gradients: bool  # whether it was given gradients of what an optimizer holds
-    waits_at: Location | None  # the line that waits for it
+    location: Location  # line that starts the collective
+    of_gradients: bool  # True if the input has gradients of an optimizer's parameters
+    waits_at: Location | None  # line that waits for the collective

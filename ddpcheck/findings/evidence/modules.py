@@ -1,7 +1,6 @@
-"""Evidence on a rank's module: as it is built, and as it is wrapped.
+"""Evidence on a rank's module before and after wrapping.
 
-Judged in `judge.replicas.descriptions` and `judge.replicas.descriptions`; gathered in
-`gather.state.module_description` and `gather.ddp`.
+Judged in `judge.replicas.descriptions`; gathered in `gather.state.module_description` and `gather.ddp`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _OF_BUCKETS = "bucket_cap_mb"
 
 
 def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the ranks still compute the right gradients and updates although these options differ.
+    """Check if gradients and updates stay correct although the options differ across ranks.
 
-    Measured on torch 2.13 with gloo: ranks may store their gradients in different ways. Rank 0 sends its bucket sizes
-    to all ranks when buckets are rebuilt after the first step, which is not done under `find_unused_parameters`; the
-    first step has one bucket, unless `bucket_cap_mb_list` says otherwise.
+    Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
+    are rebuilt after the first step, except under `find_unused_parameters`; the first step has one bucket, unless
+    `bucket_cap_mb_list` is set.
 
     Args:
-        differing: Names of options.
-        options: All of them, one mapping a rank.
+        differing: Names of the options that differ.
+        options: All options, one mapping per rank.
     """
     fixed_buckets = any(
         of_rank.get("find_unused_parameters") == "True" or of_rank.get("bucket_cap_mb_list", "None") != "None"
@@ -46,7 +45,7 @@ def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]])
 
 
 class TensorRecord(Struct, frozen=True):
-    """A parameter or buffer, without its values."""
+    """Parameter or buffer, without values."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,29 +56,28 @@ class TensorRecord(Struct, frozen=True):
 
 
 class ModuleDescription(Struct, frozen=True):
-    """The parameters, buffers and submodules of one rank's module."""
+    """Parameters, buffers and submodules of one rank's module."""
 
-    parameters: tuple[TensorRecord, ...] = ()  # in registration order, which is the order in which DDP pairs them
-    buffers: tuple[TensorRecord, ...] = ()  # likewise
-    ties: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that has several
-    # name, class, options in the words of `extra_repr`, and training mode of each submodule
+    parameters: tuple[TensorRecord, ...] = ()  # in registration order, by which DDP pairs parameters
+    buffers: tuple[TensorRecord, ...] = ()  # in registration order
+    ties: tuple[tuple[str, ...], ...] = ()  # names of each parameter with several names
+    # name, class, options (`extra_repr`) and training mode of each submodule
     modules: tuple[tuple[str, str, str, bool], ...] = ()
-    # name, shape and fingerprint of tensors that are held without being registered
-    state: tuple[tuple[str, tuple[int, ...], int], ...] = ()
-    uninitialised: tuple[str, ...] = ()  # names of lazy parameters and buffers that have no shape yet
+    state: tuple[tuple[str, tuple[int, ...], int], ...] = ()  # name, shape and fingerprint of unregistered tensors
+    uninitialised: tuple[str, ...] = ()  # names of lazy parameters and buffers without a shape
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModule:
-    """A rank's module before it is wrapped.
+    """Module of a rank before wrapping.
 
     Attributes:
-        digest: Of its description.
+        digest: Digest of the module description.
         uninitialised: Names of lazy parameters.
-        trainable: How many parameters require grad.
-        parameters: How many there are.
-        modules: For a report; of rank 0 only, which stands for all, and of a large model not all.
-        large: Whether copies of it are kept in files.
+        trainable: Number of parameters that require grad.
+        parameters: Number of parameters.
+        modules: Modules for the report; from rank 0 only, truncated for a large model.
+        large: True if copies of the module are kept in files.
     """
 
     digest: str
@@ -91,71 +89,70 @@ class BuiltModule:
 
 
 class WrapperFacts(Struct, frozen=True):
-    """The arguments of the wrapper's constructor that decide what it does with gradients."""
+    """Constructor arguments of the wrapper that affect gradients, and related facts."""
 
     is_ddp: bool = True  # False for a wrapper that is no `DistributedDataParallel`
-    find_unused_parameters: bool = False  # the option of that name
-    static_graph: bool = False  # likewise
-    ignored: frozenset[str] = frozenset()  # parameters that it was told to ignore
-    delayed: frozenset[str] = frozenset()  # parameters named in `delay_all_reduce_named_params`
-    comm_hook: str = ""  # name of the communication hook, and its line where it is the user's; empty without one
-    sparse: frozenset[str] = frozenset()  # parameters whose gradient is sparse
-    not_saved: frozenset[str] = frozenset()  # buffers that a state dict leaves out
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    ignored: frozenset[str] = frozenset()  # parameters that the wrapper ignores
+    delayed: frozenset[str] = frozenset()  # parameters in `delay_all_reduce_named_params`
+    comm_hook: str = ""  # name of the communication hook, with the line of a user's hook; "" if none
+    sparse: frozenset[str] = frozenset()  # parameters with sparse gradients
+    not_saved: frozenset[str] = frozenset()  # buffers that are not in the state dict
 
     @property
     def tolerates_unused(self) -> bool:
-        """Whether a parameter that never takes part does not stop training."""
+        """True if training continues with a parameter that is never used."""
         return self.find_unused_parameters or self.static_graph
 
     @property
     def named(self) -> str:
-        """What synchronises gradients, in a word."""
+        """Name of the method that synchronises gradients."""
         return "DDP"
 
     @property
     def sharded(self) -> bool:
-        """Whether `fully_shard` has sharded the module."""
+        """True if the module is sharded by `fully_shard`."""
         return False
 
     @property
     def goes_on_without(self) -> bool:
-        """Whether training goes on without a parameter that no rank uses: then only all steps tell whether any does."""
+        """True if training continues with a parameter that no rank uses in a step."""
         return self.tolerates_unused or self.sharded
 
     @property
     def tolerates_absence(self) -> bool:
-        """Whether a parameter may be unused on some ranks alone."""
+        """True if a parameter may be unused on some ranks only."""
         return self.find_unused_parameters
 
 
 class ShardedFacts(WrapperFacts, frozen=True):
-    """What `fully_shard` has made of a module, in the place of a wrapper; `ignored` are in none of its groups."""
+    """Facts on a module under `fully_shard`; `ignored` parameters are in no group."""
 
-    reduces_unused: bool = False  # whether it reduces zeros in the place of gradients that are missing on a rank
-    # fingerprint of each parameter as this rank has built it, of which the rank still holds its shard
+    reduces_unused: bool = False  # True if gradients that are missing on a rank are reduced as zeros
+    # fingerprint of each whole parameter as built by this rank, for parameters whose shard was not changed since
     values_built: Mapping[str, int] = field(default_factory=dict)
-    alone: bool = False  # whether `parallelize_module` has split it, and no `fully_shard`
-    # the `mp_policy` that it was given, in words, by what it is of; of parts, if it is another one there
-    policies: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False  # True if split by `parallelize_module` without `fully_shard`
+    policies: Mapping[str, str] = field(default_factory=dict)  # `mp_policy` in words, by module; of parts if different
 
     @property
     def named(self) -> str:
-        """What synchronises gradients, in a word."""
+        """Name of the method that synchronises gradients."""
         return "tensor parallelism" if self.alone else "fully_shard"
 
     @property
     def sharded(self) -> bool:
-        """Whether `fully_shard` has sharded the module."""
+        """True if the module is sharded by `fully_shard`."""
         return True
 
     @property
     def tolerates_absence(self) -> bool:
-        """Whether a parameter may be unused on some ranks alone."""
+        """True if a parameter may be unused on some ranks only."""
         return self.reduces_unused
 
 
 class GradientHook(Struct, frozen=True):
-    """A place in the user's code at which gradients may be changed on their way."""
+    """User code that may change gradients during backward."""
 
     description: str
     location: Location | None = None
@@ -165,39 +162,37 @@ class GradientHook(Struct, frozen=True):
 
 
 class WrappedModule(Struct, frozen=True):
-    """A rank's module after wrapping, with its wrapper and its optimizer."""
+    """Module of a rank after wrapping, with wrapper and optimizer."""
 
     facts: WrapperFacts  # on the wrapper
     options: Mapping[str, str]  # of the wrapper, in words
     optimizer: Mapping[str, str]  # of the optimizer, in words
     parameters: Mapping[str, int]  # fingerprint of each parameter
-    buffers: Mapping[str, int]  # of each buffer
-    loss_location: Location | None  # the line that defines the loss
-    wrapper: str  # its class
-    broadcasts_buffers: bool  # whether the wrapper broadcasts buffers before a forward
-    # what happened to parameters since DDP was constructed, in words
-    changes: Mapping[str, str] = field(default_factory=dict)
-    # fingerprint of each parameter when DDP had been constructed; empty for another wrapper
+    buffers: Mapping[str, int]  # fingerprint of each buffer
+    loss_location: Location | None  # line that defines the loss
+    wrapper: str  # class of the wrapper
+    broadcasts_buffers: bool  # True if the wrapper broadcasts buffers before forward
+    changes: Mapping[str, str] = field(default_factory=dict)  # changes of parameters since DDP construction, in words
+    # fingerprint of each parameter after DDP construction; empty for another wrapper
     parameters_at_construction: Mapping[str, int] = field(default_factory=dict)
-    # whether `wrap` has made another module of it, with parameters of other names or shapes
-    replaces_module: bool = False
-    transfer_error: str = ""  # why the single process cannot have that module
-    foreign_tensors: int = 0  # how many tensors the optimizer holds that are no parameters of the module
-    not_in_optimizer: tuple[str, ...] = ()  # parameters that require grad and that no group of the optimizer holds
-    hooks: tuple[GradientHook, ...] = ()  # what the recipe's `wrap` puts in the way of gradients
+    replaces_module: bool = False  # True if `wrap` returns a module with other parameter names or shapes
+    transfer_error: str = ""  # why the module cannot be sent to the single process
+    foreign_tensors: int = 0  # tensors in the optimizer that are not parameters of the module
+    not_in_optimizer: tuple[str, ...] = ()  # parameters that require grad and are in no optimizer group
+    hooks: tuple[GradientHook, ...] = ()  # hooks on gradients from the recipe's `wrap`
 
     @property
     def together(self) -> tuple[int, ...]:
-        """The ranks that compute one model with this rank (tensor parallelism); none where each has its own."""
+        """Ranks that share a model with this rank by tensor parallelism; () if replicated."""
         return ()
 
 
 class SplitModule(WrappedModule, frozen=True):
-    """A rank's part of a module that tensor parallelism splits."""
+    """Part of a module that tensor parallelism splits, on one rank."""
 
-    model_ranks: tuple[int, ...] = ()  # those that compute it together
+    model_ranks: tuple[int, ...] = ()  # ranks that share the module
 
     @property
     def together(self) -> tuple[int, ...]:
-        """The ranks that compute one model with this rank."""
+        """Ranks that share a model with this rank."""
         return self.model_ranks

@@ -1,6 +1,6 @@
-"""Evidence on two runs of a script, on several ranks and in a single process: what each did, step by step.
+"""Evidence on two runs of a script: on several ranks and in one process.
 
-Judged in `judge.parity_comparison` and `judge.script_parity`; gathered in `record.parity`, in both runs alike.
+Judged in `judge.parity_comparison` and `judge.script_parity`; gathered in `record.parity` in both runs.
 """
 
 from __future__ import annotations
@@ -17,70 +17,69 @@ IN_TURN = "each step has world-size times as many micro-batches"
 
 
 class PassTaken(Entry, frozen=True):
-    """A pass over a loader has come to its end."""
+    """Completed pass over a data loader."""
 
-    loader: str  # the line that constructs the loader, and the pass
-    rows: int  # of all its batches
-    chosen: int  # how many samples this process's own sampler says that it chooses; negative if it does not say
-    trains: bool  # whether a backward pass has begun meanwhile
+    loader: str  # line that constructs the loader, and the pass
+    rows: int  # of all batches
+    chosen: int  # samples per pass according to the sampler of this process; negative if unknown
+    trains: bool  # True if a backward pass began during the pass
     batches: int = 0
 
 
 class NotReplayed(Entry, frozen=True):
-    """A line at which values entered the script that the single process could not be given."""
+    """Line where values enter the script that the single process cannot replay."""
 
     line: str
     why: str
 
 
 class ParityStep(Entry, frozen=True):
-    """An optimizer is about to step."""
+    """State before an optimizer step."""
 
-    optimizer: int  # the number of the optimizer, in the order of their first steps
-    count: int  # how often it has stepped before
-    location: Location | None  # the line of the script
-    # the norm of each gradient, negative if there is none; of shards that other ranks have too, zero
-    norms: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()  # the norm of each parameter
-    gradient: tuple[float, ...] = ()  # a sketch of all gradients; empty if they are shards
-    rates: tuple[float, ...] = ()  # the learning rate of each group
+    optimizer: int  # number of the optimizer, in order of first steps
+    count: int  # earlier steps of the optimizer
+    location: Location | None  # line of the script
+    norms: tuple[float, ...] = ()  # norm of each gradient: negative if missing, zero for replicated shards
+    values: tuple[float, ...] = ()  # norm of each parameter
+    gradient: tuple[float, ...] = ()  # sketch of all gradients; empty for shards
+    rates: tuple[float, ...] = ()  # learning rate of each group
     losses: tuple[float, ...] = ()  # of the backward passes since the last step
-    loss_at: Location | None = None  # the line that calls backward
-    clip: tuple[float, float] | None = None  # the norm of the gradients before they were clipped, and the limit
-    sharded: bool = False  # whether gradients are parts of a whole
+    loss_at: Location | None = None  # line that calls backward
+    clip: tuple[float, float] | None = None  # (gradient norm before clipping, limit)
+    sharded: bool = False  # True if gradients are shards
     names: tuple[str, ...] = ()  # of the parameters; in the first step only
-    backwards: int = 0  # of the whole run so far
-    # sums over the rows that wrappers were given since the last step, of features of each, and their number
+    backwards: int = 0  # backward passes of the run so far
+    # sums of features of each row in the inputs of wrappers since the last step, and the number of rows
     samples: tuple[float, ...] = ()
     elements: tuple[int, ...] = ()  # of the parameters; in the first step only
 
 
 class NumbersShown(Entry, frozen=True):
-    """The script has printed, logged or tracked a text with numbers, or saved numbers."""
+    """Numbers that the script printed, logged, tracked or saved."""
 
     how: str  # "printed", "logged", "written", "tracked" or "saved"
     location: Location | None
-    text: str  # with "#" in the place of numbers
-    numbers: tuple[str, ...]  # as they are shown
+    text: str  # with "#" in place of numbers
+    numbers: tuple[str, ...]  # as shown
     steps: int  # optimizer steps so far
-    evaluates: bool  # whether an evaluation has ended since the last backward pass
-    during: bool = False  # whether a pass over a loader without backward is under way
-    known: tuple[int, ...] = ()  # the places of numbers that the program had before the evaluation
-    rates: tuple[int, ...] = ()  # the places of learning rates, which may be scaled by the world size
+    evaluates: bool  # True if an evaluation ended since the last backward pass
+    during: bool = False  # True during a pass over a loader without backward
+    known: tuple[int, ...] = ()  # indices of numbers known before the evaluation
+    rates: tuple[int, ...] = ()  # indices of learning rates, which may be scaled by the world size
 
 
 class TensorsSaved(Entry, frozen=True):
-    """The script has saved tensors."""
+    """Tensors that the script saved."""
 
     location: Location | None
     steps: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # of orders 2, 1, 4 and infinity, and that of the positive elements, which no order of the elements changes
+    # of orders 2, 1, 4 and infinity, and of the positive elements: all independent of the order of elements
     norms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class TracedValue(Struct, frozen=True, array_like=True):
-    """The numbers that a line of the program has given to a variable, or has returned."""
+    """Numbers that a line of the program assigned to a variable, or returned."""
 
     path: str
     line: int
@@ -90,21 +89,21 @@ class TracedValue(Struct, frozen=True, array_like=True):
 
 
 class EvaluationTraced(Entry, frozen=True):
-    """Values that functions of the program have computed in an evaluation, in order."""
+    """Values computed by functions of the program in an evaluation, in order."""
 
     steps: int  # optimizer steps before
     values: tuple[TracedValue, ...]
 
 
 class ParityEnded(Entry, frozen=True):
-    """The recording of a run has ended, at the end of the script or before."""
+    """End of the recording, at the end of the script or before."""
 
     steps: int
     backwards: int
-    why: str = ""  # in words, if that was before the end of the script
-    full_at: int = 0  # the backward passes of which all samples were recorded, if not of all
-    splits_statistics: bool = False  # whether statistics of a batch were those of the rows of each rank
-    why_full: str = ""  # why no more samples were recorded, in words; empty if all were
-    batch: int = 0  # the most samples of a batch, if loaders of the script have larger ones
-    steps_schedules: bool = False  # whether accelerate steps schedules, once for each rank
-    scaled: tuple[str, ...] = ()  # variables of the script that have the batch size of all ranks
+    why: str = ""  # reason, if before the end of the script
+    full_at: int = 0  # backward passes with all samples recorded, if not all passes
+    splits_statistics: bool = False  # True if batch statistics were computed for the rows of each rank
+    why_full: str = ""  # why no more samples were recorded; "" if all were recorded
+    batch: int = 0  # maximum samples per batch, if loaders of the script have larger batches
+    steps_schedules: bool = False  # True if accelerate steps schedules once per rank
+    scaled: tuple[str, ...] = ()  # variables of the script with the batch size of all ranks

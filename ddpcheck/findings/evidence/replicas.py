@@ -1,8 +1,8 @@
-"""Evidence on the models of a script: how they are wrapped and split, and states that are loaded, evaluated or outside.
+"""Evidence on the models of a script: wrapping, splits, and loaded or evaluated states.
 
-Models of which each rank has a part, and which ranks compute together, are those of tensor parallelism:
-`torch.distributed.tensor.parallel.parallelize_module`. Judged in `judge.replicas`; gathered in `record.replicas`,
-`record.rank.construction_recorder` and `record.optimizers.part_recorder`.
+Split models are split by tensor parallelism (`torch.distributed.tensor.parallel.parallelize_module`). Judged in
+`judge.replicas`; gathered in `record.replicas`, `record.rank.construction_recorder` and
+`record.optimizers.part_recorder`.
 """
 
 from __future__ import annotations
@@ -17,100 +17,94 @@ from ddpcheck.findings.report import Location
 
 
 class SizedVariable(Struct, frozen=True):
-    """A variable of the script that counts: a number, or a container of so many items."""
+    """Variable of the script with a size: a number, or a container."""
 
-    name: str  # with the attributes that lead to it ("data.classes")
-    kind: str  # its class
-    size: int  # the number, or how many items it has
-    location: Location  # the line that its function has come to
+    name: str  # dotted name ("data.classes")
+    kind: str  # class of the value
+    size: int  # the number, or the number of items
+    location: Location  # current line of the function with the variable
 
 
 class WrapperBegun(Entry, frozen=True):
-    """The constructor of a `DistributedDataParallel` has been called, and has not communicated yet."""
+    """Start of a `DistributedDataParallel` constructor, before any communication."""
 
-    module: str  # the class of what it wraps
-    ranks: tuple[int, ...]  # of its process group
-    description: ModuleDescription  # of what it wraps, without what the wrapper is told to ignore
+    module: str  # class of the wrapped module
+    ranks: tuple[int, ...]  # of the process group
+    description: ModuleDescription  # of the wrapped module, without parameters and buffers that the wrapper ignores
     options: Mapping[str, str] = field(default_factory=dict)  # of the wrapper, in words
-    location: Location | None = None  # the line of the script
-    # by name of a module, parameter or buffer, the line that registered it; of one that is registered at another line
-    # than what holds it
+    location: Location | None = None  # line of the script
+    # registration line by name of module, parameter or buffer; omitted if equal to the parent's
     lines: Mapping[str, Location] = field(default_factory=dict)
-    # the modules whose children stand as this process goes through a set of their names
-    from_sets: tuple[str, ...] = ()
-    sizes: tuple[SizedVariable, ...] = ()  # variables that may be what a size in the module was computed from
+    from_sets: tuple[str, ...] = ()  # modules whose children are ordered by iterating a set of names
+    sizes: tuple[SizedVariable, ...] = ()  # variables that may determine a size in the module
 
 
 class ModelSplit(Entry, frozen=True):
-    """Parameters of a model have been split among ranks for the first time."""
+    """First split of parameters of a model across ranks."""
 
-    ranks: tuple[int, ...]  # that compute the model together, in the order of their parts
-    location: Location | None  # the line of the script that splits it
+    ranks: tuple[int, ...]  # ranks of the model, in the order of parts
+    location: Location | None  # line that splits the model
 
 
 class PartStep(Entry, frozen=True):
-    """An optimizer is about to step, in a process in which a model is split."""
+    """State before an optimizer step, in a process with a split model."""
 
-    optimizer: int  # its number among those that have stepped
-    count: int  # how often it has stepped before
-    location: Location | None  # the line of the script
-    made: Location | None = None  # the line that constructs it
-    split: tuple[str, ...] = ()  # the parameters that it holds of which this rank has a part of its own
-    unheld: tuple[str, ...] = ()  # the parameters that are split and that no optimizer holds
-    # the norm of the gradient of each parameter, or of this rank's part of it
-    norms: Mapping[str, float] = field(default_factory=dict)
-    # fingerprints of the parameters that are not split, which ranks have alike
-    values: Mapping[str, int] = field(default_factory=dict)
-    gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # sketches of their gradients
-    # the parameters of which this rank has a shard, among ranks that compute other models
-    sharded: tuple[str, ...] = ()
-    random: int = 0  # a fingerprint of the state of torch's random numbers
-    seeded: Location | None = None  # the line that has last seeded them
-    norm_at: Location | None = None  # the line that takes a norm of gradients, in the functions that lead to the step
-    # whether a module is said to be given a part of its input by each rank: of a sequence, say
-    parts_given: bool = False
+    optimizer: int  # number among the optimizers that have stepped
+    count: int  # earlier steps of the optimizer
+    location: Location | None  # line of the script
+    made: Location | None = None  # line that constructs the optimizer
+    split: tuple[str, ...] = ()  # split parameters in the optimizer
+    unheld: tuple[str, ...] = ()  # split parameters in no optimizer
+    norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each parameter, or of this rank's part
+    values: Mapping[str, int] = field(default_factory=dict)  # fingerprints of replicated (not split) parameters
+    gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # gradient sketches of these parameters
+    sharded: tuple[str, ...] = ()  # parameters with a shard on this rank, across ranks of other models
+    random: int = 0  # fingerprint of the state of torch's generator
+    seeded: Location | None = None  # line that last seeded torch's generator
+    norm_at: Location | None = None  # line that takes a norm of gradients, in the functions that lead to the step
+    parts_given: bool = False  # True if each rank gives a module a part of the input, such as a part of a sequence
 
 
 class RunningStatistic(Entry, frozen=True):
-    """What the program holds outside of wrapped modules, when forward is called: a running mean, or a running scale."""
+    """Running mean or scale outside of wrapped modules, at a call of forward."""
 
-    wrapper: int  # the number of the wrapper
-    forward: int  # how often its module had been called before
-    name: str  # the variable
-    values: tuple[float, ...]  # some of its elements
-    scale: tuple[float, ...]  # by what these elements of the inputs are divided; 1 where that is not known
-    # by how many equations it has been found that it has just moved towards the mean of the samples that this rank
-    # gives to forward, and that these are normalised by it; 0 where it has not been found this time
+    wrapper: int  # number of the wrapper
+    forward: int  # earlier calls of the module
+    name: str  # name of the variable
+    values: tuple[float, ...]  # some elements
+    scale: tuple[float, ...]  # divisors of these elements of the inputs; 1 if unknown
+    # number of equations that show that the variable just moved towards the mean of this rank's samples, and normalises
+    # the samples; 0 if not shown this time
     equations: int
-    location: Location | None  # the line that updates it
-    exchanged: int = 0  # how often it has been handed to a collective by now
+    location: Location | None  # line that updates the variable
+    exchanged: int = 0  # number of collectives on the variable so far
 
 
 class StateUsed(Entry, frozen=True):
-    """A module with parameters like those of a wrapped one is called in evaluation, or without gradients."""
+    """Call, in evaluation or without gradients, of a module like a wrapped module."""
 
-    step: int  # how often optimizers had stepped before
-    name: str  # the variable in which the program holds it, else its class
-    lines: tuple[str, ...]  # the lines of the program that call it, innermost first
-    digest: int  # of the values of its parameters
-    wrapped: bool  # whether it is a wrapped module itself
-    loaded: bool  # whether a state has been loaded into it since the last optimizer step
-    location: Location | None  # the line that loads it, else that assigns the variable
-    # some running means of a BatchNorm layer, and as many running variances, where the script has them estimated again
-    # after training, by `update_bn`, say
+    step: int  # optimizer steps before
+    name: str  # variable of the module, else its class
+    lines: tuple[str, ...]  # program lines of the call, innermost first
+    digest: int  # of the parameter values
+    wrapped: bool  # True for the wrapped module itself
+    loaded: bool  # True if a state was loaded since the last optimizer step
+    location: Location | None  # line that loads the state, else that assigns the variable
+    # some running means of a BatchNorm layer, and as many running variances, if estimated again after training (as by
+    # `update_bn`)
     statistics: tuple[float, ...] = ()
-    estimated_at: Location | None = None  # the line that does so
+    estimated_at: Location | None = None  # line of the new estimate
 
 
 class NothingLoaded(Entry, frozen=True):
-    """A state was loaded with strict=False, and no other one since then, though no key of it was one of the module's.
+    """State loaded with strict=False in which no key matched, and not loaded again since.
 
     Attributes:
-        name: The class of the module.
-        location: The line that loads it.
-        prefix: What the keys of one of the two begin with, which apart from that fit.
-        of_state: Whether that is the state, and not the module.
-        keys: Of the module.
+        name: Class of the module.
+        location: Line that loads the state.
+        prefix: Prefix of the keys of either state or module; without the prefix, the keys match.
+        of_state: True if the keys of the state have the prefix, False if the keys of the module have.
+        keys: Number of keys of the module.
     """
 
     name: str
@@ -121,5 +115,5 @@ class NothingLoaded(Entry, frozen=True):
 
 
 def digest_of_values(fingerprints: Iterable[int]) -> int:
-    """One number for the fingerprints of the tensors of a module, the same in every process."""
+    """Return one number for the fingerprints of a module's tensors, equal in every process."""
     return hash(tuple(sorted(fingerprints)))

@@ -1,4 +1,4 @@
-"""Evidence on an unmodified script: its data, its optimizers and its files, as each rank saw them.
+"""Evidence on an unmodified script: data, optimizers and files, by rank.
 
 Judged in `judge.data`, `judge.loop`, `judge.gradients.script_losses` and `judge.replicas.script_states`; gathered in
 `record.data`, `record.optimizers`, `record.loss`, `record.replicas.program_state` and `record.rank.file_recorder`.
@@ -16,109 +16,101 @@ from ddpcheck.findings.report import Location
 
 
 class Restored(Struct, frozen=True):
-    """The script has restored the state of an optimizer."""
+    """Restored state of an optimizer."""
 
-    # how many that has made, by its own counters, by what it was when the state was taken, or by a number in the file;
-    # 0 where nothing says
+    # restored steps: from counters of the optimizer, from its steps when the state was taken, or from a number in the
+    # file; 0 if unknown
     steps: int
-    epochs: int  # how many epochs there had been, by a number in the file
-    location: Location | None  # the line of the script
+    epochs: int  # restored epochs, from a number in the file
+    location: Location | None  # line of the script
 
 
 class LoaderPass(Entry, frozen=True):
-    """One pass of a loop over a `DataLoader`, as far as the rank came."""
+    """Pass of a loop over a `DataLoader`, as far as the rank came."""
 
-    loader: int  # the number of the loader, in the order in which this rank first used them
-    number: int  # of the pass over this loader, counted from 0
-    location: Location | None  # the line of the script that begins it
-    dataset: str = ""  # the class of the dataset
-    size: int = -1  # how many samples it has; negative where it does not say
-    # of what the dataset holds, by attribute; empty where it holds nothing plain
-    digest: Mapping[str, int] = field(default_factory=dict)
-    expected: int = -1  # how many batches the loader says that it has; negative where it does not say
-    batch_size: int = 1  # samples of a batch
-    sampler: str = ""  # the class of the sampler
-    shuffles: bool = False  # whether the sampler says so; or a copy of it gives another order in another epoch
-    replaces: bool = False  # whether the sampler says that it draws with replacement
-    has_epoch: bool = False  # whether the sampler has `set_epoch`
-    batches: int = 0  # how many batches the script took
-    skipped: int = 0  # of them, those that were gone before a wrapper or an optimizer was used, but for the last taken
-    exhausted: bool = False  # whether it took all of them
-    trains: bool = False  # whether an optimizer stepped meanwhile
-    order: int = 0  # a digest of all indices in their order; 0 where the sampler gives none
-    indices: tuple[int, ...] = ()  # the first indices, in the dataset beneath all of torch's `Subset`
-    subset: tuple[int, ...] = ()  # the indices of a `Subset`; empty for another dataset
-    # by place in a batch, digests of the first samples by index
+    loader: int  # number of the loader, in order of first use on this rank
+    number: int  # number of the pass over the loader, from 0
+    location: Location | None  # line that begins the pass
+    dataset: str = ""  # class of the dataset
+    size: int = -1  # number of samples; negative if unknown
+    digest: Mapping[str, int] = field(default_factory=dict)  # of plain data of the dataset, by attribute
+    expected: int = -1  # number of batches according to the loader; negative if unknown
+    batch_size: int = 1  # samples per batch
+    sampler: str = ""  # class of the sampler
+    shuffles: bool = False  # True if the sampler says so, or if a copy gives another order in another epoch
+    replaces: bool = False  # True if the sampler says that samples are drawn with replacement
+    has_epoch: bool = False  # True if the sampler has `set_epoch`
+    batches: int = 0  # batches taken by the script
+    skipped: int = 0  # batches consumed before a wrapper or an optimizer was used, except the last batch
+    exhausted: bool = False  # True if all batches were taken
+    trains: bool = False  # True if an optimizer stepped during the pass
+    order: int = 0  # digest of all indices in order; 0 if the sampler gives none
+    indices: tuple[int, ...] = ()  # first indices, in the dataset beneath all of torch's `Subset`
+    subset: tuple[int, ...] = ()  # indices of a `Subset`; empty for another dataset
+    # digests of the first samples by index, by place in a batch
     contents: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    # digests of the states of random generators before and after the samples of a batch, of those that changed
+    # digests of states of random generators before and after the samples of a batch, if changed
     draws: Mapping[int, int] = field(default_factory=dict)
-    worker_seed: int = -1  # from which workers seed theirs; negative if there are none, or they seed in another way
-    chooses: bool = False  # whether the sampler holds the indices of some of the samples, from which it draws
-    wrappers: int = 0  # how many there had been when it ended: shards are known from their first forward pass on
-    data: int = 0  # the number of the dataset, in the order in which they were first gone through
-    made: Location | None = None  # the line that constructs the sampler beneath, or the loader where that is not known
-    split: Location | None = None  # the line that makes the `Subset`
-    seeded: Location | None = None  # the line that has last seeded the generator from which samples are made
-    # fingerprints of all samples as they were taken, without labels; empty if too many, or no tensors on the CPU
+    worker_seed: int = -1  # base seed of workers; negative if no workers, or seeded in another way
+    chooses: bool = False  # True if the sampler draws from a list of indices of some samples
+    wrappers: int = 0  # number of wrappers when the pass ended; `fully_shard` counts from the first forward pass on
+    data: int = 0  # number of the dataset, in order of first use
+    made: Location | None = None  # line that constructs the innermost sampler, or the loader if unknown
+    split: Location | None = None  # line that makes the `Subset`
+    seeded: Location | None = None  # line that last seeded the generator of the samples
+    # fingerprints of all samples in order, without labels; empty if too many, or not tensors on the CPU
     rows: tuple[int, ...] = ()
-    # likewise of their labels, if they have some: tensors of one whole number for each sample
-    labels: tuple[int, ...] = ()
-    classes: tuple[int, ...] = ()  # these labels themselves, where each sample has just one
-    whole: int = 0  # the rows of the array of which the dataset holds some; -1 where it holds names of files or texts
-    # by what the dataset holds of its samples, fingerprints of the first of them
+    labels: tuple[int, ...] = ()  # fingerprints of integer label tensors, one per sample, in the same order
+    classes: tuple[int, ...] = ()  # integer labels, if each sample has exactly one
+    whole: int = 0  # rows of the array from which the dataset has some; -1 for file names or texts
+    # fingerprints of the first samples, by attribute of the dataset
     samples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    # a digest of what the global random generators had given before it, or its sampler, was constructed; 0 where that
-    # is not known
-    drawn: int = 0
-    replicas: int = 0  # between how many ranks the sampler splits, where it is torch's
-    # digests of the plain attributes of the dataset, as this process has it when the pass begins
+    drawn: int = 0  # digest of earlier global random draws at construction of the loader or sampler; 0 if unknown
+    replicas: int = 0  # number of ranks that torch's sampler splits the data between
+    # digests of plain attributes of the dataset in this process when the pass begins
     state: Mapping[str, int] = field(default_factory=dict)
-    persistent: bool = False  # whether workers stay from one pass to the next
-    epoch: int = -1  # of the sampler; negative where it does not say
-    told: Location | None = None  # the line that has last told it the epoch
-    restored: Restored | None = None  # an optimizer was, and no pass has trained since
-    steps: int = 0  # how often optimizers stepped meanwhile
-    workers: int = 0  # processes of the loader that make its batches
-    targets: tuple[float, ...] = ()  # likewise numbers, where each sample has just one that is floating-point
-    held: tuple[int, ...] = ()  # the keys of `draws` that are states of generators which the dataset holds
-    held_at: Location | None = None  # the line that assigns the first of these generators
-    restored_by: str = ""  # the function that has restored a state of it at `seeded`; empty if it was seeded
-    holds_samples: bool = False  # whether some of `samples` are these themselves: rows of many numbers, or files there
-    stay_at: Location | None = None  # the line that has the workers stay, where they do
-    outdated: bool = False  # whether the dataset makes other samples than when its workers, which stay, were started
-    epochs_at: Location | None = None  # the head of the loop that begins the pass
-    dealt: int = 0  # the `total_size` of the sampler, of which each rank takes its part
-    part: int = 0  # how many samples the sampler says that it gives
+    persistent: bool = False  # True if workers persist between passes
+    epoch: int = -1  # of the sampler; negative if unknown
+    told: Location | None = None  # line that last set the epoch of the sampler
+    restored: Restored | None = None  # optimizer state restored since the last training pass
+    steps: int = 0  # optimizer steps during the pass
+    workers: int = 0  # worker processes of the loader
+    targets: tuple[float, ...] = ()  # floating-point labels, if each sample has exactly one
+    held: tuple[int, ...] = ()  # keys of `draws` that are states of generators of the dataset
+    held_at: Location | None = None  # line that assigns the first generator of the dataset
+    restored_by: str = ""  # function that restored a generator state at `seeded`; "" if seeded
+    holds_samples: bool = False  # True if some `samples` are whole samples: rows of many numbers, or existing files
+    stay_at: Location | None = None  # line that makes the workers persistent
+    outdated: bool = False  # True if the samples of the dataset changed since persistent workers were started
+    epochs_at: Location | None = None  # head of the loop that begins the pass
+    dealt: int = 0  # `total_size` of the sampler, divided among the ranks
+    part: int = 0  # number of samples according to the sampler
 
 
 class Inputs(Entry, frozen=True):
-    """What a wrapper's forward was given in a step."""
+    """Inputs of a wrapper's forward in a step."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # how many averaged backward passes had ended before
-    # a fingerprint of each sample, or one of all tensors where they do not agree on the number of samples
-    samples: tuple[int, ...]
-    location: Location | None  # the line of the script that calls forward
-    parts: tuple[tuple[int, int], ...] = ()  # of each tensor, a fingerprint and the number of its elements
-    # a sketch of what the script has added to samples of a loader; empty where that is nothing, or unknown
-    added: tuple[float, ...] = ()
+    wrapper: int  # number of the wrapper
+    step: int  # averaged backward passes before
+    samples: tuple[int, ...]  # fingerprint of each sample, or one of all tensors if batch sizes differ
+    location: Location | None  # line that calls forward
+    parts: tuple[tuple[int, int], ...] = ()  # (fingerprint, number of elements) of each tensor
+    added: tuple[float, ...] = ()  # sketch of data added to samples of a loader; empty if none, or unknown
 
 
 class Evaluated(Entry, frozen=True):
-    """What a wrapper's forward was given without gradients, in one of its first passes of that kind."""
+    """Inputs of a wrapper's forward in a first pass without gradients."""
 
-    wrapper: int  # the number of the wrapper
-    step: int  # how many averaged backward passes had ended before
+    wrapper: int  # number of the wrapper
+    step: int  # averaged backward passes before
     samples: tuple[int, ...]  # as `Inputs.samples`
 
 
-OF_A_LIST = ".index()"  # ends the name of the table of a list
+OF_A_LIST = ".index()"  # suffix of the table name of a list
 
 
 class DerivedTable(Entry, frozen=True):
-    """A dictionary of plain values that the script holds when an optimizer first steps; or a list put together of a
-    set of texts, with the place of each.
-    """
+    """Dictionary of plain values, or list indices from a set, at the first step."""
 
     name: str
     values: Mapping[str, str]
@@ -126,82 +118,69 @@ class DerivedTable(Entry, frozen=True):
 
 
 class OptimizerStep(Entry, frozen=True):
-    """An optimizer is about to step."""
+    """State before an optimizer step."""
 
-    optimizer: int  # its number among those that have stepped on this rank
-    count: int  # how often it has stepped before
-    # its class and what its groups have been given, but for their parameters (a sharded one has its own)
+    optimizer: int  # number among the optimizers that have stepped on this rank
+    count: int  # earlier steps of the optimizer
+    # class and group options, without parameters (which differ if sharded)
     options: Mapping[str, str]
-    location: Location | None  # the line of the script
-    # the parameters of wrappers that it holds, by number of the wrapper and name ("0/head.weight")
-    held: tuple[str, ...] = ()
-    # averaged backward passes so far of the wrappers whose parameters it holds; negative where it holds none of any
-    # wrapper
-    reductions: int = -1
-    averaged: bool = False  # whether there was one since it last stepped, and none that was not averaged
-    unaveraged: tuple[str, ...] = ()  # its parameters in wrappers that have averaged nothing since then
-    # the norm of the gradient of each parameter in a wrapper, by name
-    norms: Mapping[str, float] = field(default_factory=dict)
-    # the norms of its state, by name of the parameter and key
-    states: Mapping[str, float] = field(default_factory=dict)
-    # the values of parameters in no wrapper, as fingerprints, by name
-    alone: Mapping[str, int] = field(default_factory=dict)
-    # sketches of their gradients; empty for one that has none
+    location: Location | None  # line of the script
+    held: tuple[str, ...] = ()  # wrapped parameters in the optimizer, with the number of the wrapper ("0/head.weight")
+    reductions: int = -1  # averaged backward passes of the wrappers in `held`; negative if `held` is empty
+    averaged: bool = False  # True if backward ran since the last step, and every pass was averaged
+    unaveraged: tuple[str, ...] = ()  # parameters in wrappers that averaged nothing since the last step
+    norms: Mapping[str, float] = field(default_factory=dict)  # gradient norm of each wrapped parameter, by name
+    states: Mapping[str, float] = field(default_factory=dict)  # norms of optimizer state, by parameter name and key
+    alone: Mapping[str, int] = field(default_factory=dict)  # fingerprints of parameters in no wrapper, by name
+    # gradient sketches of parameters in no wrapper; empty without gradient
     gradients: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    marks: tuple[int, ...] = ()  # fingerprints of one of them, at each step since the last entry
-    unknown: tuple[str, ...] = ()  # of them, those that no module has
-    collectives: int = 0  # how many collectives of all ranks this rank has come to before
-    idle: tuple[str, ...] = ()  # the parameters of its wrappers that optimizers hold which have not stepped yet
-    made: Location | None = None  # the line that has constructed it
-    # the line that decides its learning rate, but for the constructor: of its schedule, or the only one that assigns a
-    # rate
+    marks: tuple[int, ...] = ()  # fingerprint of one of `gradients` at each step since the last entry
+    unknown: tuple[str, ...] = ()  # parameters in no wrapper and no module
+    collectives: int = 0  # earlier collectives of all ranks on this rank
+    idle: tuple[str, ...] = ()  # parameters of the same wrappers in optimizers that have not stepped yet
+    made: Location | None = None  # line that constructs the optimizer
+    # line that decides the learning rate after construction: of the schedule, or the only line that assigns a rate
     rate: Location | None = None
-    schedule: ScheduleState | None = None  # of its learning rate
-    summed: tuple[str, ...] = ()  # the parameters whose gradient is just as an all_reduce has left it that sums
-    summed_at: Location | None = None  # the line of that all_reduce, else of the last one that sums since backward
-    # sketches of some gradients in no wrapper, by name: as the last backward pass has left them, and before a clip
+    schedule: ScheduleState | None = None  # of the learning rate
+    summed: tuple[str, ...] = ()  # parameters whose gradient is exactly the output of a summing all_reduce
+    summed_at: Location | None = None  # line of that all_reduce, else of the last summing all_reduce since backward
+    # sketches of some gradients in no wrapper, by name: after the last backward pass, and before clipping
     local: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     unclipped: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # the lines that may leave it out after the backward pass: tests around it, and early exits
-    left_out_at: tuple[Location, ...] = ()
-    # the line that has gradients all_reduced after an earlier step had used them, before any other backward pass;
-    # `None` where there was none
+    left_out_at: tuple[Location, ...] = ()  # lines that may skip the step after backward: tests and early exits
+    # line that all_reduces gradients after an earlier step used the gradients, before any other backward pass, or None
     late_sum_at: Location | None = None
-    restored_at: Location | None = None  # the line that has last given it a state, by `load_state_dict`
-    # the line that scales gradients by the number of ranks, in the functions that lead to the step
+    restored_at: Location | None = None  # line of the last `load_state_dict`
+    # line that scales gradients by the number of ranks, in the functions that lead to the step
     rescaled_at: Location | None = None
-    norm_at: Location | None = None  # the line that takes a norm of the shards of gradients, likewise
-    # how many parameters that it trains are shards of this rank (DTensor), with norms and state of a part
-    shards: int = 0
-    # by what factor the gradient of each of them has grown since its reduction, as far as that is known, in its norm
+    norm_at: Location | None = None  # line that takes a norm of gradient shards, in the functions that lead to the step
+    shards: int = 0  # number of trained parameters that are shards (DTensor), with norms and state of a part
+    # growth factor of the gradient norm of each shard since reduction, if known
     shard_scales: Mapping[str, float] = field(default_factory=dict)
-    in_fsdp1: int = 0  # how many of its parameters a `FullyShardedDataParallel` holds
-    # a digest of the learning rates of its groups when it was constructed; empty where that was not seen
-    made_with: str = ""
-    # of parameters of which this rank has a part: the norms of that part of their state, and steps that were counted,
-    # by name of the parameter and key
+    in_fsdp1: int = 0  # number of parameters in a `FullyShardedDataParallel`
+    made_with: str = ""  # digest of the learning rates at construction; "" if unknown
+    # norms of this rank's part of the state, and step counts, by name of the sharded parameter and key
     shard_states: Mapping[str, float] = field(default_factory=dict)
-    # the one line that writes gradients between backward and the step, if there is just one
-    changed_at: Location | None = None
-    # the line of the largest collective of all ranks since the last backward pass, and before the first one
+    changed_at: Location | None = None  # the only line that writes gradients between backward and the step, if unique
+    # lines of the largest collective of all ranks: since the last backward pass, and before the first backward pass
     reduced_at: Location | None = None
     broadcast_at: Location | None = None
-    scale: float = 0.0  # of the GradScaler that makes the step; 0 without one
-    scale_at: Location | None = None  # the line that has loaded it
-    # the seed of torch's generator when the first parameter was made, if that is known, and the line that has set it
+    scale: float = 0.0  # of the GradScaler that makes the step; 0 without GradScaler
+    scale_at: Location | None = None  # line that loaded the scale
+    # seed of torch's generator when the first parameter was made, if known, and the line that set the seed
     seed: int | None = None
     seeded: Location | None = None
-    # without a wrapper, fingerprints of what was given to each all_reduce of all ranks in this step, if it is as many
-    # elements as its gradients have
+    # without a wrapper: fingerprint of the input of each all_reduce of all ranks in the step, if the number of elements
+    # equals the number of gradient elements
     given: tuple[int, ...] = ()
-    # the parameters that this rank has for itself (experts, tables) of which an all_reduce of all ranks was given the
-    # gradient several times so far, and the line of the last of these calls
+    # parameters of this rank only (experts, tables) whose gradient was all_reduced over all ranks several times, and
+    # the line of the last call
     parts_reduced: tuple[str, ...] = ()
     parts_reduced_at: Location | None = None
 
 
 class OptimizerEnd(Entry, frozen=True):
-    """How often an optimizer has stepped when the script ends, and `marks` as above."""
+    """State of an optimizer at the end of the script, as in `OptimizerStep`."""
 
     optimizer: int
     count: int
@@ -211,92 +190,89 @@ class OptimizerEnd(Entry, frozen=True):
 
 
 class StateHeld(Entry, frozen=True):
-    """A model that the program holds, and neither a wrapper nor an optimizer does, before an optimizer steps."""
+    """Model in no wrapper and no optimizer, before an optimizer step."""
 
-    optimizer: int  # the number of the optimizer
-    count: int  # how often it has stepped before
-    name: str  # the variable in which the program holds it
-    kind: str  # its class
+    optimizer: int  # number of the optimizer
+    count: int  # earlier steps of the optimizer
+    name: str  # variable of the model
+    kind: str  # class of the model
     values: Mapping[str, int]  # fingerprints, by name
-    # whether these are the parameters of a copy of what is in a wrapper; else the buffers of a module through which
-    # backward comes
+    # True for parameters of a copy of a wrapped module, False for buffers of a module that backward passes through
     copies: bool
-    used: bool  # whether its forward has been called
-    location: Location | None  # the line that assigns the variable
-    together: int = 0  # how often collectives have brought each of its tensors together
-    other: bool = False  # whether these are the parameters of a module that is no copy, and that is called
+    used: bool  # True if forward was called
+    location: Location | None  # line that assigns the variable
+    together: int = 0  # number of times that collectives synchronised every tensor of the model
+    other: bool = False  # True for parameters of a module that is called and is no copy
 
 
 class ScaledTerm(Struct, frozen=True):
-    """A sum or a mean that a loss is put together from by arithmetic."""
+    """Sum or mean from which a loss is computed by arithmetic."""
 
     kind: str  # "sum" or "mean"
-    factor: float  # the gradient that arrives at it in backward: by what the loss multiplies it
-    count: int  # the number of its elements
-    chosen: bool = False  # whether these are some of a tensor, chosen by an index or a mask
-    divisors: tuple[float, ...] = ()  # the numbers by which it is divided on the way to the loss
-    multipliers: tuple[float, ...] = ()  # those by which it is multiplied
-    location: Location | None = None  # the line of a variable in which it is with fewer others than in the loss
-    # terms with the same number are of one operation on what one head gives: of a sample each, say
-    head: int | None = None
+    factor: float  # gradient of the term in backward, the factor in the loss
+    count: int  # number of elements
+    chosen: bool = False  # True if the elements are selected from a tensor by an index or a mask
+    divisors: tuple[float, ...] = ()  # divisors on the way to the loss
+    multipliers: tuple[float, ...] = ()  # multipliers on the way to the loss
+    location: Location | None = None  # line of a variable with the term and fewer other terms than the loss
+    head: int | None = None  # terms with equal numbers are of one operation on one head, such as one per sample
 
 
 class NumberReduced(Struct, frozen=True):
-    """A number that a rank has given to an all_reduce, which sums it."""
+    """Number of a rank that an all_reduce sums."""
 
-    value: float  # the rank's own
-    location: Location | None  # the line of the call
-    members: tuple[int, ...] = ()  # the ranks over which it sums; empty for all
+    value: float  # value of this rank
+    location: Location | None  # line of the call
+    members: tuple[int, ...] = ()  # ranks of the group; empty for all
 
 
 class LossTarget(Struct, frozen=True):
-    """What one of torch's losses has as its target."""
+    """Target of a loss function of torch."""
 
-    digest: int  # a fingerprint
+    digest: int  # fingerprint
     rows: int
     elements: int
-    bits: float  # how much the order of its values says; 0.0 where they are sorted, or in blocks of equal ones
+    bits: float  # information in the order of the values; 0.0 if sorted, or in blocks of equal values
 
 
 class LossDifferentiated(Entry, frozen=True):
-    """A backward pass has come from a loss."""
+    """Backward pass of a loss."""
 
-    step: int  # how often optimizers had stepped before
-    number: int  # of the backward pass in that step, counted from 0
+    step: int  # optimizer steps before
+    number: int  # number of the backward pass in the step, from 0
     terms: tuple[ScaledTerm, ...]  # of the loss
-    location: Location | None  # the line of the script that calls backward
-    made: Location | None = None  # the line that computes the loss, or reduces it to one number
-    scaled: Location | None = None  # the line that multiplies or divides it by the world size; `None` where none does
-    wrappers: tuple[int, ...] = ()  # the numbers of the wrappers that have averaged its gradients
-    put_off: tuple[int, ...] = ()  # of those that have not, and are to average them with the gradients of a later one
-    batches: int = 0  # how many the script has taken from the loaders that it goes through; 0 without a loader
-    reduced: tuple[NumberReduced, ...] = ()  # what all_reduce has been given in the step so far
-    # whether numbers are reduced, and hooks of the script, which may scale gradients, are on parameters
-    hooked: bool = False
-    targets: tuple[LossTarget, ...] = ()  # none where ranks have gathered or broadcast something for the step
-    # of each cross entropy, what its targets weigh together, where each counts as one: smoothed and mixed labels, too
+    location: Location | None  # line that calls backward
+    made: Location | None = None  # line that computes the loss, or reduces the loss to one number
+    scaled: Location | None = None  # line that multiplies or divides the loss by the world size, or None
+    wrappers: tuple[int, ...] = ()  # numbers of the wrappers that averaged the gradients
+    put_off: tuple[int, ...] = ()  # numbers of the wrappers that average the gradients in a later backward pass
+    batches: int = 0  # batches taken from the current loaders; 0 without a loader
+    reduced: tuple[NumberReduced, ...] = ()  # inputs of all_reduce in the step so far
+    hooked: bool = False  # True if numbers are reduced and parameters have hooks of the script, which may scale
+    targets: tuple[LossTarget, ...] = ()  # empty if ranks gathered or broadcast something for the step
+    # total weight of the targets of each cross entropy, with weight 1 per target, even for smoothed or mixed labels
     weighed: tuple[float, ...] = ()
-    # the function that calls the model, if a trainer gives it the number of items of the step, and it reads it nowhere
+    # function that calls the model and ignores the number of items of the step passed by a trainer
     uncounted: Location | None = None
 
 
 class MetricUsed(Entry, frozen=True):
-    """A learning rate schedule has been given a metric, or a callback decides by one."""
+    """Metric passed to a learning rate schedule, or used by a callback."""
 
-    schedule: int  # the number of the schedule or the callback, in the order of first use
-    count: int  # how many metrics it has had before
+    schedule: int  # number of the schedule or callback, in order of first use
+    count: int  # number of earlier metrics
     value: float  # of the metric
-    location: Location | None  # the line that hands it over, or logs it
-    optimizer: int = -1  # of a schedule, the number of its optimizer
-    user: str = "ReduceLROnPlateau"  # the class of what uses it
-    metric: str = ""  # its name, where it has one
+    location: Location | None  # line that passes or logs the metric
+    optimizer: int = -1  # number of the optimizer of a schedule
+    user: str = "ReduceLROnPlateau"  # class of the schedule or callback
+    metric: str = ""  # name of the metric, if any
 
 
 class GradientsClipped(Entry, frozen=True):
-    """Gradients of a norm were clipped, for the `count`-th time, by a function; `step`: after so many steps.
+    """Clipping of gradients with norm `norm`, number `count`, after `step` optimizer steps.
 
-    `limit` is what it was given, where it clips by the norm of all; 0.0 where that is not known. `of_parts`: ranks have
-    parts of the model of their own, whose gradients the norm may be of.
+    `limit` is the maximum total norm; 0.0 if unknown. `of_parts`: True if ranks have different parts of the model, so
+    that the norm may cover only one part.
     """
 
     count: int
@@ -309,7 +285,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Gradients that were not zero were zeroed at a line, so many times before each of several optimizer steps."""
+    """Zeroing of nonzero gradients at a line, `times` times before each of several steps."""
 
     optimizer: int
     times: int
@@ -317,38 +293,38 @@ class GradientsZeroed(Entry, frozen=True):
 
 
 class ReducedInPlace(Entry, frozen=True):
-    """Backward has come through a tensor that a collective had overwritten."""
+    """Backward pass through a tensor that a collective had overwritten."""
 
     operation: str  # the collective
-    location: Location | None  # the line of the script that calls it
+    location: Location | None  # line of the collective
     elements: int  # of the tensor
-    factor: float | None = None  # the gradient that came, where there is one element
-    gradient: int = 0  # fingerprint of the gradient that came; 0 where the collective is no sum or average of all ranks
-    is_average: bool = False  # whether it is an average
+    factor: float | None = None  # incoming gradient, if one element
+    gradient: int = 0  # fingerprint of the incoming gradient; 0 if the collective is no sum or average over all ranks
+    is_average: bool = False  # True for an average
 
 
 class FilesLeft(Entry, frozen=True):
-    """By path of the files that the script has opened to write them, their bytes when it removed them, or ended."""
+    """Sizes in bytes of written files, by path, at removal or script end."""
 
     sizes: Mapping[str, int]
 
 
 class FileUsed(Entry, frozen=True):
-    """The script has written or read a file."""
+    """File that the script wrote or read."""
 
     path: str  # of the file
-    writes: bool  # whether it was written
-    began: int  # how many collectives of all ranks this rank had come to when it began
-    ended: int  # and when it was done
-    location: Location | None  # the line of the script
-    devices: tuple[str, ...] = ()  # of the tensors that were read, and whether a `map_location` was given
-    device: str = ""  # the current one of this rank
-    mapped: bool = False  # whether `map_location` was given
-    # whether the rank had waited for others since its last collective of all ranks: in a receive, in a collective of
-    # some of them, at the store
+    writes: bool  # True if written
+    began: int  # collectives of all ranks on this rank before the access
+    ended: int  # collectives of all ranks on this rank when the access was done
+    location: Location | None  # line of the script
+    devices: tuple[str, ...] = ()  # of the tensors that were read
+    device: str = ""  # current device of this rank
+    mapped: bool = False  # True if `map_location` was passed
+    # True if the rank waited for others since the last collective of all ranks: in a receive, in a collective of a
+    # subgroup, at the store
     waited: bool = False
-    # whether it is a file of `torch.save`; of others it is only known that they were opened: to be written, to be read
-    # soon after somebody had written them, or, with `waited`, to be there (a lock, a mark)
+    # True for a file of `torch.save`. Other files are recorded if opened for writing, for reading soon after a write,
+    # or, with `waited`, to test for existence (a lock, a mark)
     by_torch: bool = True
-    # of a file that has all shards of a model which this rank holds: the number of its shard, and of how many
+    # (number of the shard, number of shards) of a file with all of this rank's shards of a model
     shard: tuple[int, int] | None = None

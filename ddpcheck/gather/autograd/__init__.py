@@ -1,1 +1,1 @@
-"""Evidence in the autograd graph: who is reached, where paths end and gradients become zero, the terms of a loss."""
+"""Evidence from the autograd graph: reached parameters, cut paths, and loss terms."""

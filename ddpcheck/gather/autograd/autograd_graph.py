@@ -1,7 +1,7 @@
-"""The autograd graph: parameters that backward reaches, and tensors that a module holds.
+"""Helpers for the autograd graph: reached parameters, and tensors of a module.
 
-Two instruments, from cheap to dear: the engine's own answer (`EngineProbe`) and an iterative walk (`walk_graph`).
-Where a path is cut, `ddpcheck.gather.autograd.gradient_paths` finds out.
+Two ways to ask, from cheap to expensive: the engine (`EngineProbe`) and an iterative walk (`walk_graph`).
+`ddpcheck.gather.autograd.gradient_paths` finds out where a path is cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ torch 2.13)."""
 
 
 def gradient_node(tensor: torch.Tensor) -> Any:
-    """The node that accumulates into the leaf `tensor`, or that made the non-leaf `tensor`.
+    """Return the AccumulateGrad node of a leaf, or the `grad_fn` of a non-leaf.
 
     See https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.get_gradient_edge
     """
@@ -35,7 +35,7 @@ def gradient_node(tensor: torch.Tensor) -> Any:
 
 
 class _Nodes(torch.autograd.Function):
-    """A function of tensors whose node names theirs; it is never differentiated."""
+    """Function whose node links to the nodes of its inputs; never differentiated."""
 
     @staticmethod
     def forward(_context: Any, *_tensors: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class _Nodes(torch.autograd.Function):
 
 
 def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The `gradient_node` of each tensor, or `None` of one that requires no gradient: one call instead of many."""
+    """Return the `gradient_node` of each tensor, or None if no gradient is required."""
     if not any(tensor.requires_grad for tensor in tensors):
         return [None] * len(tensors)
     with torch.enable_grad():
@@ -56,10 +56,10 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
-    """Which `nodes`, of parameters, the backward pass that is running will execute.
+    """Return for each parameter node whether the running backward pass will execute it.
 
-    To be asked from a hook. Under `torch.autograd.grad` that is none of them: what is asked for is captured before its
-    node, and the engine refuses to speak of that.
+    Call from a hook. All False under `torch.autograd.grad`: the engine captures the inputs before their nodes and
+    raises if asked.
     """
     try:
         return list(map(torch._C._will_engine_execute_node, nodes))
@@ -68,17 +68,17 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 
 
 def running_node() -> Any:
-    """The node that the backward pass is executing, in a hook on it; `None` where there is none, or nobody can tell.
+    """Return the node that backward is executing, or None if none or unknown.
 
-    `will_be_reached` says no of it where the pass has begun there: the engine counts what is behind its root alone.
+    Call from a hook on it. `will_be_reached` is False for the root: the engine only counts nodes behind the root.
     """
-    # Private to torch; without it, a loss that forward returns is no use.
+    # Private to torch; needed to use a loss returned by forward.
     ask = getattr(torch._C, "_current_autograd_node", None)
     return None if ask is None else ask()
 
 
 def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what the operation of a graph's node has made; none where torch does not tell (before 2.6)."""
+    """Return the output shapes of a node's operation; empty before torch 2.6."""
     return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())
 
 
@@ -90,24 +90,24 @@ To be called from a hook, or from such a function. What the function raises come
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return True if this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that runs keeps its graph, for another one that goes through it (`retain_graph`).
+    """Return True if the running backward pass keeps its graph (`retain_graph`).
 
-    To be asked from a hook. Private to torch: no, where this torch does not say.
+    Call from a hook. Private to torch: False if this torch version cannot tell.
     """
     asked = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     return asked is not None and bool(asked())
 
 
 def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
-    """What a node keeps for backward under this name, where it may be looked at.
+    """Return the tensor that a node saved under `name`, if safe to read.
 
-    Not what hooks have packed: a checkpoint computes its forward once more to unpack it. Nor what was overwritten or
-    freed, which is for backward to raise.
+    None for tensors packed by hooks (unpacking a checkpoint recomputes its forward) and for overwritten or freed
+    tensors, for which backward raises.
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
@@ -119,21 +119,20 @@ def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
 
 
 def in_compiled_backward() -> bool:
-    """Whether this hook is called by compiled autograd: then the engine cannot be asked what it will reach.
+    """Return True if compiled autograd calls this hook; the engine cannot answer then.
 
-    Private to torch: no, where this torch does not say.
+    Private to torch: False if this torch version cannot tell.
     """
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
 
 
 class EngineProbe:
-    """Asks the autograd engine, at the start of a backward pass, which parameters it will reach.
+    """Ask the autograd engine as backward starts which parameters it will reach.
 
-    The question is asked from a hook on the loss, so before any gradient is computed and before the DDP reducer
-    starts a collective.
+    A hook on the loss asks, before any gradient is computed and before the DDP reducer starts a collective.
 
     Attributes:
-        reached: One bool a parameter once backward has started, `None` before.
+        reached: One bool per parameter once backward has started, `None` before.
     """
 
     def __init__(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
@@ -151,11 +150,11 @@ def _asked_now(parameters: Iterable[torch.Tensor]) -> list[bool]:
 
 
 class _Stop(Exception):
-    """Ends a backward pass before its first node."""
+    """Raised to abort a backward pass before its first node."""
 
 
 def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Which `parameters` the backward pass of `loss` would reach, without running it and without freeing its graph."""
+    """Return which `parameters` backward of `loss` would reach; keeps the graph."""
     if not loss.requires_grad:
         return [False] * len(parameters)
     if loss.is_leaf:
@@ -173,20 +172,20 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
 
 @dataclass(frozen=True, slots=True)
 class GraphWalk:
-    """The result of an iterative walk."""
+    """Result of an iterative graph walk."""
 
-    leaves: tuple[torch.Tensor, ...]  # into which backward accumulates
-    node_names: frozenset[str]  # names of the node classes, for example "AddmmBackward0"
-    complete: bool  # False when the walk stopped at its limit
-    size: int  # number of nodes that it met
+    leaves: tuple[torch.Tensor, ...]  # leaves that backward accumulates into
+    node_names: frozenset[str]  # node class names, e.g. "AddmmBackward0"
+    complete: bool  # False if the walk stopped at its limit
+    size: int  # number of nodes visited
     functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
-    ends: tuple[Any, ...] = ()  # nodes behind which it was not to go
+    ends: tuple[Any, ...] = ()  # nodes matched by `not_behind`
 
 
 def node_of(tensor: torch.Tensor) -> Any:
-    """The node of a tensor in the autograd graph; `None` for one that has none, or that torch refuses to speak of.
+    """Return `tensor.grad_fn`; None if absent or not available.
 
-    It does so for a view that was made under no_grad, and whose base was written in place since then.
+    torch raises for a view that was created under no_grad and whose base was modified in place afterwards.
     """
     try:
         return tensor.grad_fn
@@ -201,7 +200,7 @@ def walk_graph(
     not_behind: Callable[[Any], bool] = lambda _node: False,
     limit: int = WALK_LIMIT,
 ) -> GraphWalk:
-    """Walk the autograd graph behind `roots`, and behind graph `nodes`, iteratively, up to `limit` nodes."""
+    """Walk the autograd graph behind `roots` and `nodes` iteratively, up to `limit` nodes."""
     roots = list(roots)
     leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
     names: set[str] = set()
@@ -226,10 +225,10 @@ def walk_graph(
 
 
 def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:
-    """Graph nodes and those behind them, the nearest first, up to so many; behind none for which it does not go on."""
+    """Yield up to `most` nodes breadth first, not beyond nodes with `goes_on(node)` False."""
     pending = list(dict.fromkeys(root for root in roots if root is not None))
     seen = set(pending)
-    for node in pending:  # which grows
+    for node in pending:  # grows during iteration
         yield node
         for following, _ in node.next_functions if goes_on(node) else ():
             if following is not None and following not in seen and len(pending) < most:
@@ -242,7 +241,7 @@ Parents = dict[Any, list[tuple[Any, int]]]
 
 
 def parents_behind(roots: Iterable[Any]) -> Parents:
-    """The edges of the graph behind graph nodes, as far as it has up to `WALK_LIMIT` nodes."""
+    """Return the reversed edges of the graph behind `roots`, up to `WALK_LIMIT` nodes."""
     parents: Parents = {}
     for node in nodes_behind(roots, WALK_LIMIT):
         for index, (following, _) in enumerate(node.next_functions):
@@ -252,7 +251,7 @@ def parents_behind(roots: Iterable[Any]) -> Parents:
 
 
 def nearest_above(leaf: torch.Tensor, parents: Parents, is_end: Callable[[Any, int], bool]) -> Iterator[Any]:
-    """The last nodes for which `is_end` holds (with an index of an input) on the ways of a gradient to `leaf`."""
+    """Yield the nodes closest to `leaf` for which `is_end(node, input_index)` holds."""
     target = gradient_node(leaf)
     pending, seen = [target], {target}
     while pending:
@@ -265,48 +264,48 @@ def nearest_above(leaf: torch.Tensor, parents: Parents, is_end: Callable[[Any, i
 
 
 def functions_before(roots: Iterable[Any], leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
-    """The custom autograd Functions that stand last on the ways of a gradient from graph nodes to `leaf`."""
+    """Return the custom autograd Functions closest to `leaf` on the paths from `roots`."""
     last = nearest_above(leaf, parents_behind(roots), lambda node, _index: hasattr(node, "_forward_cls"))
     return tuple(dict.fromkeys(node._forward_cls for node in last))
 
 
 @contextlib.contextmanager
 def recorded_lines() -> Iterator[None]:
-    """A block whose operations keep the line that called them (torch's anomaly mode, without its check for NaN)."""
+    """Record the calling line of each operation (anomaly mode without NaN check)."""
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         yield
 
 
 def line_of(node: Any) -> Location | None:
-    """The innermost line of the user's code that made `node`, where `recorded_lines` has kept it."""
+    """Return the innermost user line that created `node`, if recorded by `recorded_lines`."""
     try:
         stack = node.metadata.get("traceback_", ())
-    except Exception:  # nodes of a custom Function need not have any
+    except Exception:  # nodes of a custom Function may have no metadata
         return None
     return Location.parse(location_of(frames_of("".join(stack))[::-1]))
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their first name, as DDP orders them; ties are listed once."""
+    """Return the parameters by first name, in DDP's order; tied parameters appear once."""
     return dict(module.named_parameters())
 
 
 def all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Every name of every parameter, by identity: `named_parameters` hides the second name of a tied one."""
+    """Return every name of every parameter by `id`, including names of tied parameters."""
     names: dict[int, list[str]] = {}
-    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):  # not an override of the user's
+    for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False):  # bypass a user override
         names.setdefault(id(parameter), []).append(name)
     return {key: tuple(value) for key, value in names.items()}
 
 
-MODULE_INTERNALS = frozenset(vars(nn.Module()))  # attributes that `nn.Module` itself sets
+MODULE_INTERNALS = frozenset(vars(nn.Module()))  # attributes set by `nn.Module` itself
 
 
 _SEARCH_DEPTH = 4
 
 
 def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that `module` holds without having registered them: plain attributes, lists of layers, helper objects."""
+    """Yield unregistered tensors of `module`: plain attributes, lists of layers, helper objects."""
     modules = list(module.named_modules())
     registered = {id(t) for t in (*module.parameters(), *module.buffers())} | {id(m) for _, m in modules}
     seen: set[int] = set()
@@ -340,13 +339,13 @@ def unregistered_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]
         yield from attributes(submodule, prefix, 0)
 
 
-_MOST_ITEMS = 1000  # of a container; a vocabulary is no list of layers
+_MOST_ITEMS = 1000  # per container; skips the rest of e.g. a vocabulary
 _LIBRARIES = ("torch.", "builtins", "numpy", "lightning.", "pytorch_lightning.")
 """Whose objects are no part of a model: a `LightningModule` holds the `Trainer`, and that the run."""
 
 
 def contents(value: Any) -> list[tuple[str, Any]]:
-    """Items or attributes of an object that is no tensor or module, with how Python writes each; empty if unknown."""
+    """Return items or attributes of a non-tensor object with their Python suffixes."""
     try:
         if isinstance(value, Mapping):
             return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, _MOST_ITEMS)]
@@ -355,20 +354,20 @@ def contents(value: Any) -> list[tuple[str, Any]]:
         if type(value).__module__.startswith(_LIBRARIES):
             return []
         return [(f".{key}", item) for key, item in vars(value).items()]
-    except Exception:  # foreign objects may answer anything
+    except Exception:  # user objects may raise anything
         return []
 
 
 def unregistered_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors without gradient that `module` holds without having registered them."""
+    """Return the unregistered tensors of `module` that require no gradient."""
     return [(name, tensor) for name, tensor in held_state(module) if not tensor.requires_grad]
 
 
 def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of `unregistered_tensors`, those that are state: neither made by a forward pass nor made again before each.
+    """Yield the `unregistered_tensors` that are state, not recomputed by each forward pass.
 
-    What an operation on parameters has made is no state. Neither is the weight that `torch.nn.utils.weight_norm`,
-    `spectral_norm` and `prune` keep as an attribute: a hook of theirs computes it before each forward pass.
+    Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of
+    `torch.nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes.
     """
     made_again = {
         f"{prefix}.{name}" if prefix else name
@@ -381,8 +380,8 @@ def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _recomputed_attributes(module: nn.Module) -> Iterator[str]:
-    """The attributes that torch's own reparametrisations compute before each forward pass of `module`."""
-    for hook in module._forward_pre_hooks.values():  # there is no public list of hooks
+    """Yield the attributes that torch's reparametrizations recompute before each forward of `module`."""
+    for hook in module._forward_pre_hooks.values():  # no public list of hooks
         if type(hook).__module__.startswith("torch.nn.utils."):
             name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
             if isinstance(name, str):

@@ -1,7 +1,7 @@
-"""Parameters that are parts of a model of all ranks: experts of a mixture, or tables of embeddings, of each rank's own.
+"""Rank-local parts of a model: experts of a mixture, or sharded embedding tables.
 
-The loss has them only through an exchange, an all_to_all that autograd differentiates: with its part, a rank computes
-for the samples of all ranks, and the gradient of the part is complete there.
+Such a parameter contributes to the loss only through a differentiable all_to_all: a rank computes its part for the
+samples of all ranks, so the part's gradient is complete on that rank.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.patching import Patch, patched
 
 _MOST_FRAMES = 12
-functions: set[type] = set()  # the nodes of functions that exchange
+functions: set[type] = set()  # node classes of autograd Functions that call all_to_all
 _patches: list[Patch] = []
 _parts: Any = WeakIdKeyDictionary()
 
 
 def running_functions(frame: FrameType | None) -> set[type]:
-    """The classes of nodes of which one is that of the autograd function of Python that has called this frame.
+    """Return the candidate node classes of the autograd Function running in this frame.
 
-    They are several where functions inherit a forward that is given no context.
+    There are several if Functions inherit one forward that takes no context.
     """
     for one in itertools.islice(frames_from(frame), _MOST_FRAMES):
         first = one.f_code.co_varnames[:1]
@@ -44,7 +44,7 @@ def running_functions(frame: FrameType | None) -> set[type]:
 
 
 def _without_context(forward: CodeType) -> set[type]:
-    """The classes of nodes of the functions with this forward, the context of which is given to `setup_context`."""
+    """Return node classes of Functions with this forward that use `setup_context`."""
     return {
         one._backward_cls
         for one in subclasses_of(Function)
@@ -53,7 +53,7 @@ def _without_context(forward: CodeType) -> set[type]:
 
 
 def follow_exchanges() -> None:
-    """Know the functions that exchange from now on; may be called again."""
+    """Start recording the Functions that call all_to_all; may be called repeatedly."""
     if not _patches:
         _patches.extend(patched(dist, name, _note) for name in ("all_to_all", "all_to_all_single"))
 
@@ -63,27 +63,27 @@ def _note(*_arguments: Any, **_named: Any) -> None:
 
 
 def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bool]) -> None:
-    """Know the parts, of which graphs are made, among the parameters that are `asked` for."""
+    """Record the parameters behind `roots` that are parts and for which `asked` holds."""
     _parts.update((leaf, True) for leaf in _parts_behind(list(roots)) if asked(leaf))
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is known as a part."""
+    """Return True if a parameter is a recorded part."""
     return parameter in _parts
 
 
 def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The part that a tensor is the gradient of."""
+    """Return the part whose `.grad` is `gradient`."""
     return next((part for part in list(_parts) if part.grad is gradient), None) if _parts else None
 
 
 def has_parts() -> bool:
-    """Whether there are any."""
+    """Return True if any part was recorded."""
     return bool(_parts)
 
 
 def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The leaves of graphs to which no way leads but through an exchange."""
+    """Yield the leaves that are reached only through an exchange."""
     before = walk_graph(roots, not_behind=_is_exchange)
     if before.complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}

@@ -1,4 +1,4 @@
-"""Where the user's code changes gradients on their way: hooks, by the line that registers them, and own Functions."""
+"""User code that changes gradients: hooks, by registration line, and custom autograd Functions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _seen: dict[str, GradientHook] = {}
 
 
 def record_hooks() -> None:
-    """From now on, remember where the user's code registers hooks on gradients; for the life of the process."""
+    """Record where user code registers gradient hooks, for the life of the process."""
     for owner, name, kind in _REGISTRARS:
         patched(owner, name, functools.partial(_registers, kind))
 
 
 def _registers(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -> None:
     caller = sys._getframe(CALLER)
-    if is_user_file(caller.f_code.co_filename):  # not DDP's own, nor ddpcheck's
+    if is_user_file(caller.f_code.co_filename):  # neither DDP's nor ddpcheck's hooks
         where = user_location(caller)
         _seen.setdefault(str(where), GradientHook(f"{kind} ({_name_of(hook)})", where))
 
@@ -45,19 +45,19 @@ def _name_of(hook: Any) -> str:
 
 
 def recorded_hooks() -> tuple[GradientHook, ...]:
-    """The hooks that were registered so far, one for each line that does so."""
+    """Return the hooks registered so far, one per registration line."""
     return tuple(_seen.values())
 
 
 def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The hooks on the gradients of leaves. Private to torch: none, where this torch does not say."""
+    """Yield the gradient hooks of leaves; none if private torch attributes are missing."""
     for tensor in tensors:
         for held in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             yield from (getattr(tensor, held, None) or {}).values()
 
 
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
-    """The user's autograd Functions among the nodes of a graph, each with the line of its backward."""
+    """Return user autograd Functions in the graph, located at their backward methods."""
     found = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)
@@ -67,7 +67,7 @@ def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
 
 
 def subclasses_of(cls: type) -> Iterator[Any]:
-    """All classes that inherit from one."""
+    """Yield all direct and indirect subclasses of `cls`."""
     pending: list[type] = list(type.__subclasses__(cls))
     while pending:
         current = pending.pop()

@@ -1,6 +1,6 @@
-"""Where a parameter's path to the loss ends: a recorded replay of the forward pass.
+"""Replay the forward pass to find where a parameter's path ends.
 
-It is only paid for when something is missing.
+The replay only runs if a gradient is missing.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from ddpcheck.gather.collectives.collective_log import replace_functions
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.recipe.pytree import tree_tensors
 
-_MOST_STEPS = 4  # at each end of a path
+_MOST_STEPS = 4  # recorded at each end of a path
 
 
 @dataclass(slots=True)
 class OperationPath:
-    """The operations from a suspect to a tensor: how many, the first and the last of them."""
+    """Operations from a suspect to a tensor: count, first and last ones."""
 
     length: int = 0
     first: tuple[PathEnd, ...] = ()
     last: tuple[PathEnd, ...] = ()
 
     def to(self, use: PathEnd) -> OperationPath:
-        """The path that goes on with `use`."""
+        """Return the path extended by `use`."""
         first = (*self.first, use) if self.length < _MOST_STEPS else self.first
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
 
     def told_in(self, end: PathEnd) -> PathEnd:
-        """`end` with these operations."""
+        """Return `end` with the steps of this path."""
         more = min(self.length - len(self.first), _MOST_STEPS)
         both = (*self.first, *self.last[len(self.last) - more :])
         steps = tuple(PathStep(one.reason, one.module, one.location) for one in both)
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
-_Taint = dict[int, PathEnd | None]  # parameter index -> what cut its path, None while that is whole
+_Taint = dict[int, PathEnd | None]  # parameter index -> event that cut its path, None if not cut
 
 
 LEAVES_TORCH = frozenset(
@@ -79,10 +79,10 @@ _FILLS = {
 
 
 class TensorRecorder(TorchFunctionMode):
-    """While active, `_enter_module` and `_leave_module` are called around every forward of a module.
+    """Call `_enter_module` and `_leave_module` around every module forward while active.
 
-    What calls torch's Python functions is met in `__torch_function__`; what is known of a tensor is kept in `_known`
-    for as long as the tensor lives.
+    Subclasses see calls of torch's Python functions in `__torch_function__`. `_known` keeps data per tensor for the
+    tensor's lifetime.
     """
 
     def __init__(self) -> None:
@@ -113,10 +113,10 @@ class TensorRecorder(TorchFunctionMode):
 
 
 class PathRecorder(TensorRecorder):
-    """While active, follows what the `suspects` make through the forward pass, by value and not only by graph.
+    """Follow the values of the `suspects` through the forward pass while active.
 
-    It sees torch's Python functions (so `.data`, which no dispatcher sees, but not the inside of one function), and
-    keeps for every tensor which suspects' values went into it and, where the path was cut on the way, where.
+    Sees torch's Python functions (including `.data`, which the dispatcher misses, but no operations inside a function).
+    Records for every tensor the suspects whose values contributed, and where a path was cut.
     """
 
     def __init__(self, module: nn.Module, suspects: Sequence[torch.Tensor]) -> None:
@@ -126,13 +126,13 @@ class PathRecorder(TensorRecorder):
         self._module_names = {id(submodule): name for name, submodule in module.named_modules()}
         self._modules: list[str] = [""]
         self.called: set[nn.Module] = set()
-        # `_known`: taint of a tensor, and whether it required grad then
+        # `_known`: tensor -> (taint, requires_grad at that time)
         self._written: dict[int, _Taint] = {}  # storage -> taint written in place through any view of it
-        self._paths: Any = WeakIdKeyDictionary()  # tensor -> by suspect, how its value came there
-        self._last_paths: dict[int, OperationPath] = {}  # to the last use
+        self._paths: Any = WeakIdKeyDictionary()  # tensor -> suspect index -> path of its value
+        self._last_paths: dict[int, OperationPath] = {}  # suspect index -> path to its last use
         self._cut_paths: dict[tuple[int, PathEnd], OperationPath] = {}
         self._left_torch: dict[int, PathEnd] = {}
-        self._region: Location | None = None  # where gradients were switched off last
+        self._region: Location | None = None  # where gradients were last disabled
 
     def __enter__(self) -> Self:
         self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
@@ -152,20 +152,20 @@ class PathRecorder(TensorRecorder):
         self._region = user_location(sys._getframe(1))
 
     def _on_parameter(self, made: Any, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> None:
-        """`nn.Parameter(tensor)` shares the tensor's memory and has no past; no mode is told of it."""
+        """Follow `nn.Parameter(tensor)`: it shares memory without history, and no mode sees it."""
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
             use = self._event("nn.Parameter()")
             self._follow([made], before, self._go_on([data], before, use), self._event("nn.Parameter(), a new leaf"))
 
     def _on_normal(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
-        """`torch.normal`, of which no mode is told either: `torch.distributions` draws with it."""
+        """Follow `torch.normal` (used by `torch.distributions`); no mode sees the call."""
         inputs = list(tree_tensors((args, kwargs)))
         if before := self._merged(inputs):
             self._spread(torch.normal, args, kwargs, before, inputs, drawn)
 
     def _noticed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective, which no mode is told of: what it fills is made of what it is given."""
+        """Follow a collective from inputs to outputs; no mode sees the call."""
         parameters = list(inspect.signature(original).parameters)
 
         def told(_result: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class PathRecorder(TensorRecorder):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled():  # and not a block in a block
+        if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled():  # outermost no_grad only
             self._note_region()
         value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
         inputs = list(tree_tensors((value_of, kwargs)))
@@ -202,7 +202,7 @@ class PathRecorder(TensorRecorder):
         entry = self._known.get(tensor)
         if entry is not None:
             known, required_grad = entry
-            revived = not tensor.is_leaf and not required_grad  # the output of a custom Function
+            revived = not tensor.is_leaf and not required_grad  # output of a custom Function
             taint = {index: None if revived else event for index, event in known.items()}
         for index, event in self._written.get(_storage_key(tensor), {}).items():
             taint.setdefault(index, event)
@@ -251,21 +251,21 @@ class PathRecorder(TensorRecorder):
             whole = output.requires_grad and (not output.is_leaf or id(output) in given)
             own = before
             if len(outputs) > 1 and (seen := [one for one in inputs if _storage_key(one) == _storage_key(output)]):
-                own = self._merged(seen)  # a view of one of the inputs (`broadcast_tensors`) is made of that one alone
+                own = self._merged(seen)  # a view of one input (`broadcast_tensors`) depends only on that input
             self._follow([output], own, paths, None if whole else self._event(cut_reason(name, output)))
         for target in written:
             self._written.setdefault(_storage_key(target), {}).update(before)
 
     def _go_on(self, inputs: Sequence[torch.Tensor], before: _Taint, use: PathEnd) -> dict[int, OperationPath]:
-        """Note that `use` reads `inputs`, with the taint `before`; returns the paths that end with it."""
+        """Record that `use` reads `inputs` with taint `before`; return the extended paths."""
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
             if (own := self._index.get(id(tensor))) is not None:
                 known[own] = _NO_OPERATION
-        longer: dict[int, OperationPath] = {}  # by identity: what many suspects have in common is made once
+        longer: dict[int, OperationPath] = {}  # by id: extend a path shared by many suspects once
         paths = {}
-        for index in before:  # what has no path is a view of what was written in place
+        for index in before:  # an input without a path is a view of a tensor written in place
             here = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
             paths[index] = longer.get(id(here)) or longer.setdefault(id(here), here.to(use))
         self._last_paths |= paths
@@ -274,7 +274,7 @@ class PathRecorder(TensorRecorder):
     def _follow(
         self, outputs: Iterable[torch.Tensor], before: _Taint, paths: dict[int, OperationPath], cut: PathEnd | None
     ) -> None:
-        """Note that `outputs` were made of values with the taint `before`, on `paths`, which `cut` ends, if it does."""
+        """Record that `outputs` were computed from taint `before`; `cut`, if set, ends `paths`."""
         for output in outputs:
             taint = {index: known if known is not None else cut for index, known in before.items()}
             self._known[output] = (taint, output.requires_grad)
@@ -289,7 +289,7 @@ class PathRecorder(TensorRecorder):
         return PathEnd("cut", reason, user_location(sys._getframe(2)), self._modules[-1], region)
 
     def explain(self, losses: Iterable[torch.Tensor]) -> dict[int, PathEnd]:
-        """Why each suspect does not contribute to `losses`, to be asked after the forward pass."""
+        """Return why each suspect does not contribute to `losses`, after the forward pass."""
         taint = self._merged(losses)
         ends = {}
         for index in self._index.values():
@@ -304,7 +304,7 @@ class PathRecorder(TensorRecorder):
         return ends
 
     def escape(self, index: int) -> PathEnd:
-        """Where the value of a suspect was last seen that reaches the loss on a path that cannot be followed."""
+        """Return the last use of a suspect before a path torch cannot follow."""
         use = self._last_paths[index].last[-1]
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
@@ -318,7 +318,7 @@ def _afterwards(told: Callable[..., None]) -> Callable[..., Generator[None, Any,
 
 
 def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
-    """While the block runs, tell `told` the result and the arguments of each call of a method of `owner`."""
+    """Call `told` with the result and arguments of each call of a method."""
     return patched(owner, method, _afterwards(told))
 
 
@@ -340,21 +340,21 @@ _IN_PLACE_DUNDERS = frozenset(
 def _storage_key(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none
+    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have no storage
         return id(tensor)
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """The name of a function as a `TorchFunctionMode` meets it; of a property, that of the property."""
+    """Return the name of a function or property seen by a `TorchFunctionMode`."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        held = getattr(func, "__self__", None)  # the descriptor: one of C has a name, a `property` a function with one
+        held = getattr(func, "__self__", None)  # a C descriptor has a name, a `property` has an `fget` with a name
         return getattr(getattr(held, "fget", held), "__name__", name)
     return name
 
 
 def cut_reason(name: str, output: torch.Tensor) -> str:
-    """Why `output`, just made by the function `name` of what requires grad, is not connected to it by autograd."""
+    """Return why autograd does not connect `output` of function `name` to its inputs."""
     if name == "data":
         return ".data"
     if name in ("detach", "detach_"):
@@ -371,11 +371,11 @@ def cut_reason(name: str, output: torch.Tensor) -> str:
 
 
 COMPILED_CODE = "the code compiled by torch.compile"
-_COMPILED = "torch._functorch._aot_autograd"  # private to torch: the Function of a compiled graph is of a module in it
+_COMPILED = "torch._functorch._aot_autograd"  # private to torch: module prefix of a compiled graph's Function
 
 
 def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
-    """The custom Function that gave None for the gradient of `parameter`, or those that may have been it."""
+    """Return the Function(s) that may have returned None as the gradient of `parameter`."""
     functions = functions_before(roots, parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
@@ -385,15 +385,15 @@ def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> Pa
 
 @dataclass(slots=True)
 class Explainer:
-    """Replays a forward pass to say why parameters do not contribute."""
+    """Replay of a forward pass that explains why parameters do not contribute."""
 
-    module: nn.Module  # whose parameters are in question
-    forward: Callable[[], Sequence[torch.Tensor]]  # the forward pass and the loss afresh, under the same random numbers
-    prepare: Callable[[], None] = lambda: None  # puts the module into the state in which `forward` begins
-    once: bool = False  # whether `forward` may run no more than once
+    module: nn.Module  # owner of the suspect parameters
+    forward: Callable[[], Sequence[torch.Tensor]]  # reruns forward and loss with the same RNG state
+    prepare: Callable[[], None] = lambda: None  # restores the module state before `forward`
+    once: bool = False  # True if `forward` may run only once
 
     def explain(self, suspects: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
-        """Where the path of each of `suspects` (by name) ends."""
+        """Return where the path of each suspect ends, by name."""
         tensors = list(suspects.values())
         self.prepare()
         with PathRecorder(self.module, tensors) as recorder:
@@ -411,16 +411,16 @@ class Explainer:
     def _on_hidden_ways(
         self, tensors: Sequence[torch.Tensor], ends: Mapping[int, PathEnd], value: Sequence[float]
     ) -> Iterator[int]:
-        """Parameters that reach nothing, and whose value changes the loss: through numpy, a file, shared memory.
+        """Yield parameters that only change the loss outside torch (numpy, files, shared memory).
 
-        What has the same last use is asked about together, and all at once first: mostly there is no such way.
+        Parameters with the same last use are tested together, and all at once first: usually there is no hidden path.
         """
         together: dict[PathEnd, list[int]] = {}
         for index, end in ends.items():
             if end.cause == "unreachable":
                 together.setdefault(end, []).append(index)
         everyone = [index for group in together.values() for index in group]
-        if not everyone or self._changes_loss([], value):  # a forward that is not even equal to itself tells nothing
+        if not everyone or self._changes_loss([], value):  # a nondeterministic forward proves nothing
             return
         if self._changes_loss([tensors[index] for index in everyone], value):
             for group in together.values():
@@ -431,11 +431,11 @@ class Explainer:
         self.prepare()
         saved = [tensor.detach().clone() for tensor in tensors]
         with torch.no_grad():
-            for tensor in tensors:  # by `data`: for autograd, which may need it in a backward pass, it stays the same
+            for tensor in tensors:  # `.data`: no version bump, so a pending backward still works
                 tensor.data.add_(torch.ones_like(tensor) * 0.1 + 0.1 * tensor.abs())
         try:
             return _values(self.forward()) != list(value)
-        except Exception:  # the user's code may well refuse such values
+        except Exception:  # user code may reject the perturbed values
             return False
         finally:
             with torch.no_grad():

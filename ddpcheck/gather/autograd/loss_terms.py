@@ -1,7 +1,7 @@
-"""Additive terms of a loss: found in its autograd graph, and differentiated one by one.
+"""Additive terms of a loss, split by autograd graph and differentiated separately.
 
-A loss is `c1 * term1 + c2 * term2 + ...` where its graph begins with operations that are linear in what has a gradient:
-sums, means, constant factors, stacking. Each edge at which that stops is the end of one term.
+A loss is `c1 * term1 + c2 * term2 + ...` if its graph starts with linear operations (sums, means, constant factors,
+stacking). Each edge to a nonlinear operation is the end of one term.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import line_of, nodes_behind
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
-_OFF_BY_FACTOR = frozenset({"Mul", "Div"})  # linear where only one side has a gradient
+_OFF_BY_FACTOR = frozenset({"Mul", "Div"})  # linear if only one input requires grad
 _LINEAR = frozenset(
     {
         *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "Where", "Clone", "ToCopy", "Alias"),
@@ -33,17 +33,17 @@ _LINEAR = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The end of a term: an input of a node of the graph; the whole loss where there is no node."""
+    """End of a term: input of a graph node, or the whole loss."""
 
-    node: Any  # that reads it
-    index: int  # of the input
-    operation: str  # that made the term ("NllLoss")
-    location: Location | None  # the line of the user's code that called it, where it is known
-    part: int  # which of the tensors that the recipe's loss returned it belongs to
+    node: Any  # node that reads the term
+    index: int  # input index of `node`
+    operation: str  # operation that produced the term, e.g. "NllLoss"
+    location: Location | None  # user line of the operation, None if unknown
+    part: int  # index into the tensors returned by the recipe's loss
 
 
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
-    """The ends of the terms that `total`, the sum of `parts`, is made of, from left to right."""
+    """Return the ends of the terms of `total`, the sum of `parts`."""
     root = total.grad_fn
     of_part = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
     found: list[Edge] = []
@@ -66,21 +66,21 @@ _NEAR = 64  # nodes
 
 
 def head_of(node: Any) -> Any:
-    """The parameter that is nearest to a term of a loss: terms with the same one are of samples, say, of one batch.
+    """Return the AccumulateGrad node near a term's node, or None.
 
-    As the node that takes its gradient; None where there is none so near.
+    Terms with the same nearest parameter come e.g. from the samples of one batch.
     """
     return next((one for one in nodes_behind([node], _NEAR) if one.name().endswith("AccumulateGrad")), None)
 
 
-_Key = tuple[int, Location | None, str]  # the same term in another run: part of the loss, line, operation
+_Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation
 
 
 class PairedTerms:
-    """The terms of a loss over several runs of it, numbered alike in all of them.
+    """Terms of a loss, numbered consistently over several runs.
 
-    A term of which runs have different numbers (one for each sample, say) is taken together with its likes, and so are
-    all where there are more than `most`.
+    Terms with the same key are merged if their count differs between runs (e.g. one per sample) or if there are more
+    than `most` terms.
     """
 
     def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:
@@ -88,7 +88,7 @@ class PairedTerms:
         keys = list(dict.fromkeys(_key(edge) for edges in runs for edge in edges))
         self._apart = {key for key in keys if len({count[key] for count in counts}) == 1}
         if sum(counts[0][key] if key in self._apart else 1 for key in keys) > most:
-            self._apart = set()  # a penalty for each parameter, say
+            self._apart = set()  # e.g. one penalty per parameter
         self._together = len(keys) > most
         self._numbers: dict[tuple[_Key, int], int] = {}
         for edges in runs:
@@ -99,7 +99,7 @@ class PairedTerms:
         return len(set(self._numbers.values()))
 
     def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
-        """The edges of one run, by term."""
+        """Group the edges of one run by term."""
         terms: list[list[Edge]] = [[] for _ in range(len(self))]
         for edge, place in zip(edges, self._places(edges), strict=True):
             if place in self._numbers:
@@ -121,9 +121,9 @@ def _key(edge: Edge) -> _Key:
 
 
 def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:
-    """Differentiate the terms that end at `of` alone, of all `edges` of a loss; the graph is kept."""
+    """Differentiate only the terms ending at `of`, among all `edges`; keep the graph."""
     if not of:
-        return  # a term that this run has not
+        return  # the term is missing in this run
     kept = {(edge.node, edge.index) for edge in of}
     closed: dict[Any, set[int]] = {}
     for edge in edges:
@@ -138,7 +138,7 @@ def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) 
 def _close(
     indices: set[int], gradients: Sequence[torch.Tensor | None], _outputs: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """As a hook on a node: zeros for the inputs with these indices."""
+    """Node hook that zeroes the gradients of the inputs at `indices`."""
     return tuple(
         torch.zeros_like(gradient) if index in indices and gradient is not None else gradient
         for index, gradient in enumerate(gradients)

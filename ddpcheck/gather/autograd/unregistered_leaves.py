@@ -1,4 +1,4 @@
-"""Leaves of the graph that receive gradient without being parameters of the module, and who holds tensors."""
+"""Graph leaves that receive gradient but are not module parameters; holders of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpcheck.gather.state.reachable import function_variables, is_user_function
 from ddpcheck.recipe.recipe import Recipe
 
 _DEEPEST = 6
-_MOST = 20_000  # things to look at; who holds a data set has many
+_MOST = 20_000  # objects to visit; a data set may hold many more
 
 Held = tuple[str, str, torch.Tensor]  # name, kind of variable, and the tensor
 
@@ -29,11 +29,10 @@ def unregistered_leaves(
     before: Mapping[int, torch.Tensor] | None = None,
     recipe: Recipe | None = None,
 ) -> tuple[UnregisteredTensor, ...]:
-    """The leaves that receive gradient without being parameters of `module`, by name where they have one.
+    """Return the leaves that receive gradient but are not parameters of `module`.
 
-    A tensor that a forward pass makes for itself (the input of a gradient penalty, say) is none of them, wherever it is
-    kept: it must be among those that were there `before` the forward pass. Where they are not known, what the module
-    holds is taken to last, and so is an `nn.Parameter`.
+    Tensors created by a forward pass (e.g. the input of a gradient penalty) are excluded: a leaf must have existed
+    `before` the forward pass. If `before` is None, unregistered tensors of the module and `nn.Parameter`s count.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
     strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
@@ -52,18 +51,18 @@ def unregistered_leaves(
 
 
 def lasting_tensors(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
-    """Tensors that require grad, are no parameters of `module`, and that it or the recipe holds, by identity."""
+    """Return non-parameter tensors of the module or recipe that require grad, by `id`."""
     return {id(tensor): tensor for _, _, tensor in held_tensors(module, recipe) if tensor.requires_grad}
 
 
 def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[Held]:
-    """The tensors that are no parameters of `module`, where somebody holds them; the module's own names come last."""
+    """Return non-parameter tensors with their holders' names; the module's own names come last."""
     own = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in own)]
 
 
 def held_by_functions(loss: Any, module: nn.Module) -> Iterator[Held]:
-    """Tensors that `loss` and the methods of modules find in globals, closures, default arguments and classes."""
+    """Yield tensors that `loss` and module methods reach: globals, closures, defaults, class attributes."""
     seen = {id(submodule) for submodule in module.modules()}
 
     def search(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:

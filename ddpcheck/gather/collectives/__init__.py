@@ -1,1 +1,1 @@
-"""Collectives: the log of the user's calls, answers for a rank that is alone, and our own exchanges and averages."""
+"""Collectives: log of user calls, simulated answers, ddpcheck's own exchanges and averages."""

@@ -1,4 +1,4 @@
-"""Means of tensors over ranks by plain all-reduces, which owe nothing to DDP."""
+"""Averages of tensors over ranks by plain all-reduces, independent of DDP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpcheck.gather.collectives.groups import backend_of
 from ddpcheck.worlds.launchers.init_dist import get_dist_info
 
 _MB = 1 << 20
-_BUCKET = 16 * _MB  # bytes: what our own checks hold twice at a time
+_BUCKET = 16 * _MB  # bytes; ddpcheck's own averages use twice as much
 
 _MISSING, _DENSE, _SPARSE = 0, 1, 2
 
@@ -23,21 +23,21 @@ _MISSING, _DENSE, _SPARSE = 0, 1, 2
 def allreduce_grads(
     params: Iterable[torch.Tensor], coalesce: bool = True, bucket_size_mb: float = -1, *, group: Any = None
 ) -> None:
-    """Replace the gradient of every parameter that requires one by its mean over the ranks; nothing for one rank.
+    """Average the gradients of parameters that require grad over the ranks, in place.
 
-    Which parameters have a gradient may differ from rank to rank: `None` counts as zeros, and stays only where it is
-    `None` on every rank, as under DDP with `find_unused_parameters=True`. Gradients change in place. One that is sparse
-    on every rank that has it stays so, with the rows of all; beside a dense one it becomes dense. float16 and bfloat16
+    No-op for one rank. Ranks may have different sets of gradients: `None` counts as zeros, and stays `None` only if it
+    is `None` on every rank, as under DDP with `find_unused_parameters=True`. A gradient that is sparse on every rank
+    that has it stays sparse, with the rows of all ranks; mixed with dense ones it becomes dense. float16 and bfloat16
     are summed in float32.
 
     Args:
-        params: The same in the same order on every rank.
-        coalesce: Send gradients of one dtype and device together; else one at a time.
-        bucket_size_mb: In parts of about this many MiB; default: all at once.
-        group: Process group; default: all ranks. On a rank that is not in it nothing happens.
+        params: Parameters, the same in the same order on every rank.
+        coalesce: Reduce gradients of one dtype and device together; else one at a time.
+        bucket_size_mb: Bucket size in MiB; default: a single bucket.
+        group: Process group; default: all ranks. No-op on a rank that is not in the group.
 
     Raises:
-        UsageError: The ranks hand over different parameters, which is raised on all of them; or an argument is wrong.
+        UsageError: The ranks pass different parameters (raised on all ranks), or an argument is invalid.
     """
     limit = _limit(coalesce, bucket_size_mb)
     owners = [parameter for parameter in _tensors_of("allreduce_grads", params) if parameter.requires_grad]
@@ -57,20 +57,19 @@ def allreduce_grads(
 def allreduce_params(
     params: Iterable[torch.Tensor], coalesce: bool = True, bucket_size_mb: float = -1, *, group: Any = None
 ) -> None:
-    """Replace every tensor, parameters or buffers, by its mean over the ranks, in place; nothing for one rank.
+    """Average every tensor (parameters or buffers) over the ranks, in place.
 
-    Integers and booleans, for example `num_batches_tracked` of BatchNorm, have no mean among their own kind: they
-    become those of the first rank of the group, as all buffers do under DDP. float16 and bfloat16 are summed in
-    float32.
+    No-op for one rank. Integers and booleans, e.g. `num_batches_tracked` of BatchNorm, are not averaged: the first rank
+    of the group broadcasts them, as DDP does for buffers. float16 and bfloat16 are summed in float32.
 
     Args:
-        params: The same in the same order on every rank, for example `model.parameters()` or `model.buffers()`.
-        coalesce: Send tensors of one dtype and device together; else one at a time.
-        bucket_size_mb: In parts of about this many MiB; default: all at once.
-        group: Process group; default: all ranks. On a rank that is not in it nothing happens.
+        params: Tensors, the same in the same order on every rank, e.g. `model.parameters()` or `model.buffers()`.
+        coalesce: Reduce tensors of one dtype and device together; else one at a time.
+        bucket_size_mb: Bucket size in MiB; default: a single bucket.
+        group: Process group; default: all ranks. No-op on a rank that is not in the group.
 
     Raises:
-        UsageError: The ranks hand over different tensors, which is raised on all of them; or an argument is wrong.
+        UsageError: The ranks pass different tensors (raised on all ranks), or an argument is invalid.
     """
     limit = _limit(coalesce, bucket_size_mb)
     tensors = [parameter.detach() for parameter in _tensors_of("allreduce_params", params)]
@@ -79,7 +78,7 @@ def allreduce_params(
         return
     _kinds_over_ranks(tensors, tensors, group)
     counted = [not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
-    # A sum in which all but the first rank are zero: a broadcast that coalesces like the rest.
+    # Sum with zeros on all ranks except the first: a broadcast, coalesced with the other tensors.
     given = [
         torch.zeros_like(tensor) if whole and rank else tensor for tensor, whole in zip(tensors, counted, strict=True)
     ]
@@ -90,7 +89,7 @@ def allreduce_params(
 def average_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None
 ) -> list[torch.Tensor | None]:
-    """The mean of each tensor over the ranks of `group`, as `averages_over_ranks` has it; None where no rank has it."""
+    """Return the mean of each tensor over `group`; None if on no rank."""
     means = dict(averages_over_ranks(tensors, like, group=group))
     return [means.get(index) for index in range(len(tensors))]
 
@@ -98,27 +97,27 @@ def average_over_ranks(
 def averages_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], *, group: Any = None, consume: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The position and the mean of each tensor over the ranks of `group`, dense, coalesced by dtype and device.
+    """Yield index and dense mean over `group` of each tensor, coalesced.
 
-    A tensor that is None on some ranks counts as zeros there, and is left out only where it is None on every rank, so
-    ranks with different sets of gradients cannot pair up the wrong ones. float16 and bfloat16 are summed in float32. A
-    tensor is not read any more once its mean is there.
+    Buckets have one dtype and device. A tensor that is None on some ranks counts as zeros there, and is omitted only if
+    None on every rank, so ranks with different sets of gradients cannot mismatch. float16 and bfloat16 are summed in
+    float32. A tensor is not read after its mean is yielded.
 
     Args:
-        tensors: One a position, the same positions and dtypes on every rank.
-        like: What each position looks like where it is None; same length.
-        group: Default: all ranks.
-        consume: Whether a mean may have the memory of its tensor, where nothing else looks at that.
+        tensors: Tensors or None, the same positions and dtypes on every rank.
+        like: Tensor with the shape, dtype and device of each position; same length.
+        group: Process group; default: all ranks.
+        consume: If True, a mean may reuse the memory of its tensor if nothing else references it.
 
     Raises:
-        UsageError: The ranks hand over different positions; it is raised on all of them.
+        UsageError: The ranks pass different positions; raised on all ranks.
     """
     somewhere = [max(kind) for kind in _kinds_over_ranks(tensors, like, group)]
     yield from _means(tensors, like, somewhere, _BUCKET, group, consume=consume)
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> float:
-    """The bytes of a bucket: it is full as soon as it holds that many."""
+    """Return the size in bytes from which a bucket is full."""
     number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not number or math.isnan(bucket_size_mb):
         raise UsageError(f"bucket_size_mb must be a number of MiB, or -1 for a single bucket; got {bucket_size_mb!r}.")
@@ -128,12 +127,12 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> float:
 
 
 def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
-    """The tensors of an iterable, having refused whatever else is easily mistaken for one."""
+    """Return the tensors of an iterable; raise for arguments often confused with one."""
     takes = f"{function} takes tensors in a list or another iterable, for example model.parameters()"
     kind = type(params).__name__
     if isinstance(params, torch.nn.Module):
         raise WrongTypeError(f"{takes}, and not a module ({kind}); pass its .parameters().")
-    if isinstance(params, torch.Tensor):  # its rows, of which none has a gradient
+    if isinstance(params, torch.Tensor):  # would iterate over rows, which have no gradient
         raise WrongTypeError(f"{takes}, and not a single one ({kind}); put it in a list.")
     if isinstance(params, Mapping):
         raise WrongTypeError(f"{takes}, not a mapping ({kind}), whose keys are not tensors; pass its .values().")
@@ -149,13 +148,13 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
     return tensors
 
 
-# --- What the ranks bring --------------------------------------------------------------------------------------------
+# --- Kinds of gradients on the ranks ---------------------------------------------------------------------------------
 
 
 def _kinds_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
 ) -> list[set[int]]:
-    """The kinds of each position over all ranks: `_MISSING` (only where no rank holds more), `_DENSE`, `_SPARSE`."""
+    """Return the kinds of each position on any rank; `_MISSING` if on none."""
     kinds = [_MISSING if t is None else _DENSE if t.layout == torch.strided else _SPARSE for t in tensors]
     if get_dist_info(group)[1] <= 1:
         return [{kind} for kind in kinds]
@@ -172,7 +171,7 @@ def _kinds_over_ranks(
 
 
 def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
-    """Refuse, on every rank alike, positions that differ between ranks: they would pair up the wrong ones, or hang."""
+    """Raise on every rank if positions differ between ranks (mismatch or hang)."""
     described = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in like])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
     mine = [len(like), digest]
@@ -203,7 +202,7 @@ def _means(
     *,
     consume: bool = False,
 ) -> Iterable[tuple[int, torch.Tensor]]:
-    """The mean of each position that is on any rank, contiguous and dense; integers are summed only."""
+    """Yield the contiguous dense mean of each non-missing position; integers are summed only."""
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, kinds, limit):
         own = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
@@ -218,26 +217,26 @@ def _means(
 
 
 def is_alone(tensor: torch.Tensor | None) -> bool:
-    """Whether no other tensor is known to look at the memory of `tensor`; False where torch does not tell.
+    """Return True if nothing else shares the storage of `tensor`; False if unknown.
 
-    The count is private to torch.
+    The use count is private to torch.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     if tensor is None or tensor.layout != torch.strided or count is None:
         return False
     storage: Any = tensor.untyped_storage()
-    return bool(count(storage._cdata) == 2)  # that of `tensor`, and `storage`
+    return bool(count(storage._cdata) == 2)  # references: `tensor` and `storage`
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which another is sent: sums in it are exact enough, and backends know it."""
+    """Return the dtype used for communication: precise enough, supported by backends."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.uint8 if dtype == torch.bool else dtype
 
 
 def _buckets(like: Sequence[torch.Tensor], kinds: Sequence[int], limit: float) -> list[tuple[torch.dtype, list[int]]]:
-    """Positions that travel together: of one dtype and device, and of about `limit` bytes in all."""
+    """Group positions by dtype and device into buckets of about `limit` bytes."""
     buckets: list[tuple[torch.dtype, list[int]]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index, model in enumerate(like):
@@ -259,7 +258,7 @@ def _dense(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
-    """The gradient itself with its new value where it can hold it: others may look at its memory, DDP for one."""
+    """Write the mean into `gradient` if possible: e.g. DDP may share its memory."""
     if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
         return mean
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
@@ -268,7 +267,7 @@ def _written(gradient: torch.Tensor | None, mean: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any) -> torch.Tensor:
-    """The mean of a gradient that is sparse on every rank that has it: COO, with the rows that any of them has."""
+    """Average a gradient that is sparse on every rank having it, as COO."""
     width = torch.tensor([gradient.sparse_dim() if gradient is not None else 1], device=owner.device)
     dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
     rows = torch.zeros(owner.shape[: int(width)], dtype=torch.uint8, device=owner.device)

@@ -1,8 +1,8 @@
-"""The log of the collectives that the user's code calls on a rank.
+"""Log of collectives called by user code on a rank.
 
-Every rank writes a line before it enters a collective, so that the log survives a hang, an abort and a kill;
-`ddpcheck.judge.endings.collective_order` compares the ranks'. Collectives that the DDP reducer makes in C++ are not in
-it: where a rank waits in those, its place ("step 1: backward") tells.
+Every rank writes a line before it enters a collective, so the log survives a hang, an abort and a kill;
+`ddpcheck.judge.endings.collective_order` compares the logs of the ranks. Collectives of the DDP reducer in C++ are not
+logged: a rank that waits in one is located by its place ("step 1: backward").
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MATCHED_BY_NAME = (
 COLLECTIVES = (*_MATCHED_BY_PAYLOAD, *_MATCHED_BY_NAME)
 """Functions of `torch.distributed` that all ranks of a group have to call."""
 
-_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # on their argument `tensor`
-_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # pair up by peer: waited in, not matched
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # these overwrite argument `tensor`
+_POINT_TO_POINT = ("send", "recv", "send_object_list", "recv_object_list")  # by peer: waits recorded, not matched
 _FUNCTIONAL = (  # of torch.distributed._functional_collectives
     *("all_reduce", "broadcast", "all_gather_tensor", "all_gather_single", "reduce_scatter_tensor", "permute_tensor"),
     *("reduce_scatter_single", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced"),
@@ -59,12 +59,12 @@ _FUNCTIONAL_OPERATORS = (  # of torch.ops._c10d_functional
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Where `rank` keeps its log."""
+    """Return the path of the log of `rank`."""
     return directory / f"collectives-{rank}.log"
 
 
 def read_log(directory: Path, rank: int) -> list[Call]:
-    """The calls that `rank` has entered so far."""
+    """Return the calls entered by `rank` so far."""
     try:
         text = log_path(directory, rank).read_text()
     except FileNotFoundError:
@@ -74,12 +74,12 @@ def read_log(directory: Path, rank: int) -> list[Call]:
         try:
             calls.append(msgspec.convert(json.loads(line), Call))
         except ValueError:
-            break  # a line that was being written when the rank died
+            break  # incomplete line: the rank died while writing
     return calls
 
 
 class _Thread(threading.local):
-    """What this thread does with collectives: how deep it is in `unlogged`, and what stands in for them."""
+    """Per-thread state: nesting depth of `unlogged`, and replacement of collectives."""
 
     depth = 0
     standing: Standing | None = None
@@ -93,7 +93,7 @@ Standing = Callable[[str, Mapping[str, Any], Call], Any]
 
 @contextlib.contextmanager
 def replaced_by(standing: Standing) -> Iterator[None]:
-    """Collectives of this thread in the block are not made: `standing` is called for each."""
+    """Call `standing` in place of each collective of this thread in the block."""
     _thread.standing = standing
     try:
         yield
@@ -103,7 +103,7 @@ def replaced_by(standing: Standing) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Collectives that ddpcheck itself makes in the block stay out of the log."""
+    """Keep ddpcheck's own collectives in the block out of the log."""
     _thread.depth += 1
     try:
         yield
@@ -112,25 +112,25 @@ def unlogged() -> Iterator[None]:
 
 
 def in_collective() -> bool:
-    """Whether this thread makes a collective that is logged: what that calls in its turn is a part of it."""
+    """Return True inside a logged collective, including nested calls."""
     return bool(_thread.depth)
 
 
 def record_collectives(directory: Path, rank: int) -> None:
-    """From now on, log the collectives of this process; to be called before the user's code is imported."""
+    """Start logging collectives of this process; call before importing user code."""
     file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(call: Call) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: the check goes on, and a hang is told with fewer calls
+        with contextlib.suppress(OSError):  # disk full: continue, a hang report will list fewer calls
             os.write(file, (json.dumps(structs.asdict(call)) + "\n").encode())
 
     record_calls(write)
 
 
 def record_calls(sink: Callable[[Call], object], turn: Callable[..., object] | None = None) -> None:
-    """From now on, give `sink` each collective of this process, before it is made.
+    """Start passing each collective of this process to `sink`, before it runs.
 
-    `turn` is called with `begins`: this thread comes into a collective, or a wait for one, or out of it.
+    `turn` is called with `begins` True or False as this thread enters or leaves a collective or a wait.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
@@ -148,7 +148,7 @@ def record_calls(sink: Callable[[Call], object], turn: Callable[..., object] | N
 
 
 def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> contextlib.ExitStack:
-    """Put `make(name, function)` in the place of functions of `torch.distributed`; the stack puts these back."""
+    """Replace functions of `torch.distributed` by `make(name, function)`; the stack restores them."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -175,18 +175,18 @@ _on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
 
 
 def record_given(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """From now on, give `sink` the arguments of each collective that is about to be made."""
+    """Start passing the arguments of each collective to `sink`, before it runs."""
     _on_given.append(sink)
 
 
 def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """From now on, give `sink` the arguments of each collective that has overwritten its argument `tensor`."""
+    """Start passing the arguments of each collective that overwrote `tensor` to `sink`."""
     global _on_overwritten
     _on_overwritten = sink
 
 
 def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) -> None:
-    """From now on, give `sink` the arguments of each asynchronous collective that has been started, and its handle."""
+    """Start passing arguments and handle of each asynchronous collective to `sink`."""
     global _on_started
     _on_started = sink
 
@@ -194,9 +194,9 @@ def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) ->
 def note_collective(
     operation: str, payload: str, group: Any = None, *, known: Group | None = None, place: str = ""
 ) -> None:
-    """Log what DDP is about to make in C++, as a collective that all ranks of its group have to join.
+    """Log an upcoming C++ collective of DDP that its group's ranks must join.
 
-    `known`: what `named_group` gives for the group, where that has been asked before.
+    `known`: result of `named_group` for the group, if available.
     """
     if _sink is not None and not _thread.depth:
         name, members, words = known or named_group(group)
@@ -207,7 +207,7 @@ def note_collective(
 
 @contextlib.contextmanager
 def _inside(collective: str) -> Iterator[None]:
-    """Say what this rank waits in, in the block."""
+    """Set the collective that this rank waits in during the block."""
     this_rank.set_collective(collective)
     if _turn is not None:
         _turn(begins=True)
@@ -219,15 +219,14 @@ def _inside(collective: str) -> Iterator[None]:
             _turn(begins=False)
 
 
-_kernels: list[Any] = []  # libraries of torch, which take their kernels with them when they go
+_kernels: list[Any] = []  # torch libraries; their kernels are removed with them
 
 
 def _record_operators(torch: Any) -> None:
-    """Log functional collectives that are called as operators of torch.
+    """Log functional collectives called as torch operators.
 
-    A kernel of our own for each device stands before torch's, which is for all of them, and calls it. `torch.ops` stays
-    as it is; and nothing that traces the operators, as compilation does, gets as far as a kernel. Private to torch:
-    where it is not there, such calls are made and not logged.
+    A kernel per device overrides torch's CompositeExplicitAutograd kernel and calls it. `torch.ops` stays unchanged,
+    and tracing (compilation) never reaches a kernel. Private to torch: if unavailable, such calls run unlogged.
     """
     with contextlib.suppress(AttributeError, RuntimeError, ImportError):
         library = torch.library.Library("_c10d_functional", "IMPL")
@@ -248,7 +247,7 @@ def _record_operators(torch: Any) -> None:
 
 
 def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Asynchronous collectives return at once: what a rank is stuck in is the wait for their result."""
+    """Record the wait for an asynchronous collective, where a rank may hang."""
     import torch
 
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +267,7 @@ def logged(
     functional: bool = False,
     parameters: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
-    """`original`, the function `name` of `torch.distributed`, with a line in the log before each call."""
+    """Wrap `original`, function `name` of `torch.distributed`, to log each call."""
     import torch
 
     operation = name.removesuffix("_").removesuffix("_autograd") if functional else name
@@ -281,7 +280,7 @@ def logged(
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if name == "new_group" and given.get("use_local_synchronization"):
-            result = original(*args, **kwargs)  # its members alone
+            result = original(*args, **kwargs)  # only the members call it
             _note_made(result, str(user_location(sys._getframe(1)) or ""))
             return result
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
@@ -313,7 +312,7 @@ _KERNELS |= {"reduce_scatter_single": "reduce_scatter_tensor"}
 
 @functools.cache
 def _has_backward(name: str) -> bool:
-    """Whether autograd differentiates a functional collective; private to torch, and no where it cannot be asked."""
+    """Return True if a functional collective is differentiable; private to torch, default False."""
     import torch
 
     base = name.removesuffix("_coalesced")
@@ -325,14 +324,14 @@ def _has_backward(name: str) -> bool:
 
 
 def tensors_of(given: Mapping[str, Any]) -> list[Any]:
-    """The tensors among the arguments of a collective, and in lists of them."""
+    """Return the tensors in the arguments of a collective, including lists of tensors."""
     import torch
 
     nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
     return [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
 
 
-_OPS = ("op", "reduceOp", "reduce_op")  # the names of an argument that says how to reduce
+_OPS = ("op", "reduceOp", "reduce_op")  # argument names of the reduce operation
 
 
 def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
@@ -376,7 +375,7 @@ _MOST_FRAMES_OF_JOIN = 8
 
 
 def _place_in_join(frame: FrameType | None) -> str:
-    """Whether `Join` makes a collective, for a rank without further batches or for one that has one; "" for others."""
+    """Return `JOINED` (out of batches) or `JOINING` for `Join` collectives, else ''."""
     of_torch = []
     for one in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
         module = one.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Running code that communicates on one rank alone: each collective is answered as if all ranks had said the same."""
+"""Run communicating code on a single rank: other ranks contribute the same values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Work: Any = dist.distributed_c10d.Work
 
 
 class Done(_Work):  # type: ignore[misc]
-    """The handle of a collective that has ended."""
+    """Work handle of a completed collective."""
 
     def __init__(self, result: Any = None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Done(_Work):  # type: ignore[misc]
     is_success = is_completed
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that has its result."""
+        """Return a completed future with the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
@@ -42,7 +42,7 @@ class Done(_Work):  # type: ignore[misc]
 
 @passes_on
 def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
-    """The result of a collective if this rank's contribution were everybody's, in place where it is made in place."""
+    """Return or write the result of a collective if all ranks contribute equally."""
     mine = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
     if "output" not in given and "tensor_list" not in given and ("self" in given or "group_name" in given):
         size = int(given.get("group_size", 1))
@@ -58,11 +58,11 @@ def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
 
 
 class CommunicatesError(Exception):
-    """Code that was to run on this rank alone has called a collective that cannot be answered."""
+    """Code meant for a single rank called a collective that cannot be simulated."""
 
 
 class _NoCommunication(TorchDispatchMode):
-    """Refuses whatever goes to a process group past the functions that are replaced."""
+    """Raise for process group operations that bypass the replaced functions."""
 
     @passes_on
     def __torch_dispatch__(
@@ -75,10 +75,10 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Collectives of `torch.distributed` in the block are answered by `answer_alone`; others raise.
+    """Answer collectives of `torch.distributed` in the block by `answer_alone`.
 
     Raises:
-        CommunicatesError: From inside the block, where it communicates in another way.
+        CommunicatesError: From the block, if it communicates in another way.
     """
 
     def answering(name: str, original: Any) -> Any:

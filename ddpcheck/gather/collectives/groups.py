@@ -1,4 +1,4 @@
-"""Process groups: their names and ranks, and what tells a reader which one that is."""
+"""Process groups: names, ranks, and descriptions for reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Group = tuple[str, tuple[int, ...], str]
 
 
 def named_group(given: Any) -> Group:
-    """Which process group that is, given as such, by name, or as a mesh or a dimension of one."""
+    """Return name, ranks and description of a group (object, name, ranks or mesh)."""
     name, members = _name_and_members(given)
     return name, members, _words_of(name)
 
@@ -31,12 +31,12 @@ def _name_and_members(given: Any) -> tuple[str, tuple[int, ...]]:
             everyone = set(group) == set(range(dist.get_world_size()))
             return _name_and_members(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
         return name_of_group(group), tuple(dist.get_process_group_ranks(group))
-    except Exception:  # what is no group, the call itself will complain of
+    except Exception:  # not a group: the collective itself will raise
         return "", ()
 
 
 def name_of_group(group: Any) -> str:
-    """The name of a process group; one that is written in Python may have none itself."""
+    """Return the name of a process group; a Python implementation may have none."""
     import torch.distributed as dist
 
     try:
@@ -48,7 +48,7 @@ def name_of_group(group: Any) -> str:
 
 
 def backend_of(group: Any = None) -> str:
-    """Name of a group's backend; the names for all devices, as "gloo, nccl", if the group was made without one."""
+    """Return a group's backend name, or all names ("gloo, nccl") if unspecified."""
     import torch.distributed as dist
 
     name = str(dist.get_backend(group))
@@ -57,7 +57,7 @@ def backend_of(group: Any = None) -> str:
     return name
 
 
-_made: dict[str, tuple[str, str]] = {}  # by the name of a process group, the line that made it, its own description
+_made: dict[str, tuple[str, str]] = {}  # group name -> (creation line, `group_desc`)
 
 
 def _words_of(name: str) -> str:
@@ -73,7 +73,7 @@ def _words_of(name: str) -> str:
 
 
 def note_made(group: Any, where: str) -> None:
-    """Remember the line that has made a process group, and what the program calls that."""
+    """Record the creation line and the description of a process group."""
     import torch.distributed as dist
 
     if isinstance(group, dist.ProcessGroup) and where:

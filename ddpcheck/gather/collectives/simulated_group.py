@@ -1,9 +1,9 @@
-"""A process group of many ranks of which one is there: each collective is answered as if all had said the same.
+"""Process group with one real rank; other ranks are simulated as its copies.
 
-What a root sends is known where its rank was simulated before: it is left in a folder. So is what ranks send in small
-tensors of collectives that Python calls, those on which a branch may depend, as a vote whether to skip a step:
-simulated again in a later round, they get the answers of a real world. Only the order of collectives means something
-here, not the numbers: torch's own `FakeProcessGroup` has the same idea, and leaves results as they are.
+Data from a root is known if its rank was simulated before: it is stored in a folder. So are small tensors of
+collectives called from Python, on which a branch may depend, e.g. a vote to skip a step: a later simulation round gets
+the answers of a real world. Only the order of collectives matters here, not the values. torch's `FakeProcessGroup` is
+similar, but leaves results unchanged.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ddpcheck.gather.collectives import collective_log
 from ddpcheck.gather.collectives.fake_collectives import Done
 from ddpcheck.gather.collectives.groups import name_of_group
 
-_LARGEST = 1024  # bytes of one rank
+_LARGEST = 1024  # max bytes per rank and call
 _REDUCED_BY = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
 _BETWEEN = ("ddpcheck.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions")
 _Tensors = list[torch.Tensor]
-_Parts = list[_Tensors | None]  # of one call; `None` for what is too large
+_Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None if too large
 
 
 class SimulatedAnswers:
-    """The sending side of one rank, and what it is answered."""
+    """Tensors sent by one rank, and answers recorded in an earlier round."""
 
     def __init__(self, folder: Path, rank: int, called: Callable[[], int]) -> None:
-        """Begin; answers are those of `combine` on an earlier round. `called` counts the collectives of Python."""
+        """Use the answers of `combine`; `called` returns the number of collectives from Python."""
         self._folder = folder
         self._rank = rank
         self._called = called
         self._last = -1
-        self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # by group: its ranks, and what is sent
+        self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
 
     def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
-        """What each rank of a group sends in the collective in which this one sends `tensors`, where that is known.
+        """Return what each rank sends where this rank sends `tensors`, if known.
 
-        One that Python calls may make several, as that of objects sends their sizes first: all of them, or none.
+        One Python call may run several collectives (objects: sizes first): all are answered, or none.
         """
         if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
             return None
@@ -67,18 +67,18 @@ class SimulatedAnswers:
         return None
 
     def write(self) -> None:
-        """Leave what this rank has sent."""
+        """Save the tensors sent by this rank."""
         torch.save(self._sent, self._folder / f"given-{self._rank}")
 
 
 def _is_made_by_torch(frame: FrameType | None) -> bool:
-    """Whether a part of torch makes a collective, as `fully_shard` does, of which no branch of the program depends."""
+    """Return True if torch itself (e.g. `fully_shard`) calls, so no user branch depends."""
     modules = (str(one.f_globals.get("__name__", "")) for one in frames_from(frame))
     return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
 
 
 def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
-    """What a reduction gives of the tensors of all ranks; `None` for an operation that is not known."""
+    """Reduce the tensors of all ranks; None for an unknown operation."""
     how = next((how for name, how in _REDUCED_BY.items() if operation == getattr(dist.ReduceOp, name)), "")
     if not how:
         return None
@@ -89,10 +89,10 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
 
 
 def combine(world_size: int, folder: Path) -> str:
-    """Make answers of what all ranks have sent where all ranks of a group have sent tensors alike.
+    """Save answers for calls where all ranks of a group sent matching tensors.
 
     Returns:
-        A digest of what was sent and is not the same on all ranks; empty where that is nothing.
+        A digest of the tensors that differ between ranks, or '' if none differ.
     """
     sent: dict[tuple[str, tuple[int, ...], int], list[_Parts]] = {}
     for rank in range(world_size):
@@ -116,7 +116,7 @@ def combine(world_size: int, folder: Path) -> str:
 
 
 def _made_alike(of_ranks: list[_Parts]) -> list[list[_Tensors]] | None:
-    """What the ranks have sent in one call, if that is alike on all of them; the bytes of objects are padded to be."""
+    """Return one call's tensors by rank if they match, with object bytes padded."""
     found: list[list[_Tensors]] = [[] for _ in of_ranks]
     if len({len(parts) for parts in of_ranks}) > 1:
         return None
@@ -145,12 +145,12 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 BACKEND = "simulated"
-_LARGEST_SENT = 1 << 20  # bytes that a root leaves for the others
+_LARGEST_SENT = 1 << 20  # max bytes stored by a root for the other ranks
 _Group: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_Group):  # type: ignore[misc]
-    """One rank of a process group whose other ranks are not there."""
+    """Process group with this rank only; the other ranks do not exist."""
 
     def __init__(self, rank: int, size: int, folder: Path, answers: SimulatedAnswers) -> None:
         super().__init__(rank, size)
@@ -160,12 +160,12 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         self._name = ""
 
     def _note(self, operation: str, *tensors: Any) -> None:
-        """Log a collective that DDP makes in C++; those that Python makes are logged already."""
+        """Log a C++ collective of DDP; collectives from Python are logged already."""
         payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
         collective_log.note_collective(f"{operation} of DDP", payload, self)
 
     def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
-        """Fill `tensors` with what the root has sent, where that is known; the root leaves `mine` to be found."""
+        """Fill `tensors` with the root's data, if stored; the root stores `mine`."""
         number = self._sent[operation]
         self._sent[operation] += 1
         file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
@@ -179,7 +179,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             for tensor, value in zip(tensors, own, strict=True):
                 tensor.detach().copy_(value)
 
-    # What torch calls, by the names that it has
+    # Methods called by torch
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -283,7 +283,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
 
 def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
-    """What a reduction gives where all ranks send the same tensor, in its place."""
+    """Write the result of a reduction over equal tensors into `tensor`."""
     if operation == dist.ReduceOp.SUM:
         tensor.detach().mul_(size)
     elif operation == dist.ReduceOp.PRODUCT:
@@ -291,7 +291,7 @@ def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
 
 
 def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Fill one tensor with the elements of another, again and again where it is longer."""
+    """Fill `output` with the elements of `given`, repeated if shorter."""
     flat = given.reshape(-1)
     if output.numel() and flat.numel():
         index = torch.arange(output.numel()) % flat.numel()
@@ -299,10 +299,10 @@ def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
-    """Make a default process group in which this process is one rank and the others are not there.
+    """Initialize a default process group with this rank real and all others simulated.
 
     Returns:
-        The collectives that this process makes from now on, as it makes them; and what it sends in them.
+        The list of collectives of this process, which grows, and the object that records what it sends.
     """
     calls: list[ScheduledCall] = []
     answers = SimulatedAnswers(folder, rank, calls.__len__)
@@ -325,7 +325,7 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
 
 
 def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`new_group`, which makes a simulated group whatever backend is asked for."""
+    """Wrap `new_group` to create a simulated group for any backend."""
 
     @functools.wraps(original)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -339,6 +339,6 @@ def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = Fals
 
 
 def _note_wait(calls: list[ScheduledCall], call: Call, given: Mapping[str, Any]) -> None:
-    """A collective that is neither asked to return at once nor a functional one waits for the other ranks."""
+    """Mark the last collective as waiting unless it is asynchronous or functional."""
     if calls[-1].call is call:
         calls[-1] = ScheduledCall(call, waits=not (given.get("async_op") or "self" in given or "group_name" in given))

@@ -1,6 +1,6 @@
-"""An all-gather of values over the rendezvous store: it has a deadline where a collective might hang.
+"""All-gather of values over the rendezvous store, with a timeout.
 
-This module is light: it imports torch only on a rank that exchanges something.
+Imports torch only on a rank that exchanges values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpcheck.worlds.wire import get_value, put_value
 
 
 class RanksTimedOutError(Exception):
-    """Some ranks did not take part in time."""
+    """Raised if ranks did not take part before the timeout."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__(f"no answer from {list(ranks)}")
@@ -26,21 +26,21 @@ class RanksTimedOutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreExchange:
-    """All-gathers values over the rendezvous store of the default process group."""
+    """All-gather of values over the rendezvous store of the default process group."""
 
-    prefix: str  # of the keys; one that has not been used before
+    prefix: str  # unique key prefix
     rank: int
-    ranks: Sequence[int]  # that take part
-    timeout: float  # seconds to wait for all of them together with the first one that is silent
+    ranks: Sequence[int]  # participating ranks
+    timeout: float  # seconds to wait per rank; after the first timeout, ranks are only polled
 
     @classmethod
     def over(cls, group: Any, purpose: str, timeout: float | None = None) -> StoreExchange:
-        """An exchange between the ranks of `group`: the n-th for a purpose on one rank meets the n-th on the others.
+        """Return the next exchange among `group`, matched by call count per purpose.
 
-        The store itself counts, so that groups do not disturb each other, and a new store begins anew. The bytes that a
-        rank wrote the time before last are deleted: all others have read them, or they would not have come as far.
+        Counters are kept in the store per set of ranks, so groups do not interfere and a new store starts from zero.
+        Keys of this rank from two exchanges ago are deleted: all ranks have read them before they could get here.
 
-        `None` for all ranks as group, and for the group's own timeout.
+        `group` None means all ranks, `timeout` None the group's timeout.
         """
         import torch.distributed as dist
 
@@ -55,10 +55,10 @@ class StoreExchange:
         return exchange
 
     def all_gather(self, key: str, value: object) -> list[Any]:
-        """The value of each rank under `key`, in the order of `ranks`.
+        """Return each rank's value under `key`, in the order of `ranks`.
 
         Raises:
-            RanksTimedOutError: A rank has written nothing before the deadline.
+            RanksTimedOutError: A rank wrote nothing before the timeout.
         """
         store = default_store()
         self.put(key, value)
@@ -72,10 +72,10 @@ class StoreExchange:
                 elif not _holds(store, name):
                     raise TimeoutError
                 found.append(get_value(store.get, name))
-            except Exception:  # the stores raise classes of their own on a timeout
+            except Exception:  # timeout exceptions differ by store
                 silent.append(rank)
         if silent:
-            # A rank that comes too late must not take these bytes for an answer, nor this rank for one that never came.
+            # A late rank must neither read stale bytes nor report this rank as missing.
             with contextlib.suppress(Exception):
                 store.set(self._gave_up_key(key, self.rank), b"")
             self.delete(key)
@@ -84,41 +84,41 @@ class StoreExchange:
         return [pickle.loads(data) for data in found]
 
     def put(self, key: str, value: object) -> None:
-        """Write the value of this rank under `key`, and wait for no other rank."""
+        """Write this rank's value under `key` without waiting for other ranks."""
         put_value(default_store().set, f"{self.prefix}/{key}/{self.rank}", pickle.dumps(value))
 
     def delete(self, *keys: str) -> None:
-        """Delete the bytes of this rank under these keys; of large ones the first piece."""
+        """Delete this rank's bytes under `keys`; of large values, the first piece only."""
         for key in keys:
-            with contextlib.suppress(Exception):  # not every store can
+            with contextlib.suppress(Exception):  # not supported by every store
                 default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")
 
     def _gave_up_key(self, key: str, rank: int) -> str:
-        """Set by a rank that has given up waiting for the others."""
+        """Return the key that a rank sets after it timed out."""
         return f"{self.prefix}/{key}/{rank}/gave-up"
 
 
 def _holds(store: Any, name: str) -> bool:
     try:
         return bool(store.check([name]))
-    except Exception:  # the process with the store is gone
+    except Exception:  # the process of the store has exited
         return False
 
 
 def default_store() -> Any:
-    """The rendezvous store of the default process group; private to torch."""
+    """Return the rendezvous store of the default process group (private to torch)."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def group_timeout(group: Any) -> float:
-    """Seconds after which an operation of `group` gives up, or those of the store where the group does not tell."""
+    """Return the timeout of `group` in seconds, or of the store if unknown."""
     import torch
     import torch.distributed as dist
 
     try:
-        device = str(dist.get_backend_config(group)).split(",")[0].partition(":")[0]  # the first that it takes
+        device = str(dist.get_backend_config(group)).split(",")[0].partition(":")[0]  # first device of the group
         whole: Any = group or dist.group.WORLD
         return float(whole._get_backend(torch.device(device)).options._timeout.total_seconds())
     except Exception:  # not every backend has options

@@ -1,1 +1,1 @@
-"""The wrapper on a rank: its constructor and options, what a loop does with it, SyncBatchNorm on a CPU."""
+"""DDP on a rank: constructor and options, training loop events, SyncBatchNorm on CPU."""

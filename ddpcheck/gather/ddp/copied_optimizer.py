@@ -1,4 +1,4 @@
-"""The recipe's optimizer on copies of parameters, which shows what its step on shards has to leave."""
+"""Optimizer of the recipe on parameter copies, as a baseline for sharded steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import run_optimizer
 from ddpcheck.recipe.recipe import Recipe, summary
 
-_PART_OF_UPDATE = 0.1  # a norm over a half in the place of the whole is a factor of 1.4
+_PART_OF_UPDATE = 0.1  # e.g. a norm over half of the elements is off by a factor of 1.4
 _ROUNDINGS = 16.0
 
 
 class _CommunicatesError(Exception):
-    """The optimizer calls a collective, which on copies would mean something else."""
+    """Raised if the optimizer calls a collective, whose result would differ on copies."""
 
 
 class CopiedOptimizer:
-    """Steps of the recipe's optimizer on copies of the whole parameters, or of this rank's shards alone.
+    """Recipe's optimizer on copies of the full parameters or of this rank's shards.
 
     Attributes:
-        trouble: Why they cannot be compared with; empty while they can.
+        trouble: Reason why the copies cannot be compared, or ''.
     """
 
     def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor], trouble: str = "") -> None:
-        """Build it, unless there is `trouble`; `parameters` are copies of what that was given, in that order."""
+        """Build the optimizer on copies of `parameters`, in order, unless there is `trouble`."""
         self.trouble = trouble
         if trouble:
             return
@@ -49,10 +49,10 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """How far parameters `after` a step are from those of the same step on the copies, relative to its update.
+        """Compare parameters `after` a step with the copies, relative to the update.
 
         Returns:
-            Nothing where there is `trouble`.
+            One difference per parameter; empty if there is `trouble`.
         """
         if self.trouble:
             return ()

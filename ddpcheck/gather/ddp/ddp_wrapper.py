@@ -1,4 +1,4 @@
-"""The wrapper: where it is, its options, compared with the other ranks', and parameters that have changed since."""
+"""Find the DDP wrapper, compare its options across ranks, and detect parameter changes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _ATTRIBUTES = (
     *("find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view"),
     *("require_forward_param_sync", "skip_all_reduce_unused_params"),
 )
-_FOR_EVER = 86400.0  # the parent's clock is the one that counts
+_FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
 
 
 def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
-    """Every `DistributedDataParallel` of this process; finding them takes a tenth of a second."""
+    """Return every `DistributedDataParallel` of this process (takes about 0.1 s)."""
     classes: list[type] = [nn.parallel.DistributedDataParallel]
-    for one in classes:  # which grows
+    for one in classes:  # grows during iteration
         classes += type.__subclasses__(one)
-    known = set(classes)  # to ask issubclass of an abstract class takes microseconds, and isinstance wakes proxies
+    known = set(classes)  # faster than issubclass on ABCs, and isinstance would trigger proxies
     return [thing for thing in gc.get_objects() if type(thing) in known]
 
 
 def parameters_in_wrappers(*, but: nn.Module | None = None) -> set[int]:
-    """The identities of the parameters in every `DistributedDataParallel` of this process, but in one."""
+    """Return the ids of parameters in every `DistributedDataParallel` except `but`."""
     return {id(p) for wrapper in living_wrappers() if wrapper is not but for p in wrapper.parameters()}
 
 
@@ -49,15 +49,13 @@ def _wrappers_in(module: nn.Module) -> list[nn.parallel.DistributedDataParallel]
 
 
 def find_ddp(wrapped: nn.Module) -> nn.Module:
-    """The one `DistributedDataParallel` inside what `wrap` returned (a compiled module, say), else `wrapped`."""
+    """Return the only `DistributedDataParallel` in `wrapped` (may be compiled), else `wrapped`."""
     inside = _wrappers_in(wrapped)
     return inside[0] if len(inside) == 1 else wrapped
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """The wrapper that `module` is or holds: one `DistributedDataParallel`, or the outermost sharded module.
-
-    Also the `DistributedDataParallel` that has been made around it.
+    """Return the wrapper in or around `module`: one `DistributedDataParallel`, or the sharded root.
 
     Raises:
         UsageError: There is none, or there are several.
@@ -78,24 +76,24 @@ def find_wrapper(module: nn.Module) -> nn.Module:
 
 
 def outermost_sharded(module: nn.Module) -> list[nn.Module]:
-    """The modules in `module` that `fully_shard` was called on and that are in no other such module."""
+    """Return the outermost modules in `module` that `fully_shard` was called on."""
     if isinstance(module, sharding_classes()) and is_sharded(module):
         return [module]
     return [found for child in module.children() for found in outermost_sharded(child)]
 
 
 def is_ddp(wrapper: nn.Module) -> bool:
-    """Whether it is a `DistributedDataParallel`, and not a module that `fully_shard` has sharded."""
+    """Return True for a `DistributedDataParallel`, False for a `fully_shard` module."""
     return isinstance(wrapper, nn.parallel.DistributedDataParallel)
 
 
 def inner_module(wrapper: nn.Module) -> nn.Module:
-    """What is wrapped: of a sharded module, itself."""
+    """Return the wrapped module; a sharded module itself."""
     return wrapper.module if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
 
 
 def group_of(wrapper: nn.Module) -> Any:
-    """The process group that averages gradients; `None` for the default one, or where a mesh has several."""
+    """Return the group that averages gradients; None for the default or several groups."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return wrapper.process_group
     mesh = mesh_of(wrapper)
@@ -103,26 +101,26 @@ def group_of(wrapper: nn.Module) -> Any:
 
 
 def ranks_of(wrapper: nn.Module) -> tuple[int, ...]:
-    """The ranks whose gradients are averaged."""
+    """Return the ranks whose gradients are averaged."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
         return tuple(dist.get_process_group_ranks(wrapper.process_group or dist.group.WORLD))
     return tuple(mesh_of(wrapper).mesh.flatten().tolist())
 
 
 def joins(wrapper: nn.Module) -> bool:
-    """Whether ranks without further batches may have left the loop (`Join`)."""
+    """Return True if ranks without further batches may have left the loop (`Join`)."""
     return isinstance(wrapper, nn.parallel.DistributedDataParallel) and bool(wrapper._join_config.enable)
 
 
-# Its options
+# Options
 
 
 def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
-    """The arguments of a call of the DDP constructor in words, by name; empty where it cannot be called so."""
+    """Return the arguments of a DDP constructor call as text; empty if invalid."""
     try:
         given = inspect.signature(constructor).bind(*args, **kwargs)
     except TypeError:
-        return {}  # the constructor will say what is wrong
+        return {}  # the constructor will raise
     given.apply_defaults()
     module = given.arguments.get("module")
     names = {id(p): name for name, p in module.named_parameters()} if isinstance(module, nn.Module) else {}
@@ -142,12 +140,12 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def compare_options(mine: dict[str, str]) -> None:
-    """Ask the other ranks, over the store, whether they construct the wrapper with the same `constructor_options`.
+    """Compare `constructor_options` with the other ranks over the store.
 
     Raises:
-        OptionsDifferError: They do not, in a way that would make DDP stop, hang or pair up the wrong tensors.
+        OptionsDifferError: A difference would make DDP raise, hang or mismatch tensors.
     """
-    alone = mine.get("process_group", "None") != "None"  # of another group: nobody else may come
+    alone = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
     if dist.get_world_size() == 1 or alone or not mine:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
@@ -160,7 +158,7 @@ def compare_options(mine: dict[str, str]) -> None:
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
-    """Attributes that may be changed after construction and must be the same on every rank, as text."""
+    """Return attributes, mutable after construction, that must match on all ranks, as text."""
     found = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
     found["communication hook"] = comm_hook_of(wrapper) or "None"
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -169,7 +167,7 @@ def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
 
 
 def plain_attributes(thing: object) -> dict[str, str]:
-    """The numbers, flags and texts that an object of one of torch's classes holds, as text; of others nothing."""
+    """Return plain attributes of a torch object as text; empty for other classes."""
     if not type(thing).__module__.startswith("torch."):
         return {}
     names = [*getattr(thing, "__slots__", ()), *getattr(thing, "__dict__", ())]
@@ -178,25 +176,25 @@ def plain_attributes(thing: object) -> dict[str, str]:
 
 
 def comm_hook_of(wrapper: nn.Module) -> str:
-    """The name of the communication hook of `wrapper` (the one of its own for mixed precision left out), or ""."""
+    """Return the communication hook names, or '' (without torch's mixed precision hook)."""
     hooks = getattr(wrapper, "_comm_hooks", ())
     names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook, _state in hooks]
     return " and ".join(name for name in names if name != "_reducer_allreduce_and_upcast_hook")
 
 
-_EXACT_HOOKS = (  # of torch.distributed.algorithms.ddp_comm_hooks, while they do not compress
+_EXACT_HOOKS = (  # exact unless compressing; from torch.distributed.algorithms.ddp_comm_hooks
     *("allreduce_hook", "noop_hook", "post_localSGD_hook", "powerSGD_hook", "batched_powerSGD_hook"),
 )
 _QUANTIZES = "quantization"
 _LOST_ON_PURPOSE = 0.1
-_LOST_FOR_A_TIME = 1e6  # what one step loses is added to the next one's gradients, which may be smaller by any factor
+_LOST_FOR_A_TIME = 1e6  # error feedback adds the loss of a step to the next gradients, of any smaller size
 
 
 def hook_loss(wrapper: nn.Module | None) -> float:
-    """Machine eps of what communication hooks compress to in the backward pass that has just ended.
+    """Return the relative precision of communication hooks in the last backward pass.
 
-    It is 0.1 for those that lose more on purpose. Of those that make up for it in later steps (PowerSGD with its error
-    feedback), no single step tells anything. PowerSGD averages exactly until it has counted `start_powerSGD_iter`.
+    Machine eps of the compressed dtype, or 0.1 for hooks that lose more by design. With error feedback (PowerSGD), no
+    single step can be judged. PowerSGD is exact until `start_powerSGD_iter`.
     """
     found = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
@@ -213,7 +211,7 @@ def hook_loss(wrapper: nn.Module | None) -> float:
 
 
 def has_own_hook(wrapper: nn.Module | None) -> bool:
-    """Whether a communication hook, or one that another of torch's wraps, is none of torch's."""
+    """Return True if a communication hook, or one wrapped inside, is user code."""
     return any(map(_is_own, (hook for hook, _state in getattr(wrapper, "_comm_hooks", ()))))
 
 
@@ -224,23 +222,23 @@ def _is_own(hook: object) -> bool:
 
 
 def are_apart(wrapper: nn.Module) -> bool:
-    """Whether ranks may have left the loop (`joins`), or train apart on purpose (`trains_apart`)."""
-    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # one call a step
+    """Return True if ranks may have left the loop (`joins`) or `trains_apart`."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
         return True
     return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
 
 
 def trains_apart(wrapper: nn.Module) -> bool:
-    """Whether a communication hook is to average the next gradients over a part of the ranks: post-local SGD."""
+    """Return True if a hook averages over a subset of ranks: post-local SGD."""
     states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()))
     begins = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)
     return any(begin is not None and getattr(state, "iter", 0) >= begin for state, begin in begins)
 
 
 def spelled_option(value: object) -> str:
-    """An option in words that are the same wherever it is the same.
+    """Return an option as text, equal on all ranks for equal options.
 
-    A tensor of several elements is no option, but what its owner works with: a buffer to fill, say.
+    A tensor of several elements is described by shape only: it is working memory, e.g. a buffer.
     """
     if isinstance(value, torch.Tensor):
         return f"tensor {fingerprint(value):x}" if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
@@ -256,7 +254,7 @@ def spelled_option(value: object) -> str:
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
-    """The arguments of a `DistributedDataParallel`, or of what stands in its place; `names` are by identity."""
+    """Return the facts of a `DistributedDataParallel` or other wrapper; `names` by `id`."""
     if not is_ddp(wrapper) and is_sharded(wrapper):
         return sharded_facts(wrapper, {})
     tables = [m for m in wrapper.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
@@ -275,32 +273,32 @@ def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:
 
 
 def broadcasts_buffers(wrapper: nn.Module | None) -> bool:
-    """Whether `wrapper` gives every rank rank 0's buffers before a forward."""
+    """Return True if `wrapper` broadcasts buffers of rank 0 before a forward."""
     will = getattr(wrapper, "will_sync_module_buffers", None)
     has_buffers = wrapper is not None and next(wrapper.buffers(), None) is not None
     return bool(getattr(wrapper, "broadcast_buffers", False)) and has_buffers and will is not None
 
 
-# Its parameters
+# Parameters
 
 
 class SeenParameter(NamedTuple):
-    """A parameter as DDP saw it: `node` is what DDP's hook sits on; a change of dtype or device makes a new one."""
+    """Parameter as seen by DDP; dtype or device changes replace its hooked `node`."""
 
     identity: int
     requires_grad: bool
     node: Any
-    value: int = 0  # its fingerprint, where that is wanted
+    value: int = 0  # fingerprint, or 0 if not requested
 
     @classmethod
     def of_all(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, SeenParameter]:
-        """Those of a module as they are now, by name."""
+        """Return the current parameters of a module by name."""
         named = dict(parameters)
         nodes = gradient_nodes([*named.values()])
         return {n: cls(id(p), p.requires_grad, node) for (n, p), node in zip(named.items(), nodes, strict=True)}
 
     def change_to(self, now: SeenParameter) -> str:
-        """How the parameter that has this name `now` differs, in a word; empty where it does not."""
+        """Return the kind of change from this parameter to `now`, or ''."""
         if self.identity != now.identity:
             return "replaced"
         if self.requires_grad != now.requires_grad:
@@ -311,7 +309,7 @@ class SeenParameter(NamedTuple):
 def changes(
     seen: Mapping[str, SeenParameter], module: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, str]:
-    """Changes of the `parameters` of `module` since they were `seen`, in a word, by name."""
+    """Return the kind of change of each parameter since `seen`, by name."""
     now = SeenParameter.of_all((parameters or dict(module.named_parameters())).items())
     if now == seen:
         return {}
@@ -320,7 +318,7 @@ def changes(
     for name, one in {**seen, **now}.items():
         before, after = seen.get(name), now.get(name)
         if before is None or after is None:
-            if one.identity not in still and not _is_in_dtensor(module, name):  # else it has another name now
+            if one.identity not in still and not _is_in_dtensor(module, name):  # otherwise only renamed
                 changed[name] = "added" if before is None else "removed"
         elif kind := before.change_to(after):
             changed[name] = kind
@@ -328,9 +326,9 @@ def changes(
 
 
 def _is_in_dtensor(module: nn.Module, name: str) -> bool:
-    """Whether DDP itself has a `DTensor` of a parameter in its place, from its first forward pass on.
+    """Return True if DDP's first forward replaced a parameter by a `DTensor`.
 
-    It does that where it is given a dimension of a device mesh, of which another one is for tensor parallelism.
+    DDP does so if its device mesh is a dimension of a mesh with another dimension for tensor parallelism.
     """
     place, _, own = name.rpartition(".")
     with contextlib.suppress(AttributeError):
@@ -340,9 +338,9 @@ def _is_in_dtensor(module: nn.Module, name: str) -> bool:
 
 
 def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Changes of the parameters of `module` by a forward pass, in a word, and the names that now replace them, by name.
+    """Return parameter changes by forward: name -> (kind, known name of the replacement).
 
-    One that has only moved to another name is still the one that DDP knows; `seen` has all of their names.
+    A parameter that only moved to another name is not changed for DDP. `seen` has all names.
     """
     now = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     there = {after.identity for after in now.values()}

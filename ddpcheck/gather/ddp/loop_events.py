@@ -1,4 +1,4 @@
-"""Events of one step of a training loop under the wrapper: forwards, backwards, `no_sync`, `zero_grad`, in order."""
+"""Events of one training step in order: forward, backward, `no_sync`, `zero_grad`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class Recorder:
-    """Keeps the events of one step, and the parameters' values when the last backward pass had ended.
+    """Events of one step, and parameter fingerprints after the last backward.
 
     Attributes:
-        events: In the order in which they happened.
+        events: Events in order.
         values: Fingerprints of the parameters, by name.
     """
 
@@ -38,15 +38,15 @@ class Recorder:
         self._parameters = named_parameters(module)
 
     def note(self, kind: str, **more: Any) -> None:
-        """Add an event, with the line of the user's code at which it happens."""
+        """Add an event with the current user line."""
         where = user_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(where) if where else "", **more))
 
     @passes_on
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass."""
+        """Record and run a backward pass."""
         self.note("backward")
-        own = self.events[-1].location  # the user's, and not the last one, which is ddpcheck's
+        own = self.events[-1].location  # '' for ddpcheck's own final backward
         if own and self._reaches_others(args[0] if args else kwargs.get("tensors")):
             self.events[-1] = replace(self.events[-1], others=True)
         try:
@@ -55,25 +55,25 @@ class Recorder:
             self.values = {name: fingerprint(p) for name, p in self._parameters.items()}
 
     def _reaches_others(self, roots: Any) -> bool:
-        """Whether a leaf that is no parameter gets a gradient too: then what parameters get may be meant to go."""
+        """Return True if backward reaches a non-parameter leaf (parameter gradients may be unwanted)."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
         walk = walk_graph(tensors)
         own = {id(p) for p in self._parameters.values()}
         return not walk.complete or any(id(leaf) not in own for leaf in walk.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
-        """Note which gradients go before an optimizer has used them, where all do that are there."""
+        """Record gradients discarded before an optimizer step, if all present ones are discarded."""
         fresh = {n: p for n, p in self._parameters.items() if has_gradient(p)}
         yield
         unused = [n for n, p in fresh.items() if self.values.get(n) == fingerprint(p) and not has_gradient(p)]
         if unused and len(unused) == len(fresh):
-            resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # a warm-up
+            resting = all(float(group.get("lr", 1.0)) == 0.0 for group in self._optimizer.param_groups)  # warm-up
             self.note("zero_grad", discarded=tuple(unused), resting=resting)
 
 
 @contextlib.contextmanager
 def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Recorder]:
-    """Record what happens to `module`, its `wrapper` and its `optimizer` while the block runs."""
+    """Record events of `module`, its `wrapper` and its `optimizer` in the block."""
     recorder = Recorder(module, optimizer)
 
     def before_forward(_module: nn.Module, _inputs: Any) -> None:
@@ -91,7 +91,7 @@ def recorded(module: nn.Module, wrapper: nn.Module, optimizer: torch.optim.Optim
 
 
 def noted_no_sync(original: Any, note_of: Callable[[Any], Callable[[str], None] | None]) -> Any:
-    """A `no_sync` that notes its call, and its begin and end, with the function that `note_of` gives for a wrapper."""
+    """Wrap `no_sync` to note call, enter and exit with `note_of(wrapper)`."""
 
     @functools.wraps(original)
     def no_sync(self: Any) -> Any:
@@ -116,7 +116,7 @@ def _noted(inner: Any, note: Callable[[str], None]) -> Iterator[Any]:
 
 
 def backward_through(handler: Any) -> Patch:
-    """Have every `torch.autograd.backward` go through `handler`, but those inside another one (of a checkpoint)."""
+    """Route each outermost `torch.autograd.backward` call through `handler` (not nested checkpoint calls)."""
 
     def make(original: Any) -> Any:
         is_inside = False
@@ -139,7 +139,7 @@ def backward_through(handler: Any) -> Patch:
 
 @contextlib.contextmanager
 def counted_backwards() -> Iterator[list[int]]:
-    """Count the user's own backward passes while the block runs: a list of one number."""
+    """Count the user's backward passes in the block, in a one-element list."""
     count = [0]
 
     @passes_on

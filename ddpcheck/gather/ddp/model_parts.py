@@ -1,7 +1,7 @@
-"""Tensor parallelism of a recipe: which ranks compute one model together, and what DDP keeps of it in plain tensors.
+"""Tensor parallelism: ranks that share one model replica, and DDP's local tensors.
 
-`parallelize_module` makes parameters `DTensor`s on the mesh of these ranks; `fully_shard` adds its own dimension to
-that mesh, and `DistributedDataParallel(..., device_mesh=...)` has the local tensors in their place
+`parallelize_module` makes parameters `DTensor`s on the mesh of these ranks; `fully_shard` adds its own dimension to the
+mesh, and `DistributedDataParallel(..., device_mesh=...)` replaces `DTensor`s by their local tensors
 (https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html).
 """
 
@@ -27,7 +27,7 @@ from ddpcheck.gather.state.module_state import sharding_classes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the local tensor is that a rank has of a parameter."""
+    """Placement of this rank's local tensor in a parameter."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -36,11 +36,11 @@ class Part:
 
     @classmethod
     def of(cls, parameter: Any) -> Part:
-        """What the local tensor of a `DTensor` is of it."""
+        """Return the placement of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
     def around(self, own: torch.Tensor) -> torch.Tensor:
-        """The `DTensor` of which this rank has `own`."""
+        """Return the `DTensor` with local tensor `own`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         found: torch.Tensor = tensor_module.DTensor.from_local(
             own, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -50,32 +50,32 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DataPlace:
-    """The place of a rank in the data dimension: of its model among those that are trained data parallel."""
+    """Position of a rank's model replica in data parallelism."""
 
-    rank: int  # the number of the model
-    size: int  # how many there are
-    together: tuple[int, ...]  # the ranks that compute this one
-    split: tuple[str, ...] = ()  # the parameters that are split over these
-    sharded: tuple[str, ...] = ()  # those that `fully_shard` has sharded
+    rank: int  # index of the model replica
+    size: int  # number of model replicas
+    together: tuple[int, ...]  # ranks of this model replica
+    split: tuple[str, ...] = ()  # names of parameters split over `together`
+    sharded: tuple[str, ...] = ()  # names of parameters sharded by `fully_shard`
 
     @property
     def splits_model(self) -> bool:
-        """Whether several ranks compute one model together."""
+        """Return True if several ranks compute one model replica together."""
         return len(self.together) > 1
 
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
-    """What this rank has of each parameter that is a `DTensor`."""
+    """Return this rank's part of each parameter that is a `DTensor`."""
     return {name: Part.of(p) for name, p in module.named_parameters() if is_shard(p)}
 
 
 def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> DataPlace:
-    """The place of this rank; all ranks of `group`, which are all there are, have to call it.
+    """Return the data-parallel position of this rank; a collective over all ranks.
 
-    The model is wrapped or sharded; `parts` are of the parameters that DDP has in plain tensors.
+    `module` is wrapped or sharded; `parts` are the parameters that DDP keeps as local tensors.
 
     Raises:
-        TargetError: The ranks are not divided into groups of the same size.
+        TargetError: The ranks do not form groups of equal size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -87,7 +87,7 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
     mine[sorted({rank, *itertools.chain(*split.values())})] = 1
     masks = [torch.zeros_like(mine) for _ in range(world_size)]
     with unlogged():
-        dist.all_gather(masks, mine, group=group)  # of objects, it would need numpy
+        dist.all_gather(masks, mine, group=group)  # all_gather_object would need numpy
     everyone = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
     groups = sorted(set(everyone))
     if sorted(one for of_group in groups for one in of_group) != [*range(world_size)] or len(set(map(len, groups))) > 1:
@@ -101,7 +101,7 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
 
 
 def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
-    """By name of a parameter that `fully_shard` has not split alone, the ranks over which it is split beside that."""
+    """Return the ranks that split each parameter apart from `fully_shard`, by parameter name."""
     sharding = _meshes_of(module)
     return {name: others for name, part in parts.items() if len(others := _ranks_over(part, sharding)) > 1}
 
@@ -111,7 +111,7 @@ def _meshes_of(module: nn.Module) -> list[Any]:
 
 
 def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
-    """The ranks over which a parameter is split by something else than `fully_shard` on these meshes."""
+    """Return the ranks that split a parameter, ignoring `fully_shard` mesh dimensions."""
     of_data = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
     place = part.mesh.get_coordinate()
     if part.mesh in sharding or place is None:
@@ -129,7 +129,7 @@ def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
 
 
 def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
-    """By submodule, what this rank has of its own parameters; of a module in DDP, once a forward pass has run."""
+    """Return this rank's parts by submodule; for DDP, after the first forward."""
     found = {}
     for part in module.modules():
         held = {**vars(part), **dict(part.named_parameters(recurse=False))}
@@ -139,9 +139,9 @@ def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
 
 
 def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
-    """How the plan of `parallelize_module` has the inputs of a module split, as far as its hooks tell.
+    """Yield input layouts of `parallelize_module` found in the forward pre-hooks.
 
-    They are private to torch: in what a hook is a closure over is the style, or a call with its layouts.
+    Private to torch: a closure of the hook has the style, or a partial with its layouts.
     """
     for hook in module._forward_pre_hooks.values():
         for cell in getattr(hook, "__closure__", None) or ():
@@ -153,7 +153,7 @@ def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Any]:
-    """The parameters that DDP has, by name, in the place of which `module` has `DTensor`s since its first forward."""
+    """Return DDP's parameters that `module` replaced by `DTensor`s in its first forward."""
     found = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -165,12 +165,12 @@ def hidden_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def is_sum(gradient: Any) -> bool:
-    """Whether a rank has a term of a gradient, and the optimizer adds them up."""
+    """Return True if the gradient has a partial placement, reduced by the optimizer."""
     return is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
-    """By submodule, what plain attributes were that `wrap` has changed, as the number of heads of a part."""
+    """Return original plain attributes changed by `wrap`, by submodule (e.g. number of heads)."""
     pairs = zip(module.modules(), reference.modules(), strict=False)
     return [
         {key: vars(other)[key] for key, value in vars(one).items() if _is_changed(value, vars(other).get(key))}
@@ -185,7 +185,7 @@ def _is_changed(value: object, before: object) -> bool:
 def as_wholes(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
 ) -> Sequence[tuple[str, torch.Tensor | None]]:
-    """`tensors` with those that are local tensors of a part as `DTensor`s, as far as they have its shape."""
+    """Wrap local tensors of `parts` as `DTensor`s; other tensors stay unchanged."""
     return [
         (
             name,
@@ -196,7 +196,7 @@ def as_wholes(
 
 
 def placed_as(parameter: Any, gradient: Any) -> Any:
-    """A gradient, as an optimizer has it: split as its parameter; all ranks that have both have to call it."""
+    """Redistribute a gradient like its parameter; a collective among ranks having both."""
     if not is_shard(gradient) or gradient.placements == parameter.placements:
         return gradient
     return gradient.redistribute(parameter.device_mesh, parameter.placements)

@@ -1,4 +1,4 @@
-"""The options of an optimizer in words, for a comparison with those of the other ranks."""
+"""Optimizer options as text, for comparison across ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ddpcheck.gather.ddp.ddp_wrapper import plain_attributes, spelled_option
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """The parameters that an optimizer holds."""
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
-    """Class, groups and options of an optimizer, and of its model averager; `names` of its parameters by identity."""
+    """Return class, groups and options of an optimizer and averager; `names` by `id`."""
     kind = type(optimizer)
     found = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
     for index, group in enumerate(optimizer.param_groups):

@@ -1,6 +1,6 @@
-"""Modules that `fully_shard` (FSDP2) has sharded: what they are, how to gather them, and which settings are off.
+"""Modules sharded by `fully_shard` (FSDP2): facts, gathering and reduction settings.
 
-Each parameter is a `DTensor`, of which a rank holds a shard; `DTensor.full_tensor` gathers it, and is a collective
+Each parameter is a `DTensor`, of which a rank has a shard; `DTensor.full_tensor` gathers it, and is a collective
 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 """
 
@@ -36,17 +36,17 @@ SCALING = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "se
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a parameter of `module` is a `DTensor`, of which this rank holds a shard or a replica."""
+    """Return True if a parameter is a `DTensor` (shard or replica here)."""
     return any(map(is_shard, module.parameters()))
 
 
 def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterable[LoopEvent] = ()) -> ShardedFacts:
-    """The facts on a module that is sharded.
+    """Return the facts of a sharded module.
 
     Args:
-        module: What `fully_shard` was called on last.
-        built: The fingerprints of parameters as this rank has built them and still has its shard of, by name.
-        settings: What `recorded_settings` has recorded until now.
+        module: Root module of `fully_shard`.
+        built: Fingerprints by name of parameters whose shard still has the values built on this rank.
+        settings: Events recorded by `recorded_settings` so far.
     """
     unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
     in_force = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
@@ -61,14 +61,14 @@ def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterabl
 
 
 def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Fingerprints of the parameters in `built`, on this rank, of which `module` still holds this rank's shard."""
+    """Return fingerprints of parameters in `built` whose shard in `module` is unchanged."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     kept = {}
     for name, parameter in module.named_parameters():
         shard: Any = parameter.detach()
         if name not in built or not is_shard(shard) or built[name].shape != shard.shape:
             continue
-        with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # an uneven shard along another dim
+        with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # uneven shards along dim > 0
             own = tensor_module.distribute_tensor(
                 built[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
             )
@@ -81,9 +81,9 @@ def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = UsageError) -> None:
-    """Raise `error` where a part of `module` is a `FullyShardedDataParallel` (FSDP1), of which nothing is compared.
+    """Raise `error` if `module` has a `FullyShardedDataParallel` (FSDP1), which is not supported.
 
-    `what` says in words what the module is to the user.
+    `what` describes the module in the message.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is not None and any(isinstance(part, kind) for part in module.modules()):
@@ -94,9 +94,9 @@ def refuse_fsdp1(module: nn.Module, what: str, error: type[DDPCheckError] = Usag
 
 
 def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
-    """How many of these a `FullyShardedDataParallel` (FSDP1) holds, each a part of one or of several in one.
+    """Count the parameters of `FullyShardedDataParallel` (FSDP1), flattened ones as one.
 
-    The mark is private to torch; the parameters of such modules have it, and no others.
+    Identified by an attribute that is private to torch.
     """
     return sum(map(hasattr, parameters, repeat("_fsdp_flattened")))
 
@@ -105,10 +105,10 @@ def count_in_fsdp1(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> dict[str, torch.Tensor]:
-    """The whole of each tensor, by name; all ranks have to call it.
+    """Return the full tensors by name; a collective over all ranks.
 
-    What is no `DTensor` is returned as it is; what is one, in memory of its own. Tensors that are None are left out,
-    and so is a shard of a tensor of which another rank has none: nobody could gather that.
+    Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted: None, and shards that another rank
+    lacks, which cannot be gathered.
     """
     found = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in found.items() if is_shard(tensor)]
@@ -126,18 +126,18 @@ def _whole(shard: Any) -> torch.Tensor:
 
 
 def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """A copy of what this rank holds of each tensor, by name; those that are None are left out."""
+    """Return copies of this rank's local tensors by name, without None."""
     return {name: own_part(tensor).clone() for name, tensor in tensors if tensor is not None}
 
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The norms of the state of these that this rank has a part of, and the steps that were counted for them."""
+    """Return norms and step counts of optimizer state of this rank's proper shards."""
     found: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), own_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
             tensors = {key: own_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
-            of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # not as Adagrad begins
+            of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
             found |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
     return norms(found)
 
@@ -147,9 +147,9 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
 
 @contextlib.contextmanager
 def recorded_settings() -> Iterator[list[LoopEvent]]:
-    """Record the calls in the block that decide whether gradients are reduced, and what they are divided by.
+    """Record calls in the block that control gradient reduction and its divisor.
 
-    `synchronises` says what was set.
+    `synchronises` is the value set.
     """
     events: list[LoopEvent] = []
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -160,9 +160,9 @@ def recorded_settings() -> Iterator[list[LoopEvent]]:
 
 
 def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable[str] = ()) -> list[Patch]:
-    """Hand each call of a method of `FSDPModule` that switches reductions to `sink`, until what is returned is undone.
+    """Pass calls of `FSDPModule` reduction switches to `sink`; undo by the patches.
 
-    And of those with the names in `more`.
+    Also calls of the methods in `more`.
     """
 
     def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
@@ -175,10 +175,10 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:
-    """The groups in which `fully_shard` gathers and reduces the parameters of `module`; none where torch hides them.
+    """Return the parameter groups of `fully_shard` in `module`; empty if unavailable.
 
-    Private to torch. Of a group are read: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh
-    of `mesh_info`, and `sharded_param`, `_unsharded_param` and `_module_info` of its `fsdp_params`.
+    Private to torch. Attributes used: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh of
+    `mesh_info`, and `sharded_param`, `_unsharded_param` and `_module_info` of `fsdp_params`.
     """
     found: list[Any] = []
     for part in module.modules():
@@ -190,15 +190,15 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def shards_in_use(module: nn.Module) -> set[int]:
-    """The identities of the shards that `fully_shard` gathers, and of what it has gathered; empty where torch hides it.
+    """Return ids of the sharded and unsharded parameters of `fully_shard`; empty if unavailable.
 
-    Also of those that it has taken after `Module.to`, and after `load_state_dict(assign=True)`.
+    Includes parameters taken over after `Module.to` and `load_state_dict(assign=True)`.
     """
     return set().union(*map(_identities, _parameters_of_groups(module)))
 
 
 def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
-    """Likewise those of the parameter that has this name in a part of `module`."""
+    """Return the `shards_in_use` of parameter `name` of submodule `part`."""
     found: set[int] = set()
     for one in _parameters_of_groups(module):
         info = getattr(one, "_module_info", None)
@@ -208,7 +208,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
 
 
 def gathered_twice(module: nn.Module) -> set[int]:
-    """The identities of shards that are gathered under each of several names: they were tied after sharding."""
+    """Return ids of shards gathered under several names: tied after sharding."""
     counts = Counter(id(getattr(one, "sharded_param", None)) for one in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
@@ -223,13 +223,13 @@ def _identities(one: Any) -> set[int]:
 
 
 def _places(info: Any) -> Iterator[tuple[Any, Any]]:
-    """The modules in which a parameter is, with its name in each."""
+    """Yield the modules that contain a parameter, with its name in each."""
     yield getattr(info, "module", None), getattr(info, "param_name", None)
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
 
 def reduces(groups: Iterable[Any]) -> bool:
-    """Whether a backward pass reduces the gradients of all of these groups that train, as they are set now."""
+    """Return True if backward reduces gradients of all trainable groups, as currently set."""
     switches = ("reduce_grads", "all_reduce_grads")
     return all(getattr(group, name, True) for group in groups if _trains(group) for name in switches)
 
@@ -240,9 +240,9 @@ def _trains(group: Any) -> bool:
 
 
 def mesh_of(module: nn.Module) -> Any:
-    """The mesh over which `fully_shard` has sharded `module`, and perhaps replicated it.
+    """Return the mesh of `fully_shard` for `module` (shard and replicate dimensions).
 
-    Where torch hides that, it is the mesh of a parameter, which under tensor parallelism has another dimension.
+    Falls back to a parameter's mesh, which has another dimension under tensor parallelism.
     """
     meshes = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in parameter_groups(module)]
     shards: list[Any] = [parameter for parameter in module.parameters() if is_shard(parameter)]
@@ -250,9 +250,9 @@ def mesh_of(module: nn.Module) -> Any:
 
 
 def shard_number(shard: Any, mesh: Any = None) -> int:
-    """The number of a rank's shard of a parameter: the same one on ranks that hold replicas of it.
+    """Return the index of a rank's shard; replicas have the same index.
 
-    With the `mesh` over which `fully_shard` has sharded it, among the ranks of that.
+    With `mesh` of `fully_shard`: the index among the ranks of `mesh`.
     """
     number = 0
     for size, place, placement in _dimensions(shard, mesh):
@@ -261,7 +261,7 @@ def shard_number(shard: Any, mesh: Any = None) -> int:
 
 
 def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
-    """Of each dimension of its mesh, or of those that `mesh` has, too: size, this rank's place, and placement."""
+    """Return (size, coordinate, placement) per mesh dimension, limited to those in `mesh`."""
     own = shard.device_mesh
     among = None if mesh is None or mesh.ndim == own.ndim else mesh.mesh_dim_names
     every = zip(own.shape, own.get_coordinate(), shard.placements, own.mesh_dim_names or own.shape, strict=True)
@@ -269,17 +269,17 @@ def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
 
 
 def is_gathered(parameter: Any, shard: Any) -> bool:
-    """Whether a parameter is the whole that `fully_shard` has gathered of a shard, in the place of which it is.
+    """Return True if `parameter` is the unsharded version of `shard`.
 
-    That is a plain tensor; under tensor parallelism, a part: a `DTensor` on the mesh of that alone.
+    It is a plain tensor or, under tensor parallelism, a `DTensor` on the tensor-parallel mesh only.
     """
     return not is_shard(parameter) or (is_shard(shard) and parameter.device_mesh.ndim < shard.device_mesh.ndim)
 
 
 def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
-    """Into how many parts a parameter is split, and along which dimension; `None` where several dimensions split it.
+    """Return (number of parts, dim) of a sharded parameter; None if split repeatedly.
 
-    With the `mesh` over which `fully_shard` has sharded it: what a rank of that has of it before, into how many parts.
+    With `mesh` of `fully_shard`: counts the parts within `mesh` only.
     """
     dimensions = _dimensions(shard, mesh)
     split = [(size, one.dim) for size, _, one in dimensions if not one.is_replicate() and hasattr(one, "dim")]
@@ -288,25 +288,25 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
 
 
 def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str, ...]:
-    """The names of those of which this rank has a part, whose elements are not all the same."""
+    """Return names of parameters whose part on this rank has unequal elements."""
     splits = {name: split_of(parameter, mesh) for name, parameter in parameters.items() if is_shard(parameter)}
     return uneven({name: parameters[name] for name, split in splits.items() if split is not None and split[0] > 1})
 
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The names of those whose elements, as far as this rank has them, are not all the same, and not all NaN."""
+    """Return names of parameters whose local elements are neither all equal nor NaN."""
     held = {name: own_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
         for name, part in held.items()
-        if part.numel() > 1 and bool(((part != part[0]) & (part == part)).any())  # NaN is unlike itself
+        if part.numel() > 1 and bool(((part != part[0]) & (part == part)).any())  # NaN != NaN
     )
 
 
 def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
-    """The number of this rank's shard, and of how many, where a nest of values holds all shards of `parameters`.
+    """Return (shard index, count) if `value` nests this rank's shards of all `parameters`.
 
-    They are `DTensor`s by the names of the parameters, or plain tensors of the shapes of the shards.
+    Shards are found by parameter name, as `DTensor`s or plain tensors of the same local shape.
     """
     split = {name: p for name, p in parameters.items() if is_shard(p) and own_part(p).shape != p.shape}
     if not split or not any(_holds(one, split) for one in _dictionaries(value)):
@@ -322,7 +322,7 @@ def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
-    """A dictionary, and those that are in it."""
+    """Yield a dictionary and its nested dictionaries."""
     if isinstance(value, Mapping):
         yield value
         for one in value.values() if depth else ():
@@ -330,9 +330,9 @@ def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
-    """The coarsest dtype in which a policy of `fully_shard` has gradients computed or reduced; None without one.
+    """Return the coarsest `fully_shard` dtype for computing or reducing gradients, or None.
 
-    Where the policy cannot be read, that counts as bfloat16.
+    An unreadable policy counts as bfloat16.
     """
     found = set()
     for _, policy in _policies(module):
@@ -341,7 +341,7 @@ def mixed_precision(module: nn.Module) -> torch.dtype | None:
 
 
 def policies_of(module: nn.Module) -> dict[str, str]:
-    """The `mp_policy` that `fully_shard` was given, in words, by what it is of; of parts, where it is another one."""
+    """Return the `mp_policy` of `fully_shard` as text, with deviating submodules by path."""
     every = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
     first = next(iter(every.values()), "")
     others = {f"mp_policy of {path}": text for path, text in every.items() if text != first}
@@ -349,7 +349,7 @@ def policies_of(module: nn.Module) -> dict[str, str]:
 
 
 def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """By the path of each part that `fully_shard` was called on, its policy, which is private to torch; or None."""
+    """Yield path and policy (private to torch, or None) of each `fully_shard` module."""
     for path, part in module.named_modules():
         if isinstance(part, sharding_classes()):
             state: Any = getattr(part, "_get_fsdp_state", lambda: None)
@@ -358,9 +358,9 @@ def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def before_sharding(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` in the block before `fully_shard` shards anything, once; not at all where torch has no such place.
+    """Call `act` once before `fully_shard` shards anything in the block.
 
-    The place is private to torch.
+    Hooks into a private place in torch; never called if unavailable.
     """
     state = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState", None)
     done: list[object] = []

@@ -1,8 +1,8 @@
-"""A stand-in for `nn.SyncBatchNorm` on CPU tensors, so that a recipe meant for GPUs can be checked without one.
+"""CPU implementation of `nn.SyncBatchNorm`, to check GPU recipes without a GPU.
 
-torch's own forward refuses CPU tensors in a process group. The stand-in computes the same statistics (mean and
-biased variance over the samples of all ranks, unbiased variance for the running estimate) with all-reduces that
-autograd differentiates; see https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
+torch's forward refuses CPU tensors in a process group. This implementation computes the same statistics (mean and
+biased variance over the samples of all ranks, unbiased variance for the running estimate) with differentiable
+all-reduces; see https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpcheck.findings.tracebacks import passes_on
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """An all-reduce by sum whose gradient is the sum of the ranks' gradients."""
+    """Differentiable sum all-reduce; its gradient is the sum over ranks as well."""
 
     @staticmethod
     @passes_on
@@ -70,10 +70,10 @@ def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Ten
 
 @contextlib.contextmanager
 def synchronised_on_cpu() -> Iterator[list[str]]:
-    """Let `nn.SyncBatchNorm` work on CPU tensors while the block runs.
+    """Let `nn.SyncBatchNorm` run on CPU tensors in the block.
 
     Yields:
-        A list to which a word is added the first time the stand-in is used.
+        A list that receives the class name on first use of the CPU implementation.
     """
     original = nn.SyncBatchNorm.forward
     used: list[str] = []
@@ -99,10 +99,9 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
 
 
 def _let_ddp_wrap() -> Callable[[], None]:
-    """Keep DDP's constructor from refusing SyncBatchNorm on CPU; returns what puts its refusal back.
+    """Disable DDP's SyncBatchNorm check on CPU; return a function that restores it.
 
-    The refusal sits in the private `_passing_sync_batchnorm_handle`, which does nothing else; where a torch has no
-    such method there is nothing to keep.
+    The check is the only purpose of the private `_passing_sync_batchnorm_handle`; no-op if this torch version lacks it.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     name = "_passing_sync_batchnorm_handle"

@@ -1,1 +1,1 @@
-"""The phases of a check, as ranks and the single process run them; `ddpcheck.report.calls` calls them."""
+"""Phases of a check on ranks and single process; called by `ddpcheck.report.calls`."""

@@ -1,4 +1,4 @@
-"""A step through the wrapper and its reducer, and what it leaves behind; the same step as the recipe compiles it."""
+"""Optimizer step through the DDP wrapper, also in the recipe's compiled form."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import stance
 
-# Of kernels that round in other places, at any depth and dtype; the smallest fault measured is 0.5.
+# Compiled kernels round differently; the smallest real bug measured is 0.5.
 _COMPILED_TOLERANCE = 0.1
 
 
 def ddp_step(step: int) -> DdpStepEvidence:
-    """Forward, backward and optimizer step through the wrapper, compared with the averaged local gradients."""
+    """Run a step through the wrapper and compare with the averaged local gradients."""
     state = rank_state()
     model, data, module, named = state.training_model, state.step, state.module, state.training_model.facts.named
     precision = mixed_precision(module) if model.facts.sharded else None
     noise = {} if precision is None else _rounding_of(step, precision)
-    if model.place.splits_model:  # which adds up what it computes in another order
+    if model.place.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_of(step, torch.float64)
         noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
     model.calls.clear()
@@ -76,7 +76,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         this_rank.set_status(f"step {step}: {named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
         lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
-        rounds = lossy or model.is_split  # under fully_shard, gradients are added up in another order
+        rounds = lossy or model.is_split  # fully_shard sums gradients in another order
         floor = scales(data.averaged) if rounds else {}
         differences = tuple(
             against_average(
@@ -125,7 +125,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     )
     if not model.is_split:
         if state.large:
-            for parameter in model.trainable.values():  # those that are views of a bucket hold nothing of their own
+            for parameter in model.trainable.values():  # gradients that are views of a bucket own no memory
                 if parameter.grad is not None and parameter.grad._base is None:
                     parameter.grad = None
         return found
@@ -144,7 +144,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _parts_left(model: TrainingModel) -> dict[str, Any]:
-    """Which parameters are split, and the norms of this rank's gradients after the optimizer's step."""
+    """Return the split parameters and this rank's gradient norms after the optimizer step."""
     gradients = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
     return {
         "split": model.place.split,
@@ -154,14 +154,14 @@ def _parts_left(model: TrainingModel) -> dict[str, Any]:
 
 
 def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
-    step: Any = type(optimizer).step  # torch has put a function of its own around it
+    step: Any = type(optimizer).step  # torch wraps `step`; `code_of` unwraps
     code = code_of(step)
     return defined_at(step if code is not None and is_user_file(code.co_filename) else recipe.optimizer)
 
 
 @contextlib.contextmanager
 def _recorded(model: TrainingModel) -> Iterator[Recorder]:
-    """Record what happens to the model while the block runs; under `fully_shard`, only its settings."""
+    """Record events of the model in the block; under `fully_shard`, settings only."""
     if not model.facts.sharded:
         with recorded(model.module, model.wrapper, model.optimizer) as recorder:
             yield recorder
@@ -173,7 +173,7 @@ def _recorded(model: TrainingModel) -> Iterator[Recorder]:
 
 @replays_step
 def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
-    """By parameter, what the local step loses in `dtype`, as the norm over the ranks; empty where it cannot be run."""
+    """Return the RMS over ranks of rounding errors in `dtype`; empty if unsupported."""
     state = rank_state()
     module = copied_module(state.reference.module).to(dtype)
     batch = tree_map(
@@ -187,7 +187,7 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
             )
         for index, (name, gradient) in enumerate(state.step.local.items()):
             lost[index] = norm(gradient - gradients.get(name, 0)) ** 2
-    except Exception:  # a model that insists on its dtype
+    except Exception:
         lost[-1] = 1.0
     with unlogged():
         if state.world_size > 1:
@@ -215,10 +215,10 @@ def _optimizer_state(state: RankState) -> dict[str, int]:
 
 @replays_step
 def compiled_step(step: int) -> CompiledStep:
-    """Forward and backward through the compiled wrapper, from the state in which the step began (`worlds.compilation`).
+    """Run forward and backward through the compiled wrapper from the step's initial state.
 
-    The optimizer does not step, and the module is afterwards what it is now. Hooks of ours are taken off meanwhile, and
-    collectives are not logged: either would have another graph compiled than training compiles.
+    See `worlds.compilation`. No optimizer step; the module is restored afterwards. ddpcheck's hooks are removed and
+    collectives are not logged meanwhile: both would change the compiled graph.
     """
     state = rank_state()
     model, data, module = state.training_model, state.step, state.module

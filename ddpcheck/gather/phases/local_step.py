@@ -1,4 +1,4 @@
-"""A step of one rank by itself: the unwrapped reference module on its shard, averaged without DDP."""
+"""Local step of one rank: the unwrapped reference module, averaged without DDP."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from ddpcheck.worlds.compilation import is_asked_for
 
 
 def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
-    """Note the state in which the wrapper's forward will begin; rank 0 saves it to `file`.
+    """Capture the state before the wrapper's forward; rank 0 saves it to `file`.
 
-    Of a large model each rank does, into a file of its own, where the parameters in that of rank 0 are not `shared`.
+    If the model is large, each rank keeps its state in a file: in its own if the parameters of rank 0 are not `shared`.
     """
     state = rank_state()
     this_rank.set_status(f"step {step}: beginning")
@@ -75,10 +75,10 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
 
 
 def local_step(step: int) -> LocalStep:
-    """Forward and backward of the reference module on this rank's shard."""
+    """Run forward and backward of the reference module on this rank's shard."""
     state = rank_state()
     reference, data = state.reference, state.step
-    module, parameters = reference.module, reference.trainable  # forward may put others in their place
+    module, parameters = reference.module, reference.trainable  # forward may replace parameters
     if data.before.file is not None:
         data.before.tensors = {**TensorFile(data.before.file), **data.before.tensors}
     state.rewind()
@@ -92,7 +92,7 @@ def local_step(step: int) -> LocalStep:
         batch = training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
         whole = training_step.batch_fingerprint(batch)
         data.batch = to_device(state.shard_of(batch), state.device)
-        data.external = state.training_model.external_state.capture()  # a loader that shard takes from has moved on
+        data.external = state.training_model.external_state.capture()  # after the shard was drawn from a data loader
         with record_origins() as created, counted_backwards() as backwards:
             loss = state.run_loss(step)
     _note_changes(reference, created)
@@ -101,7 +101,7 @@ def local_step(step: int) -> LocalStep:
     value, drew, total = loss.value, loss.drew, loss.total
     del loss
     this_rank.set_status(f"step {step}: backward")
-    reference.arrivals.clear()  # of backward passes inside the loss
+    reference.arrivals.clear()  # drop arrivals of backward passes inside the loss
     training_step.run_backward(total, module=module, since=since)
     _keep_gradients(data, training_step.gradients_of(parameters), step)
     states = _states(state, graph.probe)
@@ -147,10 +147,10 @@ def local_step(step: int) -> LocalStep:
 
 @contextlib.contextmanager
 def blaming_empty_shards(step: int) -> Iterator[None]:
-    """An error in the block on a rank with an empty shard is reported as an empty shard.
+    """Report an error in the block as an empty shard, if applicable.
 
     Raises:
-        EmptyShardError: The shard of this rank has no samples, or there is none, and the block raised.
+        EmptyShardError: The block raised, and the shard of this rank is empty or its data loader is exhausted.
     """
     data = rank_state().step
     try:
@@ -166,14 +166,14 @@ def blaming_empty_shards(step: int) -> Iterator[None]:
 
 
 def samples_of(batch: Any) -> int | None:
-    """How many samples a batch has, None where that cannot be told."""
+    """Return the number of samples of a batch, or None if unknown."""
     with contextlib.suppress(TargetError):
         return batch_size(batch)
     return None
 
 
 class _GraphFacts:
-    """Facts about the graph of a loss, taken before backward frees it."""
+    """Facts about the graph of a loss, collected before backward frees it."""
 
     def __init__(self, state: RankState, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]) -> None:
         reference = state.reference
@@ -186,7 +186,7 @@ class _GraphFacts:
         reference.outputs.clear()
         visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
         self._visible = None if opaque else visible
-        # The type of a module output in which DDP finds no tensor, where it finds none at all.
+        # Type of the module output, if DDP finds no tensor in any output.
         self.output_type = opaque if visible is not None and not visible else ""
         ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
         self.unregistered = unregistered_leaves(
@@ -197,7 +197,7 @@ class _GraphFacts:
         self.reentrant = not walk.complete or checkpointed
 
     def hidden_from_ddp(self, states: Mapping[str, str]) -> tuple[str, ...]:
-        """Parameters that contribute, but that DDP does not find from the module's output."""
+        """Return contributing parameters that DDP cannot find from the module output."""
         if self._visible is None:
             return ()
         used = ((name, p) for name, p in self._parameters.items() if states[name] != "missing")
@@ -213,12 +213,12 @@ def _keep_gradients(data: StepData, gradients: dict[str, torch.Tensor], step: in
 
 
 def layout() -> ModuleDescription:
-    """The layout of the reference module after the local step."""
+    """Return the layout of the reference module after the local step."""
     return layout_of(rank_state().reference.module)
 
 
 def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
-    """Keep how the forward pass has changed the parameters that DDP knows, and which new ones it has created."""
+    """Record the parameters known to DDP that forward changed, and those it created."""
     found = changes_in_forward(reference.seen, reference.module)
     now = named_parameters(reference.module)
     for name, (what, by) in found.items():
@@ -234,7 +234,7 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
 
 
 def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> Location | None:
-    """The line that has put something else under a part of `name`, or taken it away."""
+    """Return the line that replaced or removed a component of the path `name`."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         holder = reference.submodules.get(".".join(parts[:place]))
@@ -244,7 +244,7 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
 
 
 def batch_again(step: int) -> tuple[int, ...]:
-    """The fingerprints of the global batch of `step`, made once more."""
+    """Return the fingerprints of the global batch of `step`, built again."""
     state = rank_state()
     return training_step.batch_fingerprint(
         training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
@@ -252,7 +252,7 @@ def batch_again(step: int) -> tuple[int, ...]:
 
 
 def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
-    """By parameter: "contributes", "zero", "lost" (a function took its gradient) or "missing"."""
+    """Classify each parameter: "contributes", "zero", "lost" (a Function returned None) or "missing"."""
     states: dict[str, Any] = {}
     for index, (name, parameter) in enumerate(state.reference.trainable.items()):
         if name in state.step.local:
@@ -260,14 +260,14 @@ def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
             states[name] = "contributes" if empty or state.step.norms[name] != 0.0 else "zero"
         elif probe.reached is not None and probe.reached[index]:
             consumed = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
-            states[name] = "contributes" if consumed else "lost"  # a hook of the user's may have taken it
+            states[name] = "contributes" if consumed else "lost"  # a user hook may have consumed the gradient
         else:
             states[name] = "missing"
     return states
 
 
 def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[UnregisteredTensor, ...]:
-    """`leaves` with the lines that made them, or else those that assign the attribute or variable that holds them."""
+    """Add to `leaves` the lines that created the tensor or assign its variable."""
     lines = {name: state.origins.of(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss
     return tuple(
@@ -277,7 +277,7 @@ def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[Un
 
 
 def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor, ...]:
-    """Parameters that forward has created, as far as they have received gradient."""
+    """Return parameters that forward created and that received gradient."""
     now = named_parameters(reference.module)
     return tuple(
         UnregisteredTensor(name, tuple(now[name].shape), where, created_in_forward=True)
@@ -287,15 +287,15 @@ def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor,
 
 
 def average(step: int, file: Path | None, *, shared: bool = True) -> None:
-    """Average the local gradients over the ranks by an all-reduce of our own; rank 0 saves the result.
+    """All-reduce the local gradients without DDP; rank 0 saves the average.
 
-    Of a large model that is where they are, and each rank saves its own where the file of rank 0 is not `shared`.
+    If the model is large, the average stays in the file: one per rank if the file of rank 0 is not `shared`.
     """
     state = rank_state()
     data, parameters = state.step, state.reference.trainable
     this_rank.set_status(f"step {step}: averaging local gradients")
     own = state.own_file(file, shared=shared)
-    consume = not state.training_model.is_split  # which measures what another dtype loses
+    consume = not state.training_model.is_split  # split models still need `local` in `_rounding_of`
     local = [data.local.get(name) for name in parameters]
     data.local = {} if consume else data.local
     training_step.clear_gradients(state.reference.module, *parameters.values())
@@ -326,11 +326,11 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 
 @replays_step
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
-    """The local step again with random numbers that are the same in the global batch, to compare with it.
+    """Repeat the local step with random numbers that match the global batch.
 
     Returns:
-        The loss and the operations that chose among many at random, or why that cannot be done: it may be another loss
-        with such numbers.
+        The loss and the operations that drew random indices, or the error message: the loss may be different with such
+        random numbers.
     """
     state = rank_state()
     data, seed = state.step, training_step.step_seed(state.seed, step)
@@ -348,7 +348,7 @@ def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str
 
 
 def local_update(step: int) -> None:
-    """Step the reference module with the averaged gradients, where the wrapper cannot be used."""
+    """Update the reference module with averaged gradients if the wrapper cannot be used."""
     state = rank_state()
     reference, data = state.reference, state.step
     this_rank.set_status(f"step {step}: optimizer")
@@ -366,13 +366,13 @@ def local_update(step: int) -> None:
 
 @replays_step
 def average_exactly(step: int, file: Path) -> str:
-    """The step under way again in float64, averaged over the ranks; rank 0 saves the result.
+    """Repeat the step in float64 and average over ranks; rank 0 saves it.
 
-    Tells a difference in the program from one that is rounding, where the ranks communicate in forward (SyncBatchNorm,
-    say), so that no process alone can compute their part.
+    Separates a real mismatch from rounding if ranks communicate in forward (e.g. SyncBatchNorm) and no process can
+    compute its part without the others.
 
     Returns:
-        Why that cannot be done (a model that insists on its dtype), empty where it can.
+        The error message if the model cannot run in float64, else ''.
     """
     state = rank_state()
     numbers = state.step.numbers

@@ -1,4 +1,4 @@
-"""The model of a rank: built twice, described, wrapped as the recipe does it, and the lines that made its parts."""
+"""Build, describe and wrap the model of a rank; locate its source lines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from ddpcheck.worlds.compilation import run_as_written
 
 
 def build(target: str | Recipe, seed: int) -> BuiltModule:
-    """Load the recipe and build the module twice, under the same seed."""
+    """Load the recipe and build the module twice with the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
     follow_exchanges()
@@ -81,7 +81,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
-        reference = copied_module(module)  # model() hands out the same parameters every time
+        reference = copied_module(module)  # model() returns the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
     described = describe(moved(module, device))
@@ -112,30 +112,30 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
 
 
 def description() -> ModuleDescription:
-    """The module of this rank as `model()` has returned it, in full; asked for when the digests differ."""
+    """Return the full description of this rank's module; requested if digests differ."""
     return rank_state().description
 
 
 def locations(names: Sequence[str]) -> dict[str, Location]:
-    """The lines that made the parameters, buffers and modules called `names`."""
+    """Return the lines that created the named parameters, buffers and modules."""
     state = rank_state()
     found = {name: state.origins.of_name(state.module, name) for name in names if name}
     return {name: where for name, where in found.items() if where is not None}
 
 
 def assignments(names: Sequence[str]) -> dict[str, Location]:
-    """The lines that assign the attributes called `names`."""
+    """Return the lines that assign the named attributes."""
     found = {name: assignment_of(rank_state().module, name) for name in names}
     return {name: where for name, where in found.items() if where is not None}
 
 
 def aliases() -> dict[str, tuple[str, ...]]:
-    """All names of the tied parameters, by the first."""
+    """Return all names of each tied parameter by its first name."""
     return {names[0]: names for names in all_names(rank_state().module).values() if len(names) > 1}
 
 
 def notes() -> list[str]:
-    """Sentences on how this rank ran the recipe."""
+    """Return notes on how this rank ran the recipe."""
     state = rank_state()
     found = [ARRIVED_EVALUATING] if state.arrived_evaluating else []
     if state.syncbn:
@@ -151,17 +151,17 @@ def notes() -> list[str]:
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
-    """Wrap the module as the user does, and make the optimizers.
+    """Wrap the module with the recipe and build the optimizers.
 
     Args:
-        around: Entered for the recipe's own `wrap`; it may change what the DDP constructor is told.
+        around: Context entered around the recipe's `wrap`; may change the arguments of the DDP constructor.
     """
     state = rank_state()
     this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in state.module.named_parameters()}
     original, reference = state.module, state.reference.module
     known_hooks = recorded_hooks()
-    changed: list[nn.Module] = []  # by `wrap`, before `fully_shard`
+    changed: list[nn.Module] = []  # copies of the module as `wrap` changed it, before `fully_shard`
 
     def copy_changed() -> None:
         if differs_in_structure(original, reference) and not sharding.is_sharded(original):
@@ -177,7 +177,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     sharding.refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
     wrapper = find_ddp(wrapped)
     if wrapper is not wrapped and wrapper.module is not original:
-        wrapper = wrapped  # a part of the model is wrapped, not the whole
+        wrapper = wrapped  # only a part of the model is wrapped
     inner = getattr(wrapper, "module", wrapper)
     reshaped, trouble = False, ""
     wholes = {name: part.shape for name, part in parts.items()}
@@ -190,7 +190,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         state.module = inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
     facts = facts_of(wrapper, names)
-    if not facts.is_ddp:  # before anything is gathered, for which all ranks have to come
+    if not facts.is_ddp:  # before the first all-gather, which needs all ranks
         compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
     if not facts.is_ddp and sharding.is_sharded(wrapper):
         facts = sharding.sharded_facts(
@@ -250,16 +250,16 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
 
 
 def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:
-    """The fingerprint that a parameter had when it was `seen`: that of the whole, where its part is as it was."""
+    """Return the full parameter's fingerprint if its local part is unchanged since `seen`."""
     kept = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
     return values[name] if kept else seen.value
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """A copy of a module that `wrap` has made another one of, without what `fully_shard` has done to it.
+    """Return a copy of a module that `wrap` changed, without `fully_shard`.
 
     Raises:
-        TargetError: It is sharded or split, and was changed beside that.
+        TargetError: The module is sharded or split, and its layers were changed as well.
     """
     if not (parts or sharding.is_sharded(module)):
         return copied_module(module)
@@ -277,10 +277,10 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _hand_over(module: nn.Module) -> str:
-    """Put the module that `wrap` has made where the single process finds it; returns why that cannot be done."""
+    """Pickle the module made by `wrap` for the single process; return any error."""
     try:
         (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
-    except Exception as error:  # what a module holds may be anything
+    except Exception as error:  # module attributes may not be picklable
         return summary(error)
     return ""
 
@@ -289,7 +289,7 @@ def _hand_over(module: nn.Module) -> str:
 def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter], dict[str, Part]]]:
     """Compare the ranks' options before the DDP constructor communicates.
 
-    Yields them, the parameters seen, and what those are that DDP makes local tensors of.
+    Yields the options, the parameters seen, and the parts that DDP replaces by local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
@@ -315,12 +315,12 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParame
 
 
 def count_calls(model: TrainingModel) -> None:
-    """From now on, count the calls of the wrapper and of the module in it."""
+    """Start counting the calls of the wrapper and of its module."""
 
     def count(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1
         joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
-        if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # which all ranks have to join
+        if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # broadcast: all ranks must join
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
             note_collective("DistributedDataParallel.forward", mode)
 
@@ -330,9 +330,9 @@ def count_calls(model: TrainingModel) -> None:
 
 
 def _follow(reference: ReferenceModule) -> None:
-    """Note the parts of the reference module; count the gradients that arrive, and keep what its forward returns."""
+    """Record parts, gradient arrivals and forward outputs of the reference module."""
     module = reference.module
-    if reference.submodules.get("") is module:  # wrapped once more, with other options
+    if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     reference.seen = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))

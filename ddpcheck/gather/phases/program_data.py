@@ -1,4 +1,4 @@
-"""Plain data that the program of this rank holds outside of tensors: label maps, lists of files, numbers."""
+"""Plain data in this rank's program outside tensors: label maps, file lists, numbers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ddpcheck.gather.state.reachable import PLAIN, function_variables, is_user_o
 from ddpcheck.worlds import rank as this_rank
 
 _MOST_ITEMS = 1 << 20
-_MOST_STATE = 1000  # items of a container that a step may change; a vocabulary is no state
-_MOST_ELEMENTS = 64  # of a tensor
+_MOST_STATE = 1000  # per container that counts as state; skips e.g. a vocabulary
+_MOST_ELEMENTS = 64  # per tensor
 _DEEPEST = 4
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def note_program_data() -> None:
-    """Remember what the program holds before the first step, as far as that is small enough to be state."""
+    """Record small program data before the first step."""
     this_rank.state["program data"] = {name: hash(text) for name, text in program_data(_MOST_STATE).items()}
 
 
 def changed_data() -> list[str]:
-    """Names of the data that have changed since."""
+    """Return names of program data that changed since `note_program_data`."""
     before = this_rank.state.get("program data", {})
     now = program_data(_MOST_STATE)
     return [name for name, known in before.items() if name in now and hash(now[name]) != known]
 
 
 def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
-    """Plain values that the module and the recipe's functions hold, spelled, by name; `most`: items of a container."""
+    """Return plain values of module and recipe functions as text, by name."""
     state = rank_state()
     found: dict[str, str] = {}
     for prefix, module in state.module.named_modules():
@@ -50,9 +50,9 @@ def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
 
 
 def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
-    """The plain values in `value` as text that is equal for equal values, whatever order a set has."""
+    """Return plain values in `value` as text, independent of set order."""
     if isinstance(value, bool):
-        return {}  # "I am rank 0", most of the time
+        return {}  # usually an "is rank 0" flag
     if isinstance(value, (*PLAIN, *_CONTAINERS, torch.Tensor)):
         text = _text(value, depth, most)
         return {name: text} if text else {}
@@ -63,16 +63,16 @@ def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapp
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether an attribute of a module is, or holds, tensors: those are compared as what they are."""
+    """Return True if an attribute is or contains tensors, which are compared elsewhere."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else [value]
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
 def _text(value: Any, depth: int, most: int) -> str:
-    """A container of plain values spelled; empty where it holds anything else or too much."""
+    """Return plain values or containers as text; '' if unsupported or too large."""
     if isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, torch.Tensor):  # a small one that is not trained
+    if isinstance(value, torch.Tensor):  # only small tensors that are not trained
         odd = value.requires_grad or value.is_nested or value.layout != torch.strided
         return "" if odd or value.numel() > _MOST_ELEMENTS else f"tensor({value.tolist()})"
     if depth > _DEEPEST or not isinstance(value, _CONTAINERS) or len(value) > most:

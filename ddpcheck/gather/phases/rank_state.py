@@ -1,6 +1,6 @@
-"""The state that a rank keeps from phase to phase of a check, divided by when it is valid.
+"""State of a rank across the phases of a check, grouped by lifetime.
 
-A phase is a function that a check calls on its ranks through `World.run`; it gathers evidence and returns plain data.
+A phase is a function that a check calls on its ranks through `World.run`; it collects evidence and returns plain data.
 """
 
 from __future__ import annotations
@@ -38,79 +38,79 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass(slots=True)
 class ReferenceModule:
-    """A second module, built like the one that is wrapped and never wrapped itself: the local steps run on it."""
+    """Second build of the module, never wrapped; runs the local steps."""
 
     module: nn.Module
-    # Made once the wrapper cannot be used any more; from then on this module is the one that is trained.
+    # Set once the wrapper cannot be used any more; this module is trained from then on.
     optimizer: torch.optim.Optimizer | None = None
-    # At wrapping: what required grad, the only parameters that DDP ever hears of; all under all names; the modules.
+    # At wrapping: parameters that require grad (all that DDP knows); all parameters by every name; submodules.
     trainable: dict[str, nn.Parameter] = field(default_factory=dict)
     seen: dict[str, SeenParameter] = field(default_factory=dict)
     submodules: dict[str, nn.Module] = field(default_factory=dict)
-    # Tensors that required no grad before the first forward pass, whatever it makes of them, by identity.
+    # Tensors that required no grad before the first forward pass, by `id`.
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
-    changed: dict[str, ParameterChange] = field(default_factory=dict)  # in `seen`, by forward passes
-    created: dict[str, Location | None] = field(default_factory=dict)  # by a forward pass: DDP has not heard of them
-    leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # of the graph of the step before, by identity
-    arrivals: Counter[str] = field(default_factory=Counter)  # how many gradients have come to each parameter
-    outputs: list[Any] = field(default_factory=list)  # of its forward
-    mapped: frozenset[str] = frozenset()  # of a large model, the parameters that are in a file until written to
+    changed: dict[str, ParameterChange] = field(default_factory=dict)  # parameters of `seen` changed by forward passes
+    created: dict[str, Location | None] = field(default_factory=dict)  # created by a forward pass, unknown to DDP
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)  # leaves of the previous step's graph, by `id`
+    arrivals: Counter[str] = field(default_factory=Counter)  # gradients accumulated per parameter
+    outputs: list[Any] = field(default_factory=list)  # forward outputs
+    mapped: frozenset[str] = frozenset()  # parameters of a large model mapped from a file (copy-on-write)
 
 
 @dataclass(slots=True)
 class TrainingModel:
-    """The wrapped model with its optimizer; a new one each time that a module is wrapped."""
+    """Wrapped model with its optimizer; replaced each time a module is wrapped."""
 
-    module: nn.Module  # the one in the wrapper
-    wrapped: nn.Module  # what `wrap` has returned, and what the loss is called with
-    wrapper: nn.Module  # the `DistributedDataParallel` in it; `wrapped` itself where there is none
+    module: nn.Module  # module inside the wrapper
+    wrapped: nn.Module  # returned by `wrap`, passed to the loss
+    wrapper: nn.Module  # the `DistributedDataParallel` in it, or `wrapped` if none
     optimizer: torch.optim.Optimizer
     facts: WrapperFacts
-    trainable: dict[str, nn.Parameter]  # of `module`, what required grad at wrapping
-    unregistered: frozenset[str]  # tensors without gradient that `module` held then without having registered them
-    settings: tuple[LoopEvent, ...]  # of `fully_shard`, that `wrap` has made
-    hooks: tuple[GradientHook, ...]  # that `wrap` has put in the way of gradients
+    trainable: dict[str, nn.Parameter]  # parameters of `module` that required grad at wrapping
+    unregistered: frozenset[str]  # names of unregistered state at wrapping
+    settings: tuple[LoopEvent, ...]  # `fully_shard` settings made by `wrap`
+    hooks: tuple[GradientHook, ...]  # gradient hooks registered by `wrap`
     external_state: ExternalState
-    place: DataPlace  # of this rank
-    # Under DDP and tensor parallelism: what the parameters are of which it has local tensors, all parameters (DTensors
-    # take their place in its forward), and by submodule what plain attributes were that `wrap` has changed.
+    place: DataPlace  # of this rank in data parallelism
+    # Under DDP with tensor parallelism: the parts behind local tensors, all parameters (replaced by DTensors in
+    # forward), and by submodule the original values of plain attributes that `wrap` changed.
     parts: dict[str, Part] = field(default_factory=dict)
     held: dict[str, nn.Parameter] = field(default_factory=dict)
     changed_attributes: Sequence[Mapping[str, object]] = ()
-    # Of a module that is sharded, from its first step on: of the whole parameters, and of this rank's shards.
+    # If sharded, set in the first step: optimizer copies for full parameters and for this rank's shards.
     copies: tuple[CopiedOptimizer, ...] = ()
-    calls: dict[str, int] = field(default_factory=dict)  # of the "wrapper" and the "inner" module, in this step
-    counters: list[Any] = field(default_factory=list)  # handles of the hooks that count them
+    calls: dict[str, int] = field(default_factory=dict)  # forward calls of "wrapper" and "inner" module in this step
+    counters: list[Any] = field(default_factory=list)  # hook handles for `calls`
 
     @property
     def is_split(self) -> bool:
-        """Whether this rank has a part of some parameters only."""
+        """Return True if this rank has only a part of some parameters."""
         return self.facts.sharded or bool(self.parts)
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters of the wrapped module."""
+        """Return the parameters of the wrapped module."""
         return self.held.items() if self.parts else self.module.named_parameters()
 
 
 @dataclass(slots=True)
 class StepData:
-    """The step under way."""
+    """Current step."""
 
-    before: ModuleState  # of the module when the step began
+    before: ModuleState  # module state at the start of the step
     batch: Any = None  # the shard of this rank
-    external: list[Restore] = field(default_factory=list)  # the state outside of modules when that was drawn
-    local: Gradients = field(default_factory=dict)  # of this rank by itself
-    norms: dict[str, float] = field(default_factory=dict)  # of `local`
+    external: list[Restore] = field(default_factory=list)  # external state when `batch` was drawn
+    local: Gradients = field(default_factory=dict)  # local gradients of this rank
+    norms: dict[str, float] = field(default_factory=dict)  # norms of `local`
     missing: list[str] = field(default_factory=list)  # parameters that received no gradient
-    numbers: RandomNumbers = "drawn"  # with which `local` was computed
+    numbers: RandomNumbers = "drawn"  # random numbers used for `local`
     averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see `averaged`
-    averages_file: Path | None = None  # in which they are, once all ranks have gone on
-    scale: dict[str, float] = field(default_factory=dict)  # root mean square of the ranks' norms
-    after: ModuleState | None = None  # of the reference module after its forward and backward pass
+    averages_file: Path | None = None  # file of `averages`, opened on first use
+    scale: dict[str, float] = field(default_factory=dict)  # RMS of the ranks' norms, by parameter
+    after: ModuleState | None = None  # reference module after forward and backward
 
     @property
     def averaged(self) -> Mapping[str, torch.Tensor]:
-        """The mean of the ranks' gradients, where any of them has one."""
+        """Return the mean gradient of each parameter that has one on any rank."""
         if self.averages_file is not None:
             self.averages, self.averages_file = TensorFile(self.averages_file), None
         return self.averages
@@ -118,64 +118,64 @@ class StepData:
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank during a check."""
+    """State of one rank during a check."""
 
     recipe: Recipe
     seed: int
     device: torch.device
     rank: int
     world_size: int
-    group: Any  # of the check's own; None where there is one rank
-    module: nn.Module  # the one that is wrapped
-    reference: ReferenceModule  # the one that is not
-    origins: Origins  # the lines that made `module` and its parts
-    description: ModuleDescription  # of `module` as `model()` has returned it
-    arrived_evaluating: bool  # whether that was in eval mode
-    syncbn: list[str]  # names of the SyncBatchNorm modules that ran on CPU so far
-    stack: contextlib.ExitStack  # is closed with the rank
-    large: bool  # whether copies of the module are kept in files
-    training_model: TrainingModel = field(init=False)  # from `wrap` on
+    group: Any  # process group for ddpcheck's own collectives; None if world size is 1
+    module: nn.Module  # wrapped module
+    reference: ReferenceModule  # never wrapped
+    origins: Origins  # lines that created `module` and its parts
+    description: ModuleDescription  # of `module` as returned by `model()`
+    arrived_evaluating: bool  # True if `model()` returned it in eval mode
+    syncbn: list[str]  # class name of the first SyncBatchNorm run on CPU; else empty
+    stack: contextlib.ExitStack  # closed at rank exit
+    large: bool  # True if copies of the module are kept in files
+    training_model: TrainingModel = field(init=False)  # set by `wrap`
     step: StepData = field(init=False)
 
     def seed_of(self, step: int) -> int:
-        """The seed of the random numbers that this rank draws in a step."""
+        """Return the seed of this rank's random numbers in a step."""
         return step_seed(self.seed, step, self.training_model.place.rank)
 
     def shard_of(self, batch: Any) -> Any:
-        """The part of a global batch that this rank works on, as do those that compute one model with it."""
+        """Return this rank's shard of a global batch (shared by model-parallel peers)."""
         place = self.training_model.place
         return self.recipe.local_batch(batch, place.rank, place.size)
 
     def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-        """Tensors of the wrapped model, by name, gathered from their shards; all ranks have to call it."""
+        """Return full tensors of the wrapped model by name; a collective if split."""
         if self.training_model.is_split:
             return gathered(as_wholes(tensors, self.training_model.parts), self.group)
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def rewind(self) -> None:
-        """Bring the reference module to what it was when the step began."""
+        """Restore the reference module to the start of the step."""
         self.step.before.restore(self.reference.module, self.reference.mapped)
 
     def own_file(self, file: Path | None, *, shared: bool) -> Path | None:
-        """Where this rank has what rank 0 saves to `file`; None for memory, where the model is not large."""
+        """Return this rank's counterpart of rank 0's `file`; None if not large."""
         if not self.large or file is None:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
     def run_loss(self, step: int, place: str = "") -> Loss:
-        """The loss of the reference module on this rank's shard; see `compute_loss`."""
+        """Return the loss of the reference module on this rank's shard; see `compute_loss`."""
         seed = self.seed_of(step)
         return compute_loss(self.recipe, self.reference.module, self.step.batch, step=step, seed=seed, place=place)
 
 
 def rank_state() -> RankState:
-    """The state of this rank."""
+    """Return the state of this rank."""
     state: RankState = this_rank.state["check"]
     return state
 
 
 def recover() -> None:
-    """Be ready for the next phase after one that raised: the reference module is what it was when the step began."""
+    """Restore the reference module to the start of the step after an error."""
     state = rank_state()
     state.reference.outputs.clear()
     if hasattr(state, "step"):
@@ -185,9 +185,9 @@ def recover() -> None:
 def replays_step(
     function: Callable[Concatenate[int, Arguments], Result],
 ) -> Callable[Concatenate[int, Arguments], Result]:
-    """A phase that runs the step under way once more on the reference module, and leaves no trace.
+    """Decorate a phase that replays the current step on the reference module.
 
-    Module and external state are what they were when the step began, and afterwards ready for another such phase.
+    Restores module and external state to the start of the step before the phase, and again afterwards.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""A step of one rank run again: how far it is from itself, what changes its gradients, what it draws, what it sends.
+"""Repeat a local step to measure determinism, random draws and communicated values.
 
-And on the reference module: why gradients of the step are missing or zero.
+Also explains missing and zero gradients of the reference module.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from ddpcheck.gather.steps.training_step import (
 from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.worlds import rank as this_rank
 
-_FACTOR = 2.0  # a power of two: what is linear comes out with the very same digits
-_NOT_ROUNDING = 1e3  # times machine eps
+_FACTOR = 2.0  # power of two: linear operations scale exactly
+_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Run:
 
 @replays_step
 def repeat_step(step: int) -> RepeatedStep:
-    """The local step three times more from the same state and seed, the third with the output gradient doubled."""
+    """Run the local step thrice with one seed, finally with doubled output gradient."""
     state = rank_state()
     first = _run(state, step, 1.0)
     if state.large:
@@ -88,7 +88,7 @@ def repeat_step(step: int) -> RepeatedStep:
 
 
 def _run(state: RankState, step: int, factor: float) -> _Run:
-    """One step with everything that starts a backward pass times `factor`."""
+    """Run one step with all initial gradients of backward multiplied by `factor`."""
     module = state.reference.module
     state.rewind()
     put_back(state.step.external)
@@ -121,7 +121,7 @@ _STARTS = ("tensors", "grad_tensors")
 def _differences(
     first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> tuple[Difference, ...]:
-    """How `second`, divided by `factor`, differs from `first`."""
+    """Return the differences of `second / factor` from `first`."""
     found = []
     for name, gradient in first.items():
         again, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
@@ -131,11 +131,11 @@ def _differences(
     return tuple(found)
 
 
-# The random numbers that a forward pass draws
+# Random numbers drawn by a forward pass
 
 
 class _SeededOperations(TorchDispatchMode):
-    """While active, `tell` gets the name and the result of every operation that draws from a generator of torch."""
+    """Call `tell` with name and result of each operation that draws random numbers."""
 
     def __init__(self, tell: Callable[[str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ class _SeededOperations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
-    """Where operations draw what chooses among many: a permutation, or indices that are no value a sample."""
+    """Yield operations that draw a permutation or indices other than one per sample."""
     found: dict[str, None] = {}
 
     def tell(name: str, drawn: Any) -> None:
@@ -168,15 +168,15 @@ def random_choices(samples: int) -> Iterator[dict[str, None]]:
 
 @replays_step
 def draws(step: int) -> list[SharedDraw]:
-    """The random numbers with a value for each sample that the forward pass of a step draws on this rank."""
+    """Return the random draws with one value per sample in this rank's forward."""
     state = rank_state()
     samples = next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0)
     found: list[SharedDraw] = []
-    running = [""]  # modules
+    running = [""]  # stack of module names
 
     def tell(name: str, result: Any) -> None:
         drawn = [t for t in tree_tensors(result) if t.dim() and t.shape[0] == samples]
-        if drawn:  # of a dropout the mask comes last
+        if drawn:  # dropout returns its mask last
             found.append(SharedDraw(name, running[-1], seeded[-1], fingerprint(drawn[-1])))
 
     modules = watched_modules(
@@ -189,7 +189,7 @@ def draws(step: int) -> list[SharedDraw]:
 
 @contextlib.contextmanager
 def _seeding_lines() -> Iterator[list[Location | None]]:
-    """The lines of the user's code that seed torch's global generator, after None."""
+    """Yield None followed by the user lines that seed torch's global generator."""
     lines: list[Location | None] = [None]
 
     def seeds(*_args: Any, **_kwargs: Any) -> None:
@@ -201,7 +201,7 @@ def _seeding_lines() -> Iterator[list[Location | None]]:
         yield lines
 
 
-# What ranks send when all of them have the same shard
+# Values that ranks communicate when given the same shard
 
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
@@ -210,10 +210,10 @@ _MOST_VALUES = 1 << 14
 
 @replays_step
 def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
-    """Inputs of the reductions in the forward pass on rank 0's shard, with rank 0's random numbers.
+    """Return this rank's reduction inputs for rank 0's shard and random numbers.
 
-    Nothing is communicated: each collective is taken for one of this rank alone, so that no rank can hang. What the
-    ranks then send in one place differs only where the program itself depends on the rank.
+    Nothing is communicated: each collective runs as if this rank were alone, so no rank can hang. Inputs that still
+    differ between ranks at the same call mean that the program itself depends on the rank.
     """
     state = rank_state()
     found: list[ReductionInput] = []
@@ -229,7 +229,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
         with replaced_by(standing):
             seed, module = step_seed(state.seed, step, 0), state.reference.module
             compute_loss(state.recipe, module, shard, step=step, seed=seed, place="comparing what is sent, ")
-    except (Exception, SystemExit):  # a program that needs true answers: what was sent until then can be compared
+    except (Exception, SystemExit):  # the program needs real results; compare the calls until then
         pass
     finally:
         this_rank.set_collective("")
@@ -245,10 +245,10 @@ def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
 
 @replays_step
 def explain(step: int) -> dict[str, PathEnd]:
-    """By parameter, why its gradient is missing on this rank.
+    """Return why each missing gradient of this rank is missing, by parameter.
 
-    Every rank replays, also one that misses nothing, since a forward may communicate. Where it does, no rank runs it
-    more often than the others, so that what only another value of a parameter could tell is not told.
+    Every rank replays, even without missing gradients, because forward may communicate. In that case each rank replays
+    once only, and causes that need a changed parameter value stay undetected.
     """
     state = rank_state()
     module = state.reference.module
@@ -257,7 +257,7 @@ def explain(step: int) -> dict[str, PathEnd]:
     explainer = Explainer(module, lambda: state.run_loss(step, "explaining, ").parts, state.rewind, once=communicates)
     try:
         return explainer.explain(missing)
-    except Exception as error:  # what the replay cannot tell, the missing gradient still does
+    except Exception as error:  # the missing gradient is still reported
         if is_ours(error):
             raise
         return {name: PathEnd("unknown") for name in missing}
@@ -265,7 +265,7 @@ def explain(step: int) -> dict[str, PathEnd]:
 
 @replays_step
 def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
-    """The parameters of `names` whose gradient is not zero once every parameter is moved a little."""
+    """Return the `names` whose gradient is nonzero after perturbing every parameter."""
     state = rank_state()
     _perturb(state, step)
     module, batch, seed = state.reference.module, state.step.batch, state.seed_of(step)
@@ -275,26 +275,26 @@ def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
 
 @replays_step
 def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
-    """Where the gradients of `names` become zero, as far as that can be told; with every parameter moved a little."""
+    """Return where gradients of `names` become zero, if known, after perturbing every parameter."""
     state = rank_state()
     _perturb(state, step)
     parameters = {name: state.reference.trainable[name] for name in names}
     try:
         return zero_ends(lambda: state.run_loss(step, "looking again, ").total, parameters)
-    except TargetError:  # such values are not good for this model
+    except TargetError:  # the model rejects the perturbed values
         return {}
     finally:
         clear_gradients(state.reference.module)
 
 
 def _perturb(state: RankState, step: int) -> None:
-    """Move every parameter of the reference module, alike on all ranks."""
+    """Perturb the parameters of the reference module, identically on all ranks."""
     file = this_rank.current().directory / f"moved.{state.rank}"
     perturb(state.reference.module, step_seed(state.seed, step), state.reference.mapped, file)
 
 
 def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -> None:
-    """Move every parameter by a little; those called as in `mapped` get the memory of a file, in the place `file`."""
+    """Perturb every parameter slightly; those in `mapped` get new memory mapped from `file`."""
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(module.named_parameters())
 
@@ -314,17 +314,17 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
 
 
 def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
-    """The operations that turn the gradients of `leaves` into zeros: nonzero ones come to them, zeros leave.
+    """Return the operations that turn nonzero gradients of `leaves` into zeros.
 
     Args:
-        forward: Computes the loss; run once, and backward through it.
-        leaves: By name; those whose gradient was zero all the way from the loss are left out of the answer.
+        forward: Computes the loss; called once, followed by one backward.
+        leaves: Tensors by name; omitted from the result if the gradient is zero all the way from the loss.
     """
     with recorded_lines():
         loss = forward()
     parents = parents_behind([loss.grad_fn])
-    came: dict[Any, bool] = {}  # node -> whether anything but zeros came to it
-    left: dict[Any, list[bool]] = {}  # node -> for each input, whether anything but zeros left
+    came: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
+    left: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
     def note(node: Any, inputs: Any, outputs: Any) -> None:
         came[node] = any(map(_is_nonzero, outputs))
@@ -350,6 +350,6 @@ def _is_nonzero(gradient: object) -> bool:
 
 
 def operation_of(node_name: str) -> str:
-    """The operation whose backward a graph node is: "mul()" for "MulBackward0"."""
+    """Return the operation of a backward node: "mul()" for "MulBackward0"."""
     name = re.sub(r"Backward\d*$", "", node_name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() + "()"

@@ -1,6 +1,6 @@
-"""Why the ranks' average differs from the global batch's gradient: what the shards, one by one, tell about it.
+"""Explain why the ranks' average differs from the gradient of the global batch.
 
-Runs in the single process, once, at the first step that differs.
+Runs the shards in the single process, once, at the first step with a mismatch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
 
 _SAME = 1e-3
-_LARGEST_ROUNDING = 1e-4  # of a difference in float64, where one in the own dtype is to be put down to rounding
-_COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, and are the same row by row
+_LARGEST_ROUNDING = 1e-4  # max difference in float64 to blame rounding in the model's dtype
+_COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, identical per row
 
 
 def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
-    """Run the shards one by one without a process group, to tell coupling from normalisation and from the world.
+    """Run each shard without a process group to explain a mismatch.
 
     Args:
-        step: Counted from 0.
+        step: Step index from 0.
         gradient_file: The ranks' averaged gradients.
-        exact_file: The same in float64, where the ranks were asked for it.
+        exact_file: The averaged gradients in float64, if requested from the ranks.
         world_size: Number of shards: of ranks, or of models that are split over ranks.
-        threads: With which a rank computes. With as many, a shard gives the very same numbers here: a sum that is cut
-            into other parts is rounded otherwise, and a deep network can make a thousand times more of that.
+        threads: Number of threads of a rank. The same number reproduces the rank's values bit by bit: sums split
+            differently round differently, and a deep network can amplify the error by 1000.
     """
     own: SingleProcess = this_rank.state["single"]
     here = torch.get_num_threads()
@@ -62,7 +62,7 @@ def _analyse(
     beyond = _beyond(own, averaged, own.step.gradients)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
     if exact_file is not None and own.double is not None:
-        with contextlib.suppress(Exception):  # a model that insists on its dtype
+        with contextlib.suppress(Exception):  # the model may not run in float64
             exact = TensorFile(exact_file, device=own.device)
             whole, _ = shard_terms.total_gradient(shard_terms.ShardRun(own, own.double, step), upcast(batch))
             found = replace(found, rounded=_rounded(own, averaged, exact, whole))
@@ -82,7 +82,7 @@ def _analyse(
         return replace(found, error="the gradients of all shards together are too large to be kept")
     try:
         runs = [shard_terms.total_gradient(shard_terms.ShardRun(own, own.module, step), shard) for shard in shards]
-    except Exception as error:  # a model that insists on its batch size, say
+    except Exception as error:  # e.g. a model with a fixed batch size
         return replace(found, error=summary(error))
     filled_runs = [shard_terms.filled(gradients, own.step.gradients) for gradients, _ in runs]
     mean = shard_terms.weighted_sum(filled_runs, [1 / world_size] * world_size)
@@ -96,7 +96,7 @@ def _analyse(
     )
     try:
         exactly, seen = _look_at_terms(own, batch, shards, step)
-    except Exception as error:  # a model that runs neither in float64 nor a second time in its own dtype
+    except Exception as error:  # fails both in float64 and in the model's dtype
         return replace(found, error=summary(error))
     if exactly:
         found = replace(found, shard_rounding=_fit(mean, seen.mean).residual)
@@ -107,13 +107,13 @@ def _analyse(
     by_shards = found.against_shards
     changed = max(abs(by_shards.ratio - 1), by_shards.residual) > _SAME
     here = seen.rank_weights(compared) if changed else None
-    with contextlib.suppress(Exception):  # what a forward returns may be anything
+    with contextlib.suppress(Exception):  # forward may return anything
         found = replace(found, coupling=_coupling(own, batch, shards[0], step))
     norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if norms and changed:
         found = replace(found, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
-        with contextlib.suppress(Exception):  # what else there is, beside the statistics
+        with contextlib.suppress(Exception):  # causes other than the batch statistics
             seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
             found = replace(found, frozen=tuple(norms))
     terms = [replace(term, ratio=ratio) for term, ratio in zip(seen.terms, ratios, strict=True)]
@@ -129,10 +129,10 @@ def _analyse(
 def _with_statistics_of_shards(
     own: SingleProcess, compared: Mapping[str, torch.Tensor], batch: Any, step: int, norms: Sequence[str], shards: int
 ) -> Fit:
-    """How the global batch fits where `norms` see one shard at a time: of one view of the batch, or of several."""
+    """Return the best fit with `norms` seeing one shard each, over view layouts."""
     best = Fit()
     for views in (False, True):
-        with contextlib.suppress(Exception):  # rows that are no samples
+        with contextlib.suppress(Exception):  # rows may not be samples
             run = shard_terms.ShardRun(own, own.module, step, by_shard=norms, shards=shards, views=views)
             best = min(best, _fit(compared, shard_terms.total_gradient(run, batch)[0]), key=lambda one: one.residual)
     return best
@@ -144,7 +144,7 @@ def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -
 
 
 def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: int) -> tuple[bool, shard_terms.Terms]:
-    """The terms of the loss in float64, or in the model's own dtype where it insists on that; and which it is."""
+    """Return (True, loss terms in float64), or (False, terms in the model's dtype)."""
     if own.double is not None:
         with contextlib.suppress(Exception):
             return True, shard_terms.look_at_terms(own, batch, shards, step, exactly=True)
@@ -152,7 +152,7 @@ def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: 
 
 
 def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """The gradients that differ by more than they may from the global batch's."""
+    """Return the gradients that differ from the global batch beyond tolerance."""
     return {
         name
         for name, want in wanted.items()
@@ -163,11 +163,11 @@ def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Ma
 def _rounded(
     own: SingleProcess, averaged: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], whole: Gradients
 ) -> tuple[str, ...]:
-    """The gradients that differ from the global batch's by rounding alone: in float64 the difference is gone.
+    """Return the gradients whose difference vanishes in float64, so is rounding.
 
-    A single number, the gradient of a bias say, may lose far more on shards than it happened to lose on the global
-    batch, and a deep model with statistics of few samples loses much everywhere.
-    `exact` is the ranks' average in float64, `whole` the gradient of the global batch.
+    A scalar, e.g. the gradient of a bias, may lose far more precision on shards than on the global batch, and a deep
+    model with statistics of few samples loses much everywhere. `exact` is the ranks' average in float64, `whole` the
+    gradient of the global batch in float64.
     """
     found = []
     for name in sorted(_beyond(own, averaged, own.step.gradients) & set(exact) & set(whole)):
@@ -180,7 +180,7 @@ def _rounded(
 def _rounded_on_shards(
     own: SingleProcess, averaged: Mapping[str, torch.Tensor], batch: Any, shards: Sequence[Any], step: int
 ) -> tuple[str, ...]:
-    """As `_rounded`, where the ranks compute what their shards give here: those in float64 stand for the ranks'."""
+    """Apply `_rounded` to gradients that match the local shards, rerun in float64."""
     if own.double is None:
         return ()
     mean = _mean_of(shard_terms.ShardRun(own, own.module, step), shards)
@@ -191,7 +191,7 @@ def _rounded_on_shards(
 
 
 def _mean_of(run: shard_terms.ShardRun, shards: Sequence[Any]) -> Gradients:
-    """The mean of the shards' gradients, of which one is kept at a time."""
+    """Return the mean of the shards' gradients, keeping one shard at a time."""
     mean: Gradients = {}
     for shard in shards:
         for name, gradient in shard_terms.total_gradient(run, shard)[0].items():
@@ -200,13 +200,13 @@ def _mean_of(run: shard_terms.ShardRun, shards: Sequence[Any]) -> Gradients:
     return mean
 
 
-# What couples the samples
+# Coupling between samples
 
 
 def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling:
-    """The first module whose output for a sample of `shard` depends on the other samples, and the line that does it.
+    """Find the first module whose output for a sample depends on other samples.
 
-    In float64 a coupling shows that is smaller than rounding in the model's own dtype.
+    float64 reveals a coupling smaller than rounding in the model's dtype.
     """
 
     def run(module: nn.Module, part: Any) -> None:

@@ -1,6 +1,6 @@
-"""The terms of the loss on the global batch and on the shards, one by one: how each is normalised, and what couples it.
+"""Loss terms on global batch and shards: normalization and coupling of each.
 
-Runs in the single process, where the ranks' average is not the global batch's gradient (see `shard_analysis`).
+Runs in the single process if the ranks' average is not the gradient of the global batch (see `shard_analysis`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ddpcheck.gather.steps.training_step import (
 )
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
 
-MOST_ELEMENTS = 1 << 28  # of the gradients of all shards together, which are kept at once
+MOST_ELEMENTS = 1 << 28  # limit for the gradients of all shards together, in memory at once
 
 _MOST_TERMS = 16
 _SAME = 1e-3
-_MOST_PRECISE = 1e-5  # to which weights are told apart, where float32 gradients fit them
+_MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 
 
 @contextlib.contextmanager
 def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
-    """Have `module` see the rows of one shard at a time; those of several views of `samples` rows, if that is given."""
+    """Run `module` shard by shard, over views of `samples` rows if given."""
     original = module.forward
     own = vars(module).get("forward")
 
@@ -68,20 +68,20 @@ def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[N
 
 @dataclass(frozen=True, slots=True)
 class ShardRun:
-    """How the loss is run on a part of the batch."""
+    """Configuration of a loss run on a part of the batch."""
 
     own: SingleProcess
-    module: nn.Module  # in its own dtype or in float64
+    module: nn.Module  # in the model's dtype or in float64
     step: int
-    frozen: Sequence[str] = ()  # modules that are in eval mode meanwhile
-    by_shard: Sequence[str] = ()  # modules of which each sees the samples of a shard at a time
+    frozen: Sequence[str] = ()  # modules set to eval mode during the run
+    by_shard: Sequence[str] = ()  # modules that see one shard at a time
     shards: int = 1
-    views: bool = False  # whether what such a module sees is several views of the batch, one after the other
-    activations: FirstActivations | None = None  # watches the forward pass
+    views: bool = False  # True if the input of a `by_shard` module is concatenated views of the batch
+    activations: FirstActivations | None = None  # records the forward pass
 
     @contextlib.contextmanager
     def loss(self, part: Any) -> Iterator[Loss]:
-        """The loss on `part`, from the state in which the step began; the block may differentiate it."""
+        """Yield the loss on `part` from the step's initial state, ready for backward."""
         self.own.rewind(self.module)
         clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
@@ -100,14 +100,14 @@ class ShardRun:
             yield loss
 
     def terms(self, part: Any) -> tuple[list[Edge], list[str]]:
-        """The ends of the terms of the loss on `part`, and the names of the parts that they belong to."""
+        """Return the ends of the loss terms on `part`, and the part names."""
         with counted_backwards() as backwards, self.loss(part) as loss:
-            if backwards[0]:  # what the loss has accumulated itself belongs to all of its terms
+            if backwards[0]:  # gradients accumulated inside the loss belong to all terms
                 return [], []
             return split_loss(loss.total, loss.parts), loss.names
 
     def gradients(self, part: Any, paired: PairedTerms) -> Iterator[Gradients]:
-        """The gradient of each term on `part`."""
+        """Yield the gradient of each term on `part`."""
         with self.loss(part) as loss:
             if not len(paired):
                 run_backward(loss.total)
@@ -121,51 +121,51 @@ class ShardRun:
 
 
 def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
-    """The gradient of the whole loss on `part`, and its value."""
+    """Return the gradient and the value of the whole loss on `part`."""
     with run.loss(part) as loss:
         run_backward(loss.total)
         return gradients_of(named_parameters(run.module)), loss.value
 
 
 def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
-    """`gradients` with zeros where there is none."""
+    """Return `gradients` with missing entries filled with zeros."""
     return {name: gradients.get(name, torch.zeros_like(there)) for name, there in like.items()}
 
 
 def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
-    """The sum of gradients that have the same names, each times its weight."""
+    """Return the weighted sum of gradients with the same names."""
     return {
         name: torch.stack([w * part[name] for w, part in zip(weights, parts, strict=True)]).sum(0) for name in parts[0]
     }
 
 
-# The terms of the loss
+# Loss terms
 
 
 @dataclass(slots=True)
 class Terms:
-    """The gradients of the terms of the loss."""
+    """Gradients of the loss terms."""
 
-    terms: list[LossTerm]  # what they say, as evidence
-    whole: list[Gradients]  # of each term, on the global batch
-    parts: list[list[Gradients]]  # of each term, on each shard
-    scale: Mapping[str, float]  # by which each parameter is measured
+    terms: list[LossTerm]  # evidence per term
+    whole: list[Gradients]  # per term, on the global batch
+    parts: list[list[Gradients]]  # per term, per shard
+    scale: Mapping[str, float]  # unit of gradient differences, by parameter
 
     @property
     def total(self) -> Gradients:
-        """The gradient of the whole loss on the global batch."""
+        """Return the gradient of the whole loss on the global batch."""
         return weighted_sum(self.whole, [1.0] * len(self.whole))
 
     @property
     def mean(self) -> Gradients:
-        """The mean of the shards' gradients of the whole loss."""
+        """Return the mean over the shards of the gradient of the whole loss."""
         return weighted_sum(
             [gradients for of_term in self.parts for gradients in of_term],
             [1 / len(of_term) for of_term in self.parts for _ in of_term],
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
-        """For each term, the weights of the shards of which the ranks' average is the sum; None where it is none."""
+        """Fit shard weights per term to the ranks' average; None if no fit."""
         flat = [_scaled(gradients, self.scale) for of_term in self.parts for gradients in of_term]
         weights, residual = fit(_scaled(averaged, self.scale), flat)
         count = len(self.parts[0])
@@ -174,7 +174,7 @@ class Terms:
         return [tuple(weights[start : start + count]) for start in range(0, len(weights), count)]
 
     def error(self, number: int, weights: Sequence[float]) -> float:
-        """How far the shards' gradients of a term, weighed so, are from the global batch's, relative to the loss's."""
+        """Return a term's weighted shard error relative to the total gradient."""
         there = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _length(self.total, self.scale)
         return _length(there, self.scale) / total if total else 0.0
@@ -183,7 +183,7 @@ class Terms:
 def look_at_terms(
     own: SingleProcess, batch: Any, shards: Sequence[Any], step: int, *, exactly: bool, frozen: Sequence[str] = ()
 ) -> Terms:
-    """Each term of the loss on the global batch and on the shards: `exactly` in float64, `frozen` in eval mode."""
+    """Analyse each loss term, `exactly` in float64, with `frozen` modules in eval mode."""
     module = own.double if exactly and own.double is not None else own.module
     if exactly:
         batch, shards = upcast(batch), [upcast(shard) for shard in shards]
@@ -213,12 +213,12 @@ def look_at_terms(
                 counts=counts,
             )
         )
-    with contextlib.suppress(Exception):  # a batch that cannot be repeated
+    with contextlib.suppress(Exception):  # the batch may not be repeatable
         summed = _summed_terms(run, batch, paired, whole)
         seen.terms = [
             replace(term, doubles_with_batch=doubles) for term, doubles in zip(seen.terms, summed, strict=True)
         ]
-    with contextlib.suppress(Exception):  # a forward pass that does not like to be changed
+    with contextlib.suppress(Exception):  # forward may reject changed activations
         felt = _coupled_terms(run, batch, shards[0], paired, large=False)
         seen.terms = [replace(term, coupled=coupled) for term, coupled in zip(seen.terms, felt, strict=True)]
         if any(term.coupled is False and not term.is_normalised for term in seen.terms):
@@ -231,7 +231,7 @@ def look_at_terms(
 
 
 def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
-    """`gradients` with every parameter measured by its own scale."""
+    """Return `gradients` divided by the scale of each parameter."""
     return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
 
 
@@ -240,9 +240,9 @@ def _length(gradients: Gradients, scale: Mapping[str, float]) -> float:
 
 
 def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequence[Gradients]) -> list[bool]:
-    """Which terms have a gradient that doubles when every sample of the batch is there twice: they are sums.
+    """Detect terms that are sums: the gradient doubles if every sample is duplicated.
 
-    A mean stays what it was, and so does a BatchNorm, whose statistics do not change.
+    Means and BatchNorm statistics do not change with duplicated samples.
     """
     size = batch_size(batch)
 
@@ -257,7 +257,7 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
-    """For each term, whether its gradient for other samples changes with what is computed for those of `shard`."""
+    """Detect terms whose gradient for other samples depends on activations of `shard`."""
     part = FirstActivations()
     with replace(run, activations=part).loss(shard):
         pass
@@ -277,14 +277,14 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
     return [are_felt(one, other, changes) for one, other in zip(before, after, strict=True)]
 
 
-# What the loss is divided by
+# Normalization of the loss
 
 
 def _what_counts(shards: Sequence[Any], weights: Sequence[float], *, precision: float) -> tuple[str, tuple[float, ...]]:
-    """The count in the shards of the batch that goes as `weights` do, and its value on each rank.
+    """Return the batch count proportional to `weights`, and its values by rank.
 
-    Small counts have ratios near to that of another weight, so `weights` are held to the `precision` to which they are
-    known, and the nearest count is taken.
+    Ratios of small counts are close to each other, so counts must match within `precision`, the accuracy of `weights`;
+    the closest count wins.
     """
     counts: dict[str, list[float]] = {}
     for shard in shards:
@@ -302,7 +302,7 @@ def _what_counts(shards: Sequence[Any], weights: Sequence[float], *, precision: 
 
 
 def _counts(shard: Any) -> Iterator[tuple[str, float]]:
-    """A count that a loss may be divided by, in words, and its value."""
+    """Yield name and value of each count that may normalize a loss."""
     with contextlib.suppress(TargetError):
         yield "samples", float(batch_size(shard))
     for path, tensor in named_tensors(shard, "batch"):

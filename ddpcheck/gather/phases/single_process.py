@@ -1,6 +1,6 @@
-"""The single process: the unwrapped module on the whole global batch, in its own dtype and in float64.
+"""Single-process baseline: the unwrapped module on the global batch, also in float64.
 
-Everything here runs in a process without a process group, which is what the user wants training to equal.
+Runs without a process group; DDP training should be equivalent.
 """
 
 from __future__ import annotations
@@ -57,53 +57,53 @@ from ddpcheck.worlds.compilation import run_as_written
 HANDOVER = "module.pickle"
 """The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
 
-_LARGEST_BY_CHANGE = 1e-3  # of all gradients together; more than that is no rounding
-_LARGEST_TOLERANCE = 0.1  # well below the smallest fault that was measured, a relative error of 0.5
+_LARGEST_BY_CHANGE = 1e-3  # relative to all gradients; larger differences are not rounding
+_LARGEST_TOLERANCE = 0.1  # well below the smallest bug measured, a relative error of 0.5
 
 
 @dataclass(slots=True)
 class SingleStepData:
-    """The step under way in the single process."""
+    """Current step of the single process."""
 
-    before: ModuleState  # of the module when the step began
-    external: list[Restore]  # the state outside of modules then
-    loss: float = 0.0  # of the global batch
+    before: ModuleState  # module state at the start of the step
+    external: list[Restore]  # external state at the start of the step
+    loss: float = 0.0  # on the global batch
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    scale: dict[str, float] = field(default_factory=dict)  # that relative errors are measured by
-    tolerance: dict[str, float] = field(default_factory=dict)  # the relative error that may be rounding
+    scale: dict[str, float] = field(default_factory=dict)  # reference for relative errors, by parameter
+    tolerance: dict[str, float] = field(default_factory=dict)  # relative error allowed as rounding, by parameter
 
 
 @dataclass(slots=True)
 class SingleProcess:
-    """The state of the single process from step to step."""
+    """State of the single process from step to step."""
 
     recipe: Recipe
     module: nn.Module
-    double: nn.Module | None  # a copy of it in float64
-    double_error: str  # why there is none
+    double: nn.Module | None  # float64 copy of `module`
+    double_error: str  # error if `double` is None
     device: torch.device
     seed: int
-    world_size: int  # of the ranks that it is compared with
-    stack: contextlib.ExitStack  # is closed with the process
+    world_size: int  # world size of the compared ranks
+    stack: contextlib.ExitStack  # closed at process exit
     external_state: ExternalState
-    mapped: frozenset[str]  # of a large model, the parameters in a file until written to; in float64 made of it
-    numbers: RandomNumbers = "drawn"  # otherwise those that can be compared, since forward draws some
-    after: ModuleState | None = None  # what the forward passes of the last step have left
+    mapped: frozenset[str]  # parameters of a large model mapped from a file (copy-on-write)
+    numbers: RandomNumbers = "drawn"  # other values: reproducible by ranks, if forward draws
+    after: ModuleState | None = None  # module attributes after the last step's forward passes
     step: SingleStepData = field(init=False)
 
     def rewind(self, module: nn.Module) -> None:
-        """Bring `module`, and what the recipe keeps outside of it, to what they were when the step began."""
+        """Restore `module` and external state to the start of the step."""
         self.step.before.restore(module, self.mapped)
         put_back(self.step.external)
 
     def forget_double(self) -> None:
-        """Let go of the parameters in float64 until the next `rewind`."""
+        """Release the float64 parameters until the next `rewind`."""
         if self.double is not None:
             release(self.double, self.mapped)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """A block that runs the step again: what the recipe keeps is afterwards what it is now."""
+        """Restore external state after a block that reruns the step."""
         now = self.external_state.capture()
         try:
             yield
@@ -112,7 +112,7 @@ class SingleProcess:
 
 
 def start(target: str | Recipe, seed: int, world_size: int) -> None:
-    """Load the recipe and build the module, and a copy of it in float64."""
+    """Load the recipe and build the module and its float64 copy."""
     run_as_written()
     recipe = load_on_rank(target)
     device = torch.device(this_rank.current().device)
@@ -149,7 +149,7 @@ def _in_file(module: nn.Module) -> frozenset[str]:
 
 
 def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
-    release(module, mapped, torch.float64)  # first: what is mapped gets its values from a file
+    release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
     return module.double()
 
 
@@ -158,13 +158,13 @@ def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None)
 
 
 def join_alone() -> None:
-    """Make a process group of one, for models that cannot run without any."""
+    """Create a process group of world size 1 for models that need one."""
     store = dist.FileStore(str(this_rank.current().directory / "alone"), 1)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def adopt(module_file: Path) -> None:
-    """Go on with the module that `wrap` has made on rank 0, and a copy of it in float64."""
+    """Continue with the module made by `wrap` on rank 0, also in float64."""
     own: SingleProcess = this_rank.state["single"]
     own.module = wire.loads(module_file.read_bytes()).to(own.device)
     own.mapped = _in_file(own.module)
@@ -173,16 +173,16 @@ def adopt(module_file: Path) -> None:
 
 
 def run_step(step: int, state_file: Path | None) -> SingleStep | str:
-    """Compute the gradients of the global batch of `step`, in the module's dtype and in float64.
+    """Compute the gradients of the global batch, in native dtype and in float64.
 
-    `state_file` has rank 0's state before the step; it is None where the module's own state is the same.
+    `state_file` has rank 0's state before the step; None if the module already has the same state.
 
     Returns:
-        Or what differs, where the recipe makes another model in one process than on several ranks.
+        The evidence, or the first difference if the recipe builds another model in one process than on several ranks.
     """
     own: SingleProcess = this_rank.state["single"]
     if own.after is not None:
-        own.after.restore(own.module)  # what its own forward passes have counted and kept goes on
+        own.after.restore(own.module)  # keep counters and caches of earlier forward passes
     if step == 0 and state_file is not None and (differs := _other_model(own.module, TensorFile(state_file))):
         return differs
     if state_file is not None:
@@ -198,7 +198,7 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
 
 
 def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
-    """The first parameter that rank 0 does not have, or of another shape: a part of a model of all ranks, say."""
+    """Return the first parameter missing or shaped differently on rank 0, or ''."""
     for name, parameter in module.named_parameters():
         if name not in of_rank:
             return f"{name} is missing on rank 0"
@@ -208,7 +208,7 @@ def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
 
 
 def run_with_constants(step: int) -> SingleStep:
-    """The step under way again, and all later ones, with constants in the place of random numbers."""
+    """Rerun the step, and all later steps, with constants instead of random numbers."""
     own: SingleProcess = this_rank.state["single"]
     own.numbers = "constant"
     own.rewind(own.module)
@@ -236,7 +236,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
         noise = _rounding(own, on_device, step, own.mapped if backwards == 1 else ())
     data.scale = scales(data.gradients)
     data.tolerance = tolerances(data.gradients, data.scale, noise)
-    if own.double_error:  # the only yardstick there is without float64
+    if own.double_error:  # the only estimate without float64
         with own.aside():
             measured = tolerances(data.gradients, data.scale, _rounding_by_change(own, on_device, step))
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
@@ -246,7 +246,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
 
 
 def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
-    """Those of the module, with random numbers that a rank can have as well; and the backward passes that it took."""
+    """Return gradients and loss with random numbers reproducible by ranks, and backward count."""
     while True:
         try:
             with counted_backwards() as backwards:
@@ -269,9 +269,9 @@ def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> 
 
 
 def _rounding(own: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
-    """By parameter, the norm of what the module's own dtype loses to rounding; None where that cannot be known.
+    """Return rounding error norms of the module's dtype by parameter; None if unknown.
 
-    Gradients in float64 of parameters called as in `streamed` are in memory one at a time.
+    Only one float64 gradient of the parameters in `streamed` is in memory at a time.
     """
     gradients = own.step.gradients
     if own.double is None:
@@ -281,7 +281,7 @@ def _rounding(own: SingleProcess, batch: Any, step: int, streamed: Collection[st
         exact = _exact_gradients(own, own.double, upcast(batch), step, streamed)
     except UsageError:
         raise
-    except Exception as error:  # a model that insists on its dtype: there is no yardstick then
+    except Exception as error:  # the model may not run in float64
         own.double_error = summary(error)
         own.double = None
         return None
@@ -297,7 +297,7 @@ def _exact_gradients(
     with TensorWriter(file) as writer, contextlib.ExitStack() as stack:
 
         def leave(name: str, parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:  # and not the first one where backward comes here more than once
+            if parameter.grad is not None:  # may run more than once per backward
                 earlier, gradient = writer.get(name), dense(parameter.grad)
                 writer.add(name, gradient if earlier is None else earlier + gradient)
                 parameter.grad = None
@@ -313,10 +313,10 @@ def _exact_gradients(
 
 
 def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, float]:
-    """By parameter, how far its gradient moves with the last digit of parameters and batch; zeros where that is more.
+    """Return how far gradients move with the last digit of parameters and batch.
 
-    Rounding on the way does no more than such a change of what goes in (backward error analysis: N. Higham, Accuracy
-    and Stability of Numerical Algorithms, 2002, section 1.5).
+    All zeros if the change is too large for rounding. Rounding errors are equivalent to such input perturbations
+    (backward error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).
     """
     gradients = own.step.gradients
     nothing = dict.fromkeys(gradients, 0.0)
@@ -334,7 +334,7 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, 
             for parameter in own.module.parameters():
                 parameter.copy_(moved(parameter))
         again, _ = _gradients(own, own.module, tree_map(moved, batch), step)
-    except Exception:  # a model that insists on the values of its batch
+    except Exception:  # the model may reject perturbed inputs
         return nothing
     finally:
         own.rewind(own.module)
@@ -344,9 +344,9 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, 
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
-    """The averaged gradients of the ranks against those of the last `run_step`.
+    """Compare the ranks' averaged gradients with those of the last `run_step`.
 
-    `trained` require grad on the ranks: what a wrapper has frozen or added is not compared.
+    `trained` parameters require grad on the ranks: parameters that a wrapper froze or added are not compared.
     """
     own: SingleProcess = this_rank.state["single"]
     data = own.step
@@ -355,8 +355,8 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
     names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)
     noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]
-    # Where so much is lost to rounding that single numbers tell nothing, a factor common to all is seen all the same:
-    # the more numbers, the less of it is rounding, which may be of any size in one that should be zero.
+    # If rounding is too large to compare single values, a common factor of all values is still detectable: its
+    # rounding error shrinks with the number of values.
     if noisy:
         ratio, residual = fit({name: averaged[name] for name in noisy}, [data.gradients])
         numbers = sum(averaged[name].numel() for name in noisy)

@@ -1,1 +1,1 @@
-"""The state of a rank: its module, its random numbers, its samples, and what lies outside of modules."""
+"""State of a rank: module, random numbers, samples, and state outside of modules."""

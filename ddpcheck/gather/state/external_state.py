@@ -1,6 +1,6 @@
-"""State that a recipe keeps outside of its modules: counters, averages and generators in globals, closures, objects.
+"""Recipe state outside of modules: counters, averages and generators in globals and closures.
 
-A step is run several times, and each run must find what the first one found.
+A step runs several times, and each run must start from the same state.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ddpcheck.gather.state.randomness import own_generator
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _DEEPEST = 4
-_MOST_ITEMS = 200  # of a container; a vocabulary is no state
-_MOST_ELEMENTS = 1 << 20  # of a tensor; a data set is no state
+_MOST_ITEMS = 200  # per container; larger ones, e.g. a vocabulary, are not state
+_MOST_ELEMENTS = 1 << 20  # per tensor; larger ones, e.g. a data set, are not state
 
 Restore = Callable[[], None]
 
 
 class ExternalState:
-    """The state that functions of a recipe and methods of its modules reach without being given it.
+    """State that recipe functions and module methods reach through globals and closures.
 
-    What is in `ignore`, by identity, is put back by other means.
+    Objects in `ignore` (by `id`) are restored elsewhere.
     """
 
     def __init__(self, functions: Collection[Any], module: nn.Module, ignore: Collection[int]) -> None:
@@ -40,7 +40,7 @@ class ExternalState:
         self._ignore = frozenset(ignore)
 
     def capture(self) -> list[Restore]:
-        """Functions that put the state back to what it is now; see `put_back`."""
+        """Return functions that restore the current state; see `put_back`."""
         undo: list[Restore] = []
         seen = set(self._ignore)
         for root in self._roots:
@@ -49,14 +49,14 @@ class ExternalState:
 
 
 def put_back(undo: Collection[Restore]) -> None:
-    """Put a captured state back; may be done again and again."""
+    """Restore a captured state; may be called repeatedly."""
     with torch.no_grad():
         for step in undo:
             step()
 
 
 def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]) -> Iterator[Restore]:
-    """Closures that bring `value`, and what it holds, back to what they are now; `put` binds it to its name again."""
+    """Yield functions that restore `value` and its contents; `put` rebinds its name."""
     if isinstance(value, reachable.PLAIN):
         yield lambda: put(value)
         return
@@ -73,7 +73,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
 
             yield undo
     elif isinstance(value, nn.Module):
-        if next(value.parameters(), None) is None:  # one that is trained belongs to the step
+        if next(value.parameters(), None) is None:  # modules with parameters are restored with the step
             state = capture_state(value)
             yield lambda: state.restore(value)
     elif (generator := own_generator(value)) is not None:
@@ -95,7 +95,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
         for part in (value.func, *value.args, *value.keywords.values()):
             yield from _remember(part, reachable.unbindable, depth + 1, seen)
     elif type(value) in _CONTAINERS or reachable.is_small_array(value):
-        # Of a subclass, what it gives for a key need not be what it holds.
+        # Skip the items of subclasses: item access may be overridden.
         held = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
         if len(held) > _MOST_ITEMS:
             return
@@ -114,13 +114,13 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
 
 
 def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
-    """A class, a module or an object of the user's: its attributes."""
+    """Remember the attributes of a class, a module or a user object."""
     bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
         if not reachable.is_user_namespace(holder):
             return
     else:
-        bind = vars(holder).__setitem__  # past a `__setattr__` of the user's
+        bind = vars(holder).__setitem__  # bypass a user-defined `__setattr__`
         yield from _remember(type(holder), reachable.unbindable, depth + 1, seen)
     yield _forget_new_numbers(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
@@ -132,7 +132,7 @@ def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
 
 
 def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
-    """Removes names of counters that have come into a namespace since; what is made once, and a flag for it, stay."""
+    """Return a function that deletes new counters; cached objects and flags stay."""
     before = frozenset(space)
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""Values of tensors of any kind, many small ones at once too, and fingerprints: equal for equal ones on any rank."""
+"""Tensor values of any layout, small tensors in batches, and fingerprints across ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-PLAIN = (torch.Tensor, nn.Parameter)  # the types of tensors that hold their values themselves
+PLAIN = (torch.Tensor, nn.Parameter)  # tensor types that store their values themselves
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a `DTensor`, of which a rank holds a shard or a replica."""
+    """Return True if `tensor` is a `DTensor` (shard or replica on this rank)."""
     if type(tensor) in PLAIN:
         return False
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -26,23 +26,22 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, detached; of a `DTensor`, what this rank holds of it, in the same memory."""
+    """Return `tensor` detached; for a `DTensor`, its local tensor, sharing memory."""
     detached: Any = tensor.detach()
     local: torch.Tensor = detached.to_local() if is_shard(detached) else detached
     return local
 
 
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """The values of `tensor` as dense tensors: one, or those of a nested one's parts; none where there are none.
+    """Return the values of `tensor` as dense tensors, or None if not readable.
 
-    Of a `DTensor` they are what this rank holds; an operation on the whole may be a collective.
-
-    There are none on the meta device, in a fake tensor, in one whose memory has been freed, and in a subclass that does
-    not compute what is asked of it here. Such tensors are compared by what they have: shape and dtype.
+    Several for a nested tensor; local values for a `DTensor`, whose full values may need a collective. Not readable:
+    meta and fake tensors, freed storage, and subclasses without the operations used here. Such tensors are compared by
+    shape and dtype.
     """
     try:
         value = own_part(tensor)
-        if is_plain(value):  # as nearly all are
+        if is_plain(value):  # fast path
             return (value,) if has_memory(value) else None
         if value.is_nested:
             parts = [plain_values(part) for part in value.unbind()]
@@ -55,26 +54,26 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return (value,) if has_memory(value) else None
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, AssertionError):  # what an operation raises that torch or a subclass lacks
+    except (RuntimeError, TypeError, AssertionError):  # operation not supported by torch or the subclass
         return None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` is dense and stores its values itself, neither conjugated nor negated."""
+    """Return True if `tensor` stores dense values itself, neither conjugated nor negated."""
     if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements are there; to read those of a storage that was freed ends the process."""
+    """Return True if the storage has all elements; reading freed storage crashes."""
     if tensor.is_meta:
         return False
     if type(tensor) not in PLAIN:
         if isinstance(tensor, torch._subclasses.FakeTensor):
             return False
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return True  # it holds others; an operation of it says so where it cannot be read
+            return True  # wrapper subclass: its operations raise if not readable
     count = tensor.numel()
     if count and not tensor.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -83,18 +82,18 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """The address of the memory of a tensor, which others may share; of one without, as a sparse one, the object's."""
+    """Return the memory address (maybe shared), or the `id` of e.g. sparse tensors."""
     has_address = type(tensor) in PLAIN and tensor.layout == torch.strided and has_memory(tensor)
     return tensor.data_ptr() if has_address else id(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written in place; -1 for one of inference mode, of which torch does not know."""
+    """Return the in-place version counter of a tensor; -1 for inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of `tensor`; -1 for a size that is not the same everywhere in it."""
+    """Return the shape of `tensor`, with -1 for ragged sizes of nested tensors."""
     if not tensor.is_nested:
         return tuple(tensor.shape)
     sizes = [-1] * tensor.dim()
@@ -108,17 +107,17 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 _kind = attrgetter("dtype", "layout", "is_nested", "is_meta")
-_READABLE = {  # not what is quantized, and not what is complex, which may be a conjugate
+_READABLE = {  # no quantized dtypes; no complex dtypes, which may be conjugated
     (getattr(torch, name), torch.strided, False, False)
     for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
 }
-_SMALL = 1 << 16  # bytes of a tensor up to which it is taken together with others
-_AT_ONCE = 1 << 22  # bytes that are taken together
-_Found = tuple[Sequence[str], torch.Tensor]  # numbers of each of these, a row each
+_SMALL = 1 << 16  # max bytes of a tensor that is batched with others
+_AT_ONCE = 1 << 22  # max bytes per batch
+_Found = tuple[Sequence[str], torch.Tensor]  # names, and one row of numbers per name
 
 
 class Rows(NamedTuple):
-    """Tensors with as many elements, of one dtype, on one device: a row each, by name."""
+    """Tensors of equal shape, dtype and device, stacked as rows, by name."""
 
     names: Sequence[str]
     values: torch.Tensor
@@ -126,7 +125,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InRows:
-    """Tensors of which several things are computed: `rows` are copies of the small ones, and `others` are the rest."""
+    """Tensors for several computations: small ones copied to `rows`, the rest in `others`."""
 
     names: Sequence[str]
     rows: list[Rows]
@@ -134,7 +133,7 @@ class InRows:
 
 
 def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
-    """Put the small ones among these into rows, unless they are in rows."""
+    """Put the small tensors into rows, unless already done."""
     if isinstance(tensors, InRows):
         return tensors
     others = {name: tensor for name, tensor in tensors.items() if not is_small(tensor)}
@@ -143,7 +142,7 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
 
 
 def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
-    """Tensors for which `is_small` holds, in rows."""
+    """Return tensors that satisfy `is_small` in rows."""
     alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in small.items():
         alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
@@ -158,19 +157,19 @@ def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is taken together with others: what can be read as it is. Asked of each, so by few questions."""
+    """Return True if a tensor can be batched; hot path with few checks."""
     if type(tensor) not in PLAIN or _kind(tensor) not in _READABLE or tensor.is_neg():
         return False
     size = tensor.nbytes
     if not 0 < size <= _SMALL:
         return False
-    if tensor.is_contiguous():  # as nearly all are
+    if tensor.is_contiguous():  # fast path
         return tensor.untyped_storage().nbytes() >= size + tensor.storage_offset() * tensor.itemsize
     return has_memory(tensor)
 
 
 def numbers_of(found: Iterable[_Found]) -> dict[str, tuple[Any, ...]]:
-    """What is found of rows, as many numbers of each, by name, with one transfer from each device; of one dtype."""
+    """Return the numbers per row by name, all of one dtype, transferred together."""
     numbers: dict[str, tuple[Any, ...]] = {}
     for names, values in _on_cpu(found):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
@@ -178,7 +177,7 @@ def numbers_of(found: Iterable[_Found]) -> dict[str, tuple[Any, ...]]:
 
 
 def floats_of(found: Iterable[_Found]) -> dict[str, array[float]]:
-    """The same as single precision, of which no number becomes an object of Python."""
+    """Return the numbers per row in float32 arrays, without Python float objects."""
     numbers: dict[str, array[float]] = {}
     for names, values in _on_cpu((names, values.float()) for names, values in found):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
@@ -198,35 +197,35 @@ def _on_cpu(found: Iterable[_Found]) -> Iterator[_Found]:
             yield names, part.view(len(names), -1)
 
 
-_CHUNK = 1 << 19  # bytes that are taken at once; half a megabyte stays in a core's cache
+_CHUNK = 1 << 19  # bytes per chunk; fits into the cache of a core
 _MASK = (1 << 64) - 1
 
 
 def digest_of(value: object) -> str:
-    """A digest of fixed size of plain data, equal for equal data."""
+    """Return a fixed-size digest of plain data, equal for equal data."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit fingerprint of the bits of `tensor`, computed where the tensor is.
+    """Return a 64-bit fingerprint of the bits of `tensor`, computed on its device.
 
-    Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bits are taken eight
-    bytes at a time (the last ones with zeros), folded so that no bit is only at the top (there a product forgets its
-    weight), weighted by a pseudo-random odd number for each place, and summed modulo 2**64. Of a tensor without values
-    that can be read (`plain_values`), shape and dtype count.
+    Equal bits give equal fingerprints (so -0.0 and 0.0 differ, and a NaN equals itself). The bytes are read as 64-bit
+    words (zero-padded), folded so that no bit is only in the top position (where a product loses its weight),
+    multiplied by pseudo-random odd weights per position, and summed modulo 2**64. For a tensor whose values are not
+    readable (`plain_values`), shape and dtype are hashed.
     """
     values = plain_values(tensor)
     if values is not None and len(values) == 1:
         try:
             return _of_bits(values[0])
-        except (NotImplementedError, TypeError):  # of a subclass, which lacks an operation
+        except (NotImplementedError, TypeError):  # operation not supported by a subclass
             values = None
     parts = None if values is None else [fingerprint(value) for value in values]
     return int(digest_of((parts, shape_of(tensor), str(tensor.dtype)))[:15], 16)
 
 
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[str, int]:
-    """The fingerprint of each tensor by name, as `fingerprint` gives it; small tensors are taken together."""
+    """Return the `fingerprint` of each tensor by name; small tensors are batched."""
     given = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
     sums = numbers_of((names, sums_of_rows(values)) for names, values in given.rows)
     found = {name: fingerprint(tensor) for name, tensor in given.others.items()}
@@ -245,14 +244,14 @@ def _of_bits(value: torch.Tensor) -> int:
 
 
 def sums_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each row, as `fingerprint` takes it."""
+    """Return the weighted sum of each row, as used by `fingerprint`."""
     octets = rows.view(torch.uint8)
     missing = -octets.shape[1] % 8
-    if missing or octets.storage_offset() % 8:  # a view into a bucket, say: words of eight bytes must be aligned
+    if missing or octets.storage_offset() % 8:  # e.g. a view into a bucket; 8-byte words must be aligned
         octets = nn.functional.pad(octets, (0, missing))
     words = octets.view(torch.int64)
     mixed = words >> 32
-    mixed &= 0xFFFFFFFF  # the shift copies the sign, and would make a word look like its complement
+    mixed &= 0xFFFFFFFF  # arithmetic shift: without the mask, a word collides with its complement
     mixed ^= words
     mixed *= _weights(words.device, words.shape[1])[: words.shape[1]]
     return mixed.sum(1)
@@ -266,11 +265,11 @@ _WEIGHTS: dict[torch.device, torch.Tensor] = {}
 
 
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """At least `count` pseudo-random odd numbers, the same in every process."""
+    """Return at least `count` pseudo-random odd numbers, the same in every process."""
     known = _WEIGHTS.get(device)
     if known is None or len(known) < count:
         index = torch.arange(1, (1 << max(count, 64).bit_length()) + 1, dtype=torch.int64, device=device)
         mixed = index * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
-        mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # the constants of splitmix64
+        mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687  # splitmix64 constants
         known = _WEIGHTS[device] = ((mixed ^ (mixed >> 27)) * -7723592293110705685) | 1
     return known

@@ -1,4 +1,4 @@
-"""The description of a module on one rank: plain data that can be compared across ranks without moving a tensor."""
+"""Description of a module on one rank, comparable across ranks without moving tensors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ddpcheck.gather.state.module_state import original_class
 
 @dataclass(slots=True)
 class Origins:
-    """Where parameters, buffers and modules were registered, by identity.
+    """Registration lines of parameters, buffers and modules, by `id`.
 
-    The objects are kept alive so that an identity cannot be used twice.
+    Keeps the objects alive so that no `id` is reused.
     """
 
     _lines: dict[int, Location] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Origins:
     _alive: list[object] = field(default_factory=list)
 
     def note(self, holder: object, name: str, where: Location | None, thing: object = None) -> None:
-        """Remember that `thing` was put under `name` of `holder` at `where`, or something taken away; the last wins."""
+        """Record that `where` set `name` of `holder` to `thing` or deleted it."""
         if where is not None:
             self._places[id(holder), name] = where
             self._alive += [holder, thing]
@@ -48,18 +48,18 @@ class Origins:
                 self._lines[id(thing)] = where
 
     def of_place(self, holder: object, name: str) -> Location | None:
-        """The line that has last put something under `name` of `holder`, or taken it away, as far as that was seen."""
+        """Return the last recorded line that set or deleted `name` of `holder`."""
         return self._places.get((id(holder), name))
 
     def of(self, thing: object) -> Location | None:
-        """The line that registered `thing`, as far as it was."""
+        """Return the line that registered `thing`, if recorded."""
         return self._lines.get(id(thing))
 
     def of_name(self, module: nn.Module, name: str) -> Location | None:
-        """The line that made the parameter, buffer or module `name` of `module`, else its nearest known parent.
+        """Return the line that created `name` in `module`, or its nearest known parent.
 
-        Copies made by `copy.deepcopy` (the layers of `nn.TransformerEncoder`, say) are not registered one by one;
-        for them the line of the module that holds them is the best answer.
+        Copies made by `copy.deepcopy` (e.g. the layers of `nn.TransformerEncoder`) are not registered one by one; the
+        line of the containing module is returned for them.
         """
         found: Location | None = None
         current: object = module
@@ -73,10 +73,10 @@ class Origins:
 
 @contextlib.contextmanager
 def record_origins() -> Iterator[Origins]:
-    """Record every registration of a parameter, buffer or module, and each that is deleted, while the block runs.
+    """Record registrations and deletions of parameters, buffers and modules in the block.
 
-    Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook`
-    and its two sisters); there is none for deletion.
+    Uses torch's public registration hooks (`torch.nn.modules.module.register_module_parameter_registration_hook` and
+    its counterparts for buffers and modules). There is no hook for deletion: `nn.Module.__delattr__` is patched.
     """
     origins = Origins()
 
@@ -101,7 +101,7 @@ _LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 class Parts(NamedTuple):
-    """What a module consists of, itself included, each by its first name; and every name of each parameter."""
+    """Submodules, parameters and buffers by first name, and all names per parameter."""
 
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: nn.Module) -> Parts:
-    """Find them, in one walk: torch's own methods take one each, and nearly as long for each as this."""
+    """Collect all parts of a module in one walk; torch needs several."""
     modules, seen = {}, set()
     names: dict[int, list[str]] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
@@ -129,36 +129,36 @@ def parts_of(module: nn.Module) -> Parts:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 buffers.setdefault(id(buffer), (prefix + name, buffer))
-    if type(module).named_parameters is not nn.Module.named_parameters:  # as DDP asks for them
+    if type(module).named_parameters is not nn.Module.named_parameters:  # an override, which DDP calls as well
         parameters = dict(module.named_parameters())
     return Parts(modules, parameters, dict(buffers.values()), [*names.values()])
 
 
 class KnownParts:
-    """The parts of one module, and its structure, which are found again where something in it is another than before.
+    """Cached parts and structure of one module, recomputed after a change.
 
-    To see whether it is takes a third of the time.
+    Checking for a change takes a third of the time of a new walk.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._parts: Parts | None = None
-        self._marks: tuple[list[str], list[int]] = ([], [])  # names and identities of all that is in it
-        self._structure: tuple[Parts, Any, ModuleDescription] | None = None  # with what it was made of
+        self._marks: tuple[list[str], list[int]] = ([], [])  # names and ids of all parts, to detect changes
+        self._structure: tuple[Parts, Any, ModuleDescription] | None = None  # with the inputs that it was computed from
 
     def now(self) -> Parts:
-        """What it consists of now."""
+        """Return the current parts."""
         if self._parts is None or _marked(self._parts) != self._marks:
             self._parts = parts = parts_of(self.module)
             self._marks = _marked(parts)
             own = any(type(part).named_modules is not nn.Module.named_modules for part in parts.modules.values())
-            if own or type(self.module).named_parameters is not nn.Module.named_parameters:  # of which nothing is known
+            if own or type(self.module).named_parameters is not nn.Module.named_parameters:  # cannot detect changes
                 self._parts = None
             return parts
         return self._parts
 
     def structure(self, parts: Parts) -> ModuleDescription:
-        """As `structure_of` gives it; `parts`: as they are now."""
+        """Return `structure_of` the module; `parts` must be current."""
         looks = _looks_of(parts)
         known = self._structure
         if known is None or known[0] is not parts or known[1] != looks or looks is None:
@@ -178,7 +178,7 @@ def _marked(parts: Parts) -> tuple[list[str], list[int]]:
 
 
 def _looks_of(parts: Parts) -> Any:
-    """What a description of these says beside names; `None` where a tensor is of a kind that does not tell."""
+    """Return the tensor and module properties in a description, or None if unknown."""
     tensors, modules = [*parts.parameters.values(), *parts.buffers.values()], parts.modules.values()
     try:
         shown = [*map(_LOOKS, tensors)], [*map(torch.Tensor.stride, tensors)]
@@ -188,7 +188,7 @@ def _looks_of(parts: Parts) -> Any:
 
 
 def describe(module: nn.Module) -> ModuleDescription:
-    """Describe everything about `module` that DDP takes to be the same on every rank."""
+    """Describe everything about `module` that DDP assumes equal on all ranks."""
     return replace(
         structure_of(module),
         state=tuple(
@@ -200,7 +200,7 @@ def describe(module: nn.Module) -> ModuleDescription:
 
 
 def structure_of(module: nn.Module, parts: Parts | None = None) -> ModuleDescription:
-    """As `describe`, without any values: that of tensors that are held without being registered is not there."""
+    """Return `describe` without values and without unregistered tensors."""
     parts = parts or parts_of(module)
     tensors = *parts.parameters.items(), *parts.buffers.items()
     return replace(
@@ -215,7 +215,7 @@ def structure_of(module: nn.Module, parts: Parts | None = None) -> ModuleDescrip
 
 
 def layout_of(module: nn.Module) -> ModuleDescription:
-    """The parameters and buffers of `module`, without their values and all else."""
+    """Return the parameters and buffers of `module` without values."""
     return _layout(dict(module.named_parameters()), dict(module.named_buffers()))
 
 
@@ -239,18 +239,18 @@ def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
 
 
 def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
-    """The modules of `module`, the first MOST_MODULES of them, each with its own parameters."""
+    """Return the first MOST_MODULES submodules, each with its own parameters."""
     entries = {}
     for name, submodule in itertools.islice(module.named_modules(), MOST_MODULES):
         own = dict(submodule.named_parameters(recurse=False))
         elements = sum(parameter.numel() for parameter in own.values() if not isinstance(parameter, _LAZY))
-        path = plain_module(name)  # a compiled module gives way to the one in it
+        path = plain_module(name)  # replaces a compiled module by its inner module
         entries[path] = ModuleEntry(path, class_name(submodule), tuple(own), elements)
     return tuple(entries.values())
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of its class; of a module that is compiled, scripted or sharded, of the class as it is written."""
+    """Return the original class name of a (compiled, scripted or sharded) module."""
     while (inner := dict(module.named_children()).get("_orig_mod")) is not None:
         module = inner
     if isinstance(module, torch.jit.ScriptModule):
@@ -259,5 +259,5 @@ def class_name(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> str:
-    """The options of torch's own layers; what a user's class says of itself may well name the rank."""
+    """Return `extra_repr` of torch's layers; a user's `extra_repr` may contain the rank."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""

@@ -1,4 +1,4 @@
-"""The state of a module that a training step may change, captured and restored."""
+"""Capture and restore module state that a training step may change."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file
 
 @dataclass(slots=True)
 class ModuleState:
-    """All that a training step may change in a module: parameters, buffers, unregistered tensors, plain attributes."""
+    """Module state changed by a step: parameters, buffers, unregistered tensors, plain attributes."""
 
-    tensors: Mapping[str, torch.Tensor]  # parameters and buffers, copied
-    # Tensors that are held without being registered, copied, by their path in `unregistered_tensors`.
+    tensors: Mapping[str, torch.Tensor]  # copies of parameters and buffers
+    # Copies of unregistered tensors, by path in `unregistered_tensors`.
     held: dict[str, torch.Tensor] = field(default_factory=dict)
-    # By submodule: numbers, words, None, small containers of them, generators, and the same of helper objects; an
-    # attribute that holds a tensor is there as that tensor.
+    # By submodule: plain values, small containers of plain values, generators, helper objects, and tensor attributes
+    # (by reference).
     plain: list[dict[str, Any]] = field(default_factory=list)
-    file: Path | None = None  # which has the parameters, if not the tensors
+    file: Path | None = None  # file of the parameters, if not in `tensors`
 
     def restore(self, module: nn.Module, mapped: Collection[str] = ()) -> None:
-        """Put the state into `module`, which must be built alike; tensors are copied in place where they fit.
+        """Restore the state into `module`, in place for tensors of the same shape.
 
-        Parameters called as in `mapped` get the memory of the file in its place, until they are written to; those of
-        another dtype that of a file made of it.
+        Parameters in `mapped` are mapped copy-on-write from the state's file, or from a converted file if the dtype
+        differs.
         """
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
         own = dict(_registered(module))
         dtypes = {name: own[name].dtype for name in mapped if name in own}
         fresh = _mapped(self.file, dtypes) if self.file is not None and dtypes else {}
-        held = dict(_held(module)) if self.held else {}  # a search through the whole module
+        held = dict(_held(module)) if self.held else {}  # expensive: searches the whole module
         with torch.no_grad():
             for targets, source in ((own, self.tensors), (held, self.held)):
                 for name, saved in source.items():
@@ -55,12 +55,12 @@ class ModuleState:
                     if name in fresh:
                         targets[name].data = fresh[name]
                     else:
-                        with contextlib.suppress(RuntimeError):  # an expanded tensor, whose elements share their memory
+                        with contextlib.suppress(RuntimeError):  # expanded tensor: elements share memory
                             targets[name].detach().copy_(saved)
 
 
 def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """The tensors in a file called as in `dtypes`, each in the dtype there."""
+    """Return the tensors in `file` named in `dtypes`, converted to the given dtype."""
     plain = TensorFile(file, keep=True)
     found = {name: plain[name] for name in dtypes if name in plain}
     others = [name for name, tensor in found.items() if tensor.dtype != dtypes[name]]
@@ -71,7 +71,7 @@ def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Te
 
 
 def buffers_left_out(module: nn.Module) -> frozenset[str]:
-    """The buffers that a state dict leaves out (`persistent=False`), by name."""
+    """Return the names of non-persistent buffers, which a state dict omits."""
     parts: list[tuple[str, Any]] = list(module.named_modules())
     return frozenset(
         f"{path}.{name}" if path else name for path, part in parts for name in part._non_persistent_buffers_set
@@ -79,7 +79,7 @@ def buffers_left_out(module: nn.Module) -> frozenset[str]:
 
 
 def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """`module` on `device`, but for what is on the meta device: it has no values, and stays where it is."""
+    """Move `module` to `device`, except meta tensors, which have no values."""
     if not any(tensor.is_meta for _, tensor in _registered(module)):
         return module.to(device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
@@ -87,13 +87,13 @@ def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
-    """A copy of the state of `module`; the tensors of `into`, an earlier one, are used again where they fit."""
+    """Copy the state of `module`, reusing the tensors of `into` if they match."""
     old = into.tensors if into is not None else {}
     return _captured(module, {name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)})
 
 
 def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
-    """The state that a forward pass may change: unregistered tensors, plain attributes, and buffers where asked."""
+    """Copy the state that forward may change: attributes, unregistered tensors, optionally buffers."""
     return _captured(module, {name: b.detach().clone() for name, b in module.named_buffers()} if buffers else {})
 
 
@@ -122,7 +122,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_parameters(module: nn.Module) -> frozenset[str]:
-    """The names of the parameters whose memory can be another one: nothing else in `module` shares it."""
+    """Return the names of parameters that share memory with no other tensor."""
     tensors = [tensor for some in (_registered(module), unregistered_tensors(module)) for _, tensor in some]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
     return frozenset(
@@ -133,7 +133,7 @@ def own_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
-    """Write the parameters that are `own_parameters` into a file that goes with them; returns their names."""
+    """Move the `own_parameters` to an unlinked mapped file; return their names."""
     settle_allocator()
     names = own_parameters(module)
     parameters = dict(module.named_parameters())
@@ -144,9 +144,9 @@ def move_to_file(module: nn.Module, file: Path) -> frozenset[str]:
 
 
 def release(module: nn.Module, names: Collection[str], dtype: torch.dtype | None = None) -> None:
-    """Let go of the memory of parameters, until `ModuleState.restore` maps them: meanwhile they are zeros.
+    """Free the memory of parameters until `ModuleState.restore`; they read as zeros.
 
-    With a `dtype`, floating-point ones are of that from then on.
+    If `dtype` is set, floating-point parameters are converted to it.
     """
     for name, parameter in module.named_parameters():
         if name in names:
@@ -154,12 +154,12 @@ def release(module: nn.Module, names: Collection[str], dtype: torch.dtype | None
             parameter.data = parameter.new_zeros((), dtype=kept).expand(parameter.shape)
 
 
-_MOST_PLAIN = 200  # items of a container that a step may change; a vocabulary is not state
+_MOST_PLAIN = 200  # per container; larger ones, e.g. a vocabulary, are not state
 _DEEPEST_PLAIN = 3
 
 
 def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """The part of `attributes` that a step may change without touching a registered tensor."""
+    """Return the `attributes` that a step may change without writing a registered tensor."""
     found: dict[str, Any] = {}
     for key, value in attributes.items():
         if key in MODULE_INTERNALS and key != "training":
@@ -167,7 +167,7 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
         if isinstance(value, PLAIN):
             found[key] = value
         elif isinstance(value, torch.Tensor) and not value.is_nested:
-            found[key] = value  # put back where it was replaced; its elements are copied with the other tensors
+            found[key] = value  # rebinds a replaced tensor; values are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
             found[key] = copy.copy(value)
         elif is_small_array(value):
@@ -186,7 +186,7 @@ class _Helper:
 
 @dataclass(slots=True)
 class _Drawn:
-    """The state of a generator that a module holds."""
+    """State of a random generator in a module."""
 
     state: Any
 
@@ -219,19 +219,19 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
 
 
 def copied_module(module: nn.Module) -> nn.Module:
-    """A copy of `module` that shares no tensor with it.
+    """Return a copy of `module` that shares no tensor with it.
 
-    A tensor that an operation has made (the `weight` of `torch.nn.utils.weight_norm`, a feature map that is kept) has
-    its values in the copy and not its graph: `copy.deepcopy` refuses it.
+    Non-leaf tensors (e.g. the `weight` of `torch.nn.utils.weight_norm`, a cached feature map) are copied without graph,
+    since `copy.deepcopy` refuses non-leaf tensors.
     """
     made = {id(tensor): tensor for _, tensor in unregistered_tensors(module) if not tensor.is_leaf}
     return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in made.items()})
 
 
 def differs_in_structure(one: nn.Module, other: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
-    """Whether a wrapper has changed a module: other classes, or other names or shapes of parameters.
+    """Return True if classes or parameter names or shapes differ.
 
-    With the shapes of the `wholes` of those of which `one` has a part, in whatever order DDP has put them.
+    If `wholes` has the full shapes of parameters of which `one` has a part, order is ignored: DDP reorders.
     """
     own = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(one).items()]
     others = [(name, p.shape) for name, p in named_parameters(other).items()]
@@ -243,13 +243,13 @@ def _classes(module: nn.Module) -> list[tuple[str, type]]:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class of which `module` was made, where `fully_shard` or `replicate` has put another in its place."""
+    """Return the class of `module` before `fully_shard` or `replicate` replaced it."""
     added = sharding_classes()
     return next(one for one in type(module).__mro__ if not (added and issubclass(one, added)))
 
 
 def sharding_classes() -> tuple[type, ...]:
-    """The classes that `fully_shard` and `replicate` add to the bases of a module's, as far as they are imported."""
+    """Return the base classes added by `fully_shard` and `replicate`, if imported."""
     places = (("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed._composable.replicate", "DDP"))
     found = (getattr(sys.modules.get(module), name, None) for module, name in places)
     return tuple(one for one in found if isinstance(one, type))

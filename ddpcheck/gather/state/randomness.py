@@ -1,6 +1,6 @@
-"""Random numbers: the same where two runs are compared, told apart where they are not, and silent on demand.
+"""Random numbers: seeding, detection of draws, and reproducible or constant replacements.
 
-Those that belong to a sample are the same on the rank that has it and in the global batch.
+Numbers that belong to a sample are the same on its rank and in the global batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpcheck.worlds.generators import generators, set_generators
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's (where it is in use) and torch's global generators, on every device."""
+    """Seed the global generators of Python, numpy (if imported) and torch."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -36,21 +36,21 @@ def seed_everything(seed: int) -> None:
 
 @functools.cache
 def _is_cpu_all_there_is() -> bool:
-    """Whether no other device has a generator; `torch.manual_seed` takes 5 ms then, to note the stack for each kind.
+    """Return True if only the CPU has a generator; `torch.manual_seed` is slow then.
 
-    A kind of device that is not in use yet gets a queued call with a formatted stack (torch/cuda/__init__.py,
-    `_lazy_call`), again and again, and a check seeds a dozen times a rank.
+    For each uninitialized device type it queues a call with a formatted stack (torch/cuda/__init__.py, `_lazy_call`), 5
+    ms in total, and a check seeds a dozen times per rank.
     """
-    if torch.cuda.device_count():  # which asks without taking a GPU into use, so that a rank can still fork workers
+    if torch.cuda.device_count():  # does not initialize CUDA, so a rank can still fork workers
         return False
     accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
     return accelerator is not None and not accelerator.is_available()
 
 
 def settle_device(device: torch.device) -> None:
-    """Have a GPU's kernels chosen and run the same way every time, as far as they can; nothing to do on a CPU.
+    """Make GPU kernels as deterministic as possible; no-op on CPU.
 
-    See https://docs.pytorch.org/docs/stable/notes/randomness.html; what stays in no fixed order is measured.
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html; remaining nondeterminism is measured.
     """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -59,7 +59,7 @@ def settle_device(device: torch.device) -> None:
 
 
 def mixed_seed(seed: int, *parts: int) -> int:
-    """A seed for one purpose, well apart from its neighbours (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Derive a seed for one purpose (splitmix64 finalizer, Steele et al. 2014)."""
     value = seed & 0xFFFFFFFFFFFFFFFF
     for part in parts:
         value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & 0xFFFFFFFFFFFFFFFF
@@ -71,7 +71,7 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OwnGenerator:
-    """A generator of the user's own: the library that it belongs to, and how its state is read and set."""
+    """Access to a user's random generator: its library, and state getter and setter."""
 
     library: str
     read: Callable[[], Any]
@@ -79,7 +79,7 @@ class OwnGenerator:
 
 
 def own_generator(value: Any) -> OwnGenerator | None:
-    """How to deal with `value` where it is a generator of random numbers, which is watched from then on."""
+    """Return access to `value` if it is a random generator, and watch it."""
     if isinstance(value, torch.Generator):
         found = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
@@ -96,15 +96,15 @@ def own_generator(value: Any) -> OwnGenerator | None:
 
 
 def _of_numpy(name: str) -> tuple[type, ...]:
-    """A class of numpy.random, where that is in use."""
+    """Return a class of numpy.random, or () if not imported."""
     return (getattr(sys.modules["numpy.random"], name),) if "numpy.random" in sys.modules else ()
 
 
-_watched: dict[int, OwnGenerator] = {}  # those that the recipe holds; what reads their state keeps them alive
+_watched: dict[int, OwnGenerator] = {}  # generators of the recipe by `id`; kept alive by their `read`
 
 
 def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
-    """The states of the generators of torch, random and numpy, the global ones and the recipe's; see `drawn_since`."""
+    """Return the states of global and watched generators; see `drawn_since`."""
     states: dict[tuple[str, int], Any] = {("random", 0): random.getstate(), ("torch", 0): torch.get_rng_state()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -113,19 +113,19 @@ def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
         states["torch", 1] = torch.cuda.get_rng_state(device)
     for key, own in _watched.items():
         states[own.library, key] = repr(own.read()) if own.library == "numpy" else own.read()
-    # As bytes, which can be compared; by way of a list, since numpy may not be there.
+    # Convert to bytes for comparison; via a list, since numpy may be missing.
     return {key: bytes(s.tolist()) if isinstance(s, torch.Tensor) else s for key, s in states.items()}
 
 
 def drawn_since(before: Mapping[tuple[str, int], Any], device: torch.device) -> frozenset[str]:
-    """The libraries from whose generators numbers were drawn since `before`."""
+    """Return the libraries whose generator states differ from `before`."""
     now = generator_states(device)
     return frozenset(library for (library, key), state in before.items() if now.get((library, key)) != state)
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """The random numbers that are drawn in the block are given once more after it."""
+    """Restore all generator states after the block."""
     states = generators(thorough=True)
     try:
         yield
@@ -137,13 +137,13 @@ _MOST_DRAWS = 10_000
 
 
 class QuietRandomness(TorchDispatchMode):
-    """While active, torch's random operations give one constant each, so that no result depends on which rank drew it.
+    """Replace results of torch's random operations by constants while active.
 
-    A sharded run and a run of the global batch cannot draw the same numbers for the same sample. With constants in
-    their place (dropout keeps everything) both compute the same deterministic function, forward, backward and where
-    a checkpoint computes its forward again. Scalars drawn by Python's `random` or numpy agree by their seed.
+    A sharded run and a run of the global batch cannot draw the same numbers for a sample. With constants (dropout keeps
+    everything) both compute the same deterministic function, in forward, backward and checkpoint recomputation. Scalars
+    drawn by Python's `random` or numpy agree by their seed.
 
-    A loop that draws until it likes what it gets would never end: after 10,000 draws the real numbers come.
+    After 10,000 draws real numbers are returned, so that rejection sampling loops end.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @passes_on
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A randomised leaky ReLU with the middle of its range as the slope."""
+    """Randomized leaky ReLU with the midpoint of its range as slope."""
     value, noise = args[0], args[1]
     lower = args[2] if len(args) > 2 else kwargs.get("lower", 1 / 8)
     upper = args[3] if len(args) > 3 else kwargs.get("upper", 1 / 3)
@@ -219,7 +219,7 @@ def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @passes_on
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with every argument called dropout or dropout_p at 0."""
+    """Call `func` with all arguments named dropout or dropout_p set to 0."""
     names = [argument.name for argument in func._schema.arguments]
     quiet = list(args)
     for index, name in enumerate(names):
@@ -231,8 +231,8 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*quiet, **kwargs)
 
 
-_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` alike, up to a drop rate of 0.49
-_NORMAL = 0.5  # not 0, which would silence what it multiplies
+_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
+_NORMAL = 0.5  # not 0, which would zero a product
 _QUIET: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
@@ -266,7 +266,7 @@ _QUIET: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def quiet_modules(module: nn.Module) -> Iterator[None]:
-    """While active, recurrent layers drop nothing (their fused kernels draw where no mode sees it)."""
+    """Disable dropout of recurrent layers; their fused kernels draw outside any mode."""
     saved = [(layer, layer.dropout) for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     for layer, _ in saved:
         layer.dropout = 0.0
@@ -283,17 +283,17 @@ NumbersLike = Callable[..., torch.Tensor | None]
 
 
 class SampleRandomness(QuietRandomness):
-    """While active, each sample's part of a random tensor is seeded by that sample; what has no such parts is constant.
+    """Seed each sample's part of a random tensor by sample; else use constants.
 
-    So masks and noise are real ones, and yet a rank and the single process draw the same for a sample. A part is an
-    element of the first dimension that is as long as the batch, or an equal share of the first dimension.
+    Masks and noise are real, yet a rank and the single process draw the same numbers for a sample. A part is one
+    element of the first dimension whose size is the batch size, or an equal share of the first dimension.
 
-    Every operation takes one number from the generator that it would draw from, whatever its size: the parts of the
-    next one differ, and a checkpoint that restores the generator draws the same again.
+    Every operation draws exactly one number from its generator, so the parts of the next operation differ, and a
+    checkpoint that restores the generator draws the same numbers again.
     """
 
     def __init__(self, samples: Sequence[int]) -> None:
-        """`samples`: a number for each sample of the batch, by which its random numbers are seeded."""
+        """Create the mode; `samples` has one seed per sample of the batch."""
         super().__init__()
         self._samples = samples if len(samples) <= _MOST_SAMPLES else ()
 
@@ -319,14 +319,14 @@ class SampleRandomness(QuietRandomness):
             generator.set_state(before)
             result = constants(func, args, kwargs)
             if name == "native_dropout":
-                result = result[0] / max(1 - args[1], 1e-3), result[1]  # as its backward, which is the real one
+                result = result[0] / max(1 - args[1], 1e-3), result[1]  # matches the unreplaced backward
         generator.set_state(after)
         return result
 
     def _numbers(self, like: torch.Tensor, draw: int, *, normal: bool) -> torch.Tensor | None:
-        """Uniform or normal numbers in the shape of `like`; None where that has no part for each sample.
+        """Return random numbers shaped like `like`, or None without a part per sample.
 
-        In float32, so that a model in float64 has the same ones.
+        In float32, so that a model in float64 gets the same numbers.
         """
         count = len(self._samples)
         shape = like.shape
@@ -378,12 +378,12 @@ def _fill_exponential(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -
 
 
 def _waiting(uniform: torch.Tensor) -> torch.Tensor:
-    """Exponential numbers, which are never 0: their logarithm is often taken (a Gumbel softmax)."""
+    """Return exponential numbers, never 0: users take their logarithm (Gumbel softmax)."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
 def _choose(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    """As torch does: without replacement the largest of weight over exponential number, with it by the sums."""
+    """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
     weights = given["self"]
     if weights.dim() != 2 or (found := numbers(drawn if given["replacement"] else weights)) is None:
         return None

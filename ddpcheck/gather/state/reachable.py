@@ -1,6 +1,6 @@
-"""Variables, attributes and items that functions and objects of the user's hold, and how one is put back.
+"""Variables, attributes and items reachable from user functions and objects, and their restoration.
 
-The three that look through them differ in what they look for: `external_state`, `unregistered_leaves`, `program_data`.
+Used by `external_state`, `unregistered_leaves` and `program_data`, which search for different things.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_program, is_user_file
 
-PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values that hold nothing else
+PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values without contents
 
 NUMBERS = (int, float, complex)
 """Types of counters: where one is new, a step has made it. A flag, for something that is made once, is none."""
@@ -25,25 +25,25 @@ _MOST_NUMBERS = 1 << 16
 
 
 class Variable(NamedTuple):
-    """A variable that code of the user's can reach by name."""
+    """Variable that user code reaches by name."""
 
     name: str
-    kind: str  # of variable, in words
+    kind: str  # "global variable", "closure variable", ...
     value: Any
-    bind: Callable[[Any], None]  # binds it to another value; where that cannot be done, does nothing
+    bind: Callable[[Any], None]  # rebinds the variable; no-op if not possible
 
 
 def unbindable(_value: Any) -> None:
-    """Does not bind a variable that cannot have been bound to another value."""
+    """Do nothing: for variables that cannot be rebound."""
 
 
 def function_variables(function: FunctionType) -> Iterator[Variable]:
-    """Variables of a function: its closure, the globals that its code names, its default arguments and attributes."""
+    """Yield the closure, named globals, default arguments and attributes of a function."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
             content = cell.cell_contents
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # empty cell
             continue
         yield Variable(name, "closure variable", content, functools.partial(setattr, cell, "cell_contents"))
     space = function.__globals__
@@ -61,7 +61,7 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
 
 
 def _names(code: CodeType) -> dict[str, None]:
-    """The globals and attributes that code names, and those inside it too."""
+    """Return the global and attribute names in code, including nested code."""
     found: dict[str, None] = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -70,30 +70,30 @@ def _names(code: CodeType) -> dict[str, None]:
 
 
 def is_user_function(function: FunctionType) -> bool:
-    """Whether a function comes from a file of the user's."""
+    """Return True if a function is defined in a user file."""
     return is_user_file(function.__code__.co_filename)
 
 
 def is_user_namespace(holder: type | ModuleType) -> bool:
-    """Whether a class or a module comes from a file of the user's, and not from an installed package."""
+    """Return True if a class or module is user code, outside installed packages."""
     return is_of_program(file_of_class(holder) if isinstance(holder, type) else file_of_module(holder))
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether `value` is an object of the user's that carries attributes (a schedule, say)."""
+    """Return True if `value` is a user object with attributes (e.g. a schedule)."""
     if isinstance(value, nn.Module | type | ModuleType | FunctionType | MethodType):
         return False
-    module = str(type(value).__module__)  # of a class written in C it need not be one
+    module = str(type(value).__module__)  # may not be a str for a C class
     if module.partition(".")[0] in ("torch", "builtins", "numpy", "ddpcheck"):
         return False
     try:
         return isinstance(vars(value), dict)
-    except Exception:  # no attributes, or an object that does not like to be asked
+    except Exception:  # no attributes, or `__dict__` raises
         return False
 
 
 def is_small_array(value: Any) -> bool:
-    """Whether `value` is an array of numpy's, of numbers, that is small enough to be state."""
+    """Return True if `value` is a numeric array small enough to be state."""
     numpy = sys.modules.get("numpy")
     return (
         numpy is not None and type(value) is numpy.ndarray and value.size <= _MOST_NUMBERS and not value.dtype.hasobject
@@ -101,7 +101,7 @@ def is_small_array(value: Any) -> bool:
 
 
 def refill(container: Any, items: Any) -> None:
-    """Put `items` into a list, deque, set, mapping or array in place of its own."""
+    """Replace the contents of a list, deque, set, mapping or array in place."""
     if is_small_array(container):
         if container.flags.writeable and container.shape == items.shape:
             container[...] = items

@@ -1,6 +1,6 @@
-"""Tensors in a folder, of which memory holds one at a time, and weak references to tensors that torch does not notice.
+"""Tensors in files, read one by one, and weak references invisible to torch.
 
-A folder holds the second and third copy of a large model.
+A file has the second and third copy of a large model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ddpcheck.gather.state.fingerprints import PLAIN, has_memory, is_plain
 
 
 def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
-    """A weak reference to a tensor: to be called, as one of `weakref` is."""
+    """Return a callable weak reference to a tensor that `swap_tensors` does not reject."""
     _follow_swaps()
     return _TensorRef(tensor)
 
 
 class _TensorRef:
-    """It holds the only reference to what torch would find, so that it can let go of that."""
+    """Owner of the only weakref visible to torch, which it can drop."""
 
     __slots__ = ("__weakref__", "_found")
 
@@ -57,7 +57,7 @@ def _follow_swaps() -> None:
 
 
 def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
-    """Let go of both; each is the same object afterwards."""
+    """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
     held = [(one, tensor) for tensor in (t1, t2) for one in _holders_of(tensor)]
     for one, _ in held:
         one._found = None
@@ -78,20 +78,20 @@ LARGE = 1 << 28
 
 A check of a smaller one fits into memory as it is, and is a third faster so."""
 
-_SMALL = 1 << 14  # bytes of a tensor that is not worth pages of its own
+_SMALL = 1 << 14  # smaller tensors (bytes) get no pages of their own
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _M_MMAP_THRESHOLD, _RETURNED = -3, 1 << 18
 _VALUES, _INDEX = "values", "index"
 
 
 def is_large(module: nn.Module) -> bool:
-    """Whether copies of `module` are kept in files: it has many parameters, in the memory of this process."""
+    """Return True if copies of `module` are kept in files: large CPU parameters."""
     parameters = [p for p in module.parameters() if type(p) in PLAIN and p.device.type == "cpu"]
     return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
 
 
 class _Place(NamedTuple):
-    start: int  # in the file
+    start: int  # byte offset in the file
     elements: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -99,10 +99,10 @@ class _Place(NamedTuple):
 
 
 class TensorWriter:
-    """Writes tensors into a folder, one after the other; of what is written twice under a name, the last counts."""
+    """Writer of tensors into a folder; later tensors replace earlier ones by name."""
 
     def __init__(self, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)  # what others have mapped of it stays theirs
+        shutil.rmtree(path, ignore_errors=True)  # existing mappings stay valid
         path.mkdir()
         self._path, self._file = path, (path / _VALUES).open("w+b")
         self._places: dict[str, _Place] = {}
@@ -118,14 +118,14 @@ class TensorWriter:
                 torch.save(index, self._path / _INDEX)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; small ones and those that are not dense are copied, and written at the end.
+        """Write a tensor; small and non-dense ones are copied and written on exit.
 
         Raises:
-            UsageError: There is no room for it.
+            UsageError: The disk is full.
         """
         tensor = tensor.detach()
         if not is_dense(tensor) or tensor.nbytes < _SMALL:
-            self._others[name] = tensor.clone()  # of a part of a larger one, all of it would stay
+            self._others[name] = tensor.clone()  # clone: a view would keep its whole storage alive
             return
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.contiguous()
@@ -141,7 +141,7 @@ class TensorWriter:
         self._places[name] = _Place(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def get(self, name: str) -> torch.Tensor | None:
-        """What has been written under `name`."""
+        """Return the tensor written under `name`."""
         place = self._places.get(name)
         if place is None:
             return self._others.get(name)
@@ -150,11 +150,11 @@ class TensorWriter:
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
-    """The tensors in a folder by name, mapped and copied on write: nobody else sees what is written into them.
+    """Tensors in a folder by name, mapped copy-on-write.
 
-    The pages of a tensor are let go of when the next one is asked for, and read again where somebody still needs them;
-    `keep` holds them, which they must be where something is written into them. What comes from another device than the
-    CPU is not mapped, and goes to `device`.
+    Pages of a tensor are released on access to the next one, and read again if still needed; `keep` disables the
+    release, as required if a tensor is written to. Tensors that were not on the CPU are not mapped, but loaded to
+    `device`.
     """
 
     def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
@@ -189,14 +189,14 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
 
 def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Write tensors into a folder, of which each is let go of before the next one is asked for."""
+    """Write tensors into a folder, releasing each before requesting the next."""
     with TensorWriter(path) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
 
 
 def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
-    """The same tensors, in a file that goes with them; `path` is a folder to write them in, and free again."""
+    """Return the tensors mapped from an unlinked file; `path` is a temporary folder."""
     save(tensors, path)
     kept = TensorFile(path, keep=keep)
     shutil.rmtree(path)
@@ -204,10 +204,10 @@ def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, kee
 
 
 def settle_allocator() -> None:
-    """Have this process return the memory of a tensor when it is freed, where its allocator can be told so.
+    """Make this process return freed tensor memory to the system, if glibc allows.
 
-    glibc learns to keep what has been freed, up to 32 MiB at a time (`M_MMAP_THRESHOLD` in mallopt(3)): of the tensors
-    of a large model, as much as all of its gradients.
+    glibc adapts to keep freed blocks of up to 32 MiB (`M_MMAP_THRESHOLD` in mallopt(3)): for a large model, up to the
+    size of all gradients.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -215,7 +215,7 @@ def settle_allocator() -> None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` stores its values itself, in the memory of this process."""
+    """Return True if `tensor` stores its values itself, in this process's CPU memory."""
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Training mode, into which a training loop puts its model before the first step."""
+"""Training mode, which a training loop sets before its first step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ARRIVED_EVALUATING = "model() returns the model in eval mode; it was checked in 
 
 
 def into_training(module: nn.Module) -> bool:
-    """Call `module.train()` as a training loop does; what a `train` of the user's keeps in eval mode stays there.
+    """Call `module.train()`, respecting user overrides that keep parts in eval mode.
 
-    So does what `model()` has put into eval mode inside a module that is in training mode.
+    Parts that `model()` set to eval mode inside a module in training mode stay in eval mode.
 
     Returns:
-        Whether the module itself was in eval mode.
+        True if the module itself was in eval mode.
     """
     evaluating = not module.training
     if not evaluating and not any(_is_overridden(part) for part in module.modules()):
@@ -24,7 +24,7 @@ def into_training(module: nn.Module) -> bool:
     kept = [] if evaluating else [part for part in module.modules() if not part.training]
     if not _is_overridden(module) or _takes_a_mode(module.train):
         module.train()
-    else:  # it trains the model
+    else:  # `train` is the user's training function
         nn.Module.train(module)
     for part in kept:
         part.training = False
@@ -36,7 +36,7 @@ def _is_overridden(module: nn.Module) -> bool:
 
 
 def _takes_a_mode(train: Any) -> bool:
-    """Whether a `train` can be called as that of a module is: without arguments, or with the mode alone."""
+    """Return True if `train` can be called without arguments or only a mode."""
     try:
         given = list(inspect.signature(train).parameters.values())
     except (TypeError, ValueError):

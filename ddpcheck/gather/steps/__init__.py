@@ -1,1 +1,1 @@
-"""A training step of a recipe, how far gradients are from each other, and whether samples are coupled."""
+"""Training step of a recipe, distances between gradients, and coupling of samples."""

@@ -1,4 +1,4 @@
-"""Where samples of a batch come to depend on each other, in a forward pass and through the loss."""
+"""Detect samples of a batch that are coupled in forward or loss."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.recipe.pytree import tree_tensors
 
-_MOST_ELEMENTS = 1 << 26  # of what is kept of one forward pass
+_MOST_ELEMENTS = 1 << 26  # max elements recorded per forward pass
 _SMALL_CHANGE = 1e-2  # relative
-_LARGE_CHANGE = -1e3  # times: losses of these samples are the largest then, or the smallest
-_FELT = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative change of a gradient that is more than rounding
-_MOST_ROWS = 16  # of a part that are looked for in the whole
-_NOT_ROUNDING = 1e3  # times machine eps
+_LARGE_CHANGE = -1e3  # factor: makes the losses of these samples the largest or smallest
+_FELT = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative gradient change above rounding
+_MOST_ROWS = 16  # rows of a part searched in the whole batch
+_NOT_ROUNDING = 1e3  # tolerance in units of machine eps
 
 
 @dataclass(slots=True)
 class _Pass:
-    """Results of a forward pass, of modules and of lines of the user's code, in the order in which they end."""
+    """Results of a forward pass by module and user line, in completion order."""
 
-    # of modules: name, what was given and made, and how many operations there were until the end
+    # of modules: name, inputs, outputs, and number of operations before the end of the call
     calls: list[tuple[str, list[torch.Tensor], list[torch.Tensor], int]] = field(default_factory=list)
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
@@ -45,7 +45,7 @@ class _Pass:
 
 
 class _Operations(TorchFunctionMode):
-    """Keeps what each operation gives that a line of the user's code calls."""
+    """Record the result of each operation called from user code."""
 
     def __init__(self, seen: _Pass) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ class _Operations(TorchFunctionMode):
 def first_coupling(
     module: nn.Module, whole: Callable[[], None], part: Callable[[], None], *, rounding: float = 0.0
 ) -> Coupling:
-    """Find where an output for a sample of a part of the batch is another one than in the whole batch.
+    """Find the first output for a sample that differs between part and batch.
 
-    `whole` and `part` run the loss; `rounding` is what is no difference, relative (0: by the dtype).
+    `whole` and `part` run the loss; `rounding` is the relative tolerance (0: by dtype).
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
     given: dict[str, _ByShape] = defaultdict(dict)
@@ -87,7 +87,7 @@ def first_coupling(
         (None, len(of_part.operations)),
     )
     kind = "" if name is None else type(module.get_submodule(name)).__name__
-    for line, outputs in of_part.operations[:until]:  # what follows gets samples that have met in the module
+    for line, outputs in of_part.operations[:until]:  # later operations get samples already coupled in the module
         if _meet(lines[line], outputs, rounding, pairs=True):
             seen = [full for alike in lines[line].values() for full in alike]
             return Coupling(name, kind, line, _is_scaled(seen, outputs))
@@ -103,7 +103,7 @@ def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Whether the rows of `part` are the first rows of one of `whole`, all times one number."""
+    """Return True if `part` is a multiple of the first rows of `whole`."""
     for alone in part:
         for full in whole:
             axes = axes_that_grow(full, alone)
@@ -119,13 +119,11 @@ def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> b
 
 
 def _meet(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
-    """Whether samples depend on each other in one of `part`: its rows are in none of `whole`, of which there may be
-    several (micro-batches); or, where `pairs` are asked for, it has an element for every pair of samples.
-    """
+    """Return True if `part` shows coupled samples: rows not in `whole`, or pairs."""
     for alone in part:
         axes = {shape: len(axes_that_grow(alike[0], alone)) for shape, alike in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
-        candidates = grown + [alone.shape] * (alone.shape in whole)  # a micro-batch of the same size
+        candidates = grown + [alone.shape] * (alone.shape in whole)  # micro-batch of the same size
         if grown and all(_depends_on_all(whole[shape], alone, rounding) for shape in candidates):
             return True
         if pairs and any(count > 1 for count in axes.values()):
@@ -134,9 +132,9 @@ def _meet(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pai
 
 
 def _depends_on_all(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
-    """Whether rows of `part` are among those of none of `whole`, of which those that were looked at go to the end.
+    """Return True if every tensor in `whole` lacks rows of `part`; rotates `whole`.
 
-    So where a loop calls a line a thousand times, each result is looked for first in that of the same turn.
+    For a line called in a loop, each result is first compared with the one of the same iteration.
     """
     for _ in range(len(whole)):
         whole.rotate(-1)
@@ -147,7 +145,7 @@ def _depends_on_all(whole: deque[torch.Tensor], part: torch.Tensor, rounding: fl
 
 def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
     seen = _Pass()
-    running: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # given to calls that have not ended
+    running: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # inputs of active calls
 
     def enter(name: str, inputs: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -166,9 +164,9 @@ def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
 def watched_modules(
     module: nn.Module, enter: Callable[[str, Any], object], leave: Callable[[str, Any], object]
 ) -> Iterator[None]:
-    """Call `enter(name, inputs)` and `leave(name, output)` around the forward of `module` and of each submodule."""
+    """Call `enter(name, inputs)` and `leave(name, output)` around each module's forward."""
 
-    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:  # a result would be taken for inputs
+    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:  # a result would replace inputs
         enter(name, [args, kwargs])
 
     def after(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -182,7 +180,7 @@ def watched_modules(
 
 
 def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
-    """Whether rows of `part` are not among those of `whole`; they may be at other places (two views in one batch)."""
+    """Return True if rows of `part` are missing in `whole`, at any position."""
     axes = axes_that_grow(whole, part) or [0]
     all_rows = whole.movedim(axes[0], 0).flatten(1).double() if whole.dim() > 1 else whole[:, None].double()
     rows = part.movedim(axes[0], 0).flatten(1).double() if part.dim() > 1 else part[:, None].double()
@@ -192,7 +190,7 @@ def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
 
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
-    """The axes that grow with the batch, all of them alike; none where the tensors are of different kinds."""
+    """Return the axes that grow by one common batch factor, or []."""
     if whole.dim() != part.dim() or any(full < alone for full, alone in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
@@ -200,24 +198,24 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
     return grown if len(factors) == 1 else []
 
 
-# Whether a loss couples samples: the first activations of some samples are changed, the gradients of others compared.
-# The second derivative of the loss in the activations of two samples is zero where the loss is a sum over samples,
-# whatever it is divided by. Only what the model computes is changed, no data: counts and masks stay as they are.
+# Coupling by the loss: change the first activations of some samples and compare the gradients of the others. If the
+# loss is a sum over samples, divided by any count, mixed second derivatives between samples are zero. The data stay
+# unchanged, and so do counts and masks.
 
 
 @dataclass(slots=True)
 class Activation:
-    """Where data first meets parameters: the result of one operation, in the order of the forward pass."""
+    """First result that combines data and parameters, in forward order."""
 
-    value: torch.Tensor  # as the forward pass goes on with it
-    gradient: torch.Tensor | None = None  # that a backward pass has brought
+    value: torch.Tensor  # value used by the rest of forward
+    gradient: torch.Tensor | None = None  # set by backward
 
     def arrived(self, gradient: torch.Tensor) -> None:
         self.gradient = gradient.detach().clone()
 
 
 class FirstActivations(TorchFunctionMode):
-    """Records the first activations of a forward pass, and multiplies those that it is told to.
+    """Record the first activations of a forward pass, multiplied by `factors` if set.
 
     `factors` are by position in the forward pass.
     """
@@ -226,7 +224,7 @@ class FirstActivations(TorchFunctionMode):
         super().__init__()
         self.found: list[Activation] = []
         self._factors = factors or {}
-        self._later: dict[int, Any] = {}  # what is computed from activations, kept so that no identity is used twice
+        self._later: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
         self._elements = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -258,14 +256,14 @@ class FirstActivations(TorchFunctionMode):
 
 
 def _is_data(tensor: torch.Tensor) -> bool:
-    """Whether it is no parameter; what a penalty on the gradient of an input differentiates by is none."""
+    """Return True for a non-parameter leaf (e.g. input of a gradient penalty)."""
     return bool(tensor.dim()) and not isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
 def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
-    """Which rows (dim 0) of `whole` belong to the samples of `part`; None where that cannot be told.
+    """Return the mask of rows (dim 0) of `whole` in `part`, or None.
 
-    Samples that lie one after the other are looked for first, then several views of all samples one after the other.
+    Tries consecutive samples first, then several concatenated views of all samples.
     """
     if axes_that_grow(whole, part) != [0]:
         return None
@@ -282,10 +280,10 @@ def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None
 def changes_for(
     whole: Sequence[Activation], part: Sequence[Activation], *, large: bool
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By position: rows of the part's samples among the first activations of the batch, and factors that change them.
+    """Return by position: the part's rows among first activations, and factors to change.
 
-    Those are `large` where they negate and grow, so that what is chosen by them becomes another, too: the expert of a
-    sample, or the samples with the largest losses.
+    `large` factors negate and grow, to also flip choices: the expert of a sample, or the samples with the largest
+    losses.
     """
     found = {}
     generator = torch.Generator().manual_seed(0)
@@ -307,7 +305,7 @@ def are_felt(
     after: Sequence[torch.Tensor | None],
     changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> bool | None:
-    """Whether gradients of first activations are others for other samples; None where none can be compared."""
+    """Return True if gradients of other samples changed; None if not comparable."""
     compared = False
     for number, (owned, _) in changes.items():
         one, other = (gradients[number] if number < len(gradients) else None for gradients in (before, after))

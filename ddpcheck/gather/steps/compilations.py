@@ -1,7 +1,6 @@
-"""What a rank compiles with `torch.compile`, and why it compiles it again.
+"""Record what a rank compiles with `torch.compile`, and why it recompiles.
 
-torch has no public way to ask for it. Each private name that is used here is one that may be missing: then nothing is
-recorded, or without its reason.
+torch has no public API for it. Each private name used here may be missing: then nothing, or no reason, is recorded.
 """
 
 from __future__ import annotations
@@ -30,37 +29,37 @@ MODULES = (_FRAMES, _GRAPHS)
 """Those that are changed while compilations are recorded."""
 
 _MOST = 1024
-_LONGEST = 160  # characters of a reason
-_COMPILED_AS = re.compile(r"^\d+/\d+: ")  # which of the compilations before it was
-_SOURCE = re.compile(r"\s*  # .*")  # of the line that reads it, which torch appends
+_LONGEST = 160  # max characters of a reason
+_COMPILED_AS = re.compile(r"^\d+/\d+: ")  # prefix with the number of the earlier compilation
+_SOURCE = re.compile(r"\s*  # .*")  # comment with the source line, appended by torch
 _VALUES = re.compile(r"(?<= (?:==|is|in) ).*|(?<= expected ).*")
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 _open: WeakSet[CompilationRecorder] = WeakSet()
 _patches: dict[str, Patch] = {}
-_graphs: list[Any] = []  # of the compilation that is under way
+_graphs: list[Any] = []  # graphs of the current compilation
 
 
 class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loop",)):
-    """Hands each compilation of a function to `sink`, from `begin` to `close`; costs nothing until there is one."""
+    """Pass each compilation to `sink` from `begin` to `close`; no cost otherwise."""
 
     def __init__(
         self, sink: Callable[[FunctionCompiled], object], trains: Callable[[], bool], steps: Callable[[], int]
     ) -> None:
-        """`trains` says whether the program trains now, and `steps` how many steps optimizers have made."""
+        """Create it; `trains` tells if the program is training, `steps` counts optimizer steps."""
         self._sink = sink
         self._trains = trains
         self._steps = steps
         self._count = 0
 
     def begin(self) -> None:
-        """Record from now on; those of `MODULES` that are imported later have to be given to `follow_compiler`."""
+        """Start recording; call `follow_compiler` for each of `MODULES` imported later."""
         _open.add(self)
         for module in filter(None, map(sys.modules.get, MODULES)):
             follow_compiler(module)
 
     def close(self) -> None:
-        """Record no more; may be called again."""
+        """Stop recording; may be called repeatedly."""
         _open.discard(self)
         while _patches and not _open:
             _patches.popitem()[1].undo()
@@ -74,7 +73,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
     def note(
         self, code: CodeType, graphs: Iterable[Any], said: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
-        """Take in a compilation, and what torch has said of the one before; `trains`: gradients are asked for."""
+        """Record a compilation; `said` is torch's recompile reason, `trains`: grad is enabled."""
         self._count += 1
         if self._count > _MOST:
             return
@@ -98,7 +97,7 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
 
 
 def follow_compiler(module: ModuleType) -> None:
-    """Follow what one of `MODULES` does, until nothing is recorded any more."""
+    """Patch one of `MODULES` until no recorder is open."""
     name, kind = module.__name__, vars(module).get("OutputGraph")
     if name == _FRAMES and name not in _patches and hasattr(module, "_compile"):
         _patches[name] = patched(module, "_compile", _compiles)
@@ -107,7 +106,7 @@ def follow_compiler(module: ModuleType) -> None:
 
 
 def _noting(original: Any) -> Any:
-    """`original`, which is called while torch traces: `patched` would not tell of it."""
+    """Wrap `original`, called during tracing, where `patched` stays silent."""
     note = guarded(_graphs.append)
 
     @functools.wraps(original)
@@ -135,26 +134,26 @@ def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None
 
 
 def _reasons(code: CodeType) -> list[str]:
-    """Why code was compiled again, up to now; empty where this torch does not say it."""
+    """Return the recompile reasons of `code` so far; empty if unavailable."""
     failures = getattr(sys.modules.get(_UTILS), "guard_failures", {})  # private to torch
     return [str(one) for one in failures.get(code, ())]
 
 
 def _is_given_up() -> bool:
-    """Whether the compilation that has failed last was one too many; not known where this torch does not say it."""
+    """Return True if the last compilation hit the recompile limit; False if unknown."""
     metrics: list[Any] = getattr(sys.modules.get(_UTILS), "get_compilation_metrics", list)()  # private to torch
     return bool(metrics) and "limit" in str(getattr(metrics[-1], "fail_reason", None)).partition("\n")[0]
 
 
 def _line_in(said: str) -> Location | None:
-    """The innermost line of the program in the stack that follows a reason."""
+    """Return the innermost program line in the stack trace of a reason."""
     lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(said)]
     lines = [(file, line) for file, line in lines if is_of_program(file)]
     return Location(relative_path(lines[-1][0]), lines[-1][1]) if lines else None
 
 
 def _has_gradient(node: Any) -> bool:
-    """Whether backward goes through an operation of a graph, as far as torch notes what it gives."""
+    """Return True if a graph node's result requires grad, as noted by torch."""
     value = node.meta.get("example_value")
     tensors = value if isinstance(value, tuple | list) else (value,)
     called = node.op.startswith("call_")

@@ -1,10 +1,10 @@
-"""Distances between gradients: how far, by which factor, at which element. Numbers only; `ddpcheck.judge` judges.
+"""Distances between gradients: error, ratio, worst element. `ddpcheck.judge` evaluates the numbers.
 
-And sketches of gradients: a few numbers that are linear in the gradient and have its size. The sketch of the average of
-the ranks' gradients is the average of their sketches, so what a reducer has left can be compared with the average of
-what went in, later and elsewhere, without a collective and without keeping a gradient. Each number is the sum of a
-block of elements with random signs (Alon, Matias and Szegedy, "The space complexity of approximating the frequency
-moments", 1996): the expected square of its norm is that of the gradient's norm.
+Also sketches of gradients: short vectors, linear in the gradient, of about its norm. The sketch of an average is the
+average of the sketches, so a reduced gradient can be compared with the average of the ranks' gradients later, without a
+collective and without storing gradients. Each number is the sum of a block of elements with random signs (Alon, Matias
+and Szegedy, "The space complexity of approximating the frequency moments", 1996): the expected square of the sketch's
+norm is that of the gradient's norm.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ SIZE = 64
 """How many blocks there are at least; their estimate of a norm is within some 25 %."""
 
 _SEED = 20231
-_KEPT = 4096  # signs; longer ones are made afresh, so that nothing large stays on a device
+_KEPT = 4096  # max cached signs; longer vectors are recomputed to save device memory
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """A sketch of a tensor: a vector of at most `SIZE` + 1 elements, in float32 at least."""
-    parts = plain_values(gradient) or (torch.zeros(0),)  # without values: of no size
+    """Return a tensor's sketch: up to `SIZE` + 1 numbers, at least float32."""
+    parts = plain_values(gradient) or (torch.zeros(0),)  # not readable: norm 0
     rows = [_flat(part.reshape(1, -1)) for part in parts]
     return _of_rows(torch.cat(rows, 1) if len(rows) > 1 else rows[0])[0]
 
 
 class Kept(Struct):
-    """What is kept of a gradient until its step has ended: a copy of a small one, else its sketch."""
+    """Record of a gradient until the step ends: small copy or sketch."""
 
     value: torch.Tensor
     is_sketch: bool
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Kept:
-        """Keep one, which is detached."""
+        """Record a detached gradient."""
         if gradient.is_complex() or not is_small(gradient):
             return cls(sketch(gradient), is_sketch=True)
         return cls(gradient.clone(), is_sketch=False)
@@ -65,13 +65,13 @@ class Kept(Struct):
 
 @dataclass(slots=True)
 class KeptParts:
-    """What is kept of the parts of a gradient, each of which is reduced onto other ranks."""
+    """Records of the parts of a gradient that are reduced onto different ranks."""
 
     parts: list[Kept]
 
     @classmethod
     def of(cls, gradient: torch.Tensor, count: int, dim: int) -> KeptParts:
-        """Keep so many parts of it, along a dimension, as `torch.chunk` makes them."""
+        """Record `count` parts along `dim`, split like `torch.chunk`."""
         return cls([Kept.of(part) for part in gradient.chunk(count, dim)])
 
     def __add__(self, other: KeptParts) -> KeptParts:
@@ -79,9 +79,9 @@ class KeptParts:
 
 
 def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
-    """The sketch of each, as `sketch` gives it but for rounding, with one transfer from each device.
+    """Return sketches by name, as `sketch` up to rounding; one transfer per device.
 
-    Small ones of one shape are taken together.
+    Small gradients of one shape are batched.
     """
     given = in_rows(gradients)
     found = numbers_of((names, value.double()) for names, value in _made(given))
@@ -89,7 +89,7 @@ def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[
 
 
 def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
-    """The same in single precision, also of what is kept of gradients."""
+    """Return sketches in single precision, also of `Kept` gradients."""
     if isinstance(gradients, InRows):
         names, several = gradients.names, _made(gradients)
     else:
@@ -108,7 +108,7 @@ def _made(given: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:
-    """Each row as real numbers, in float32 at least."""
+    """Return rows as real numbers in at least float32."""
     real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     return real.to(_real_dtype(rows.dtype))
 
@@ -118,7 +118,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sketch of each row."""
+    """Return the sketch of each row."""
     length = max(1, rows.shape[1] // SIZE)
     make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)
@@ -130,7 +130,7 @@ def _of_rows(rows: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """As many random signs, the same on every rank and without a touch of the generators of the script."""
+    """Return random signs, equal on every rank, without using the script's generators."""
     generator = torch.Generator(device=device).manual_seed(_SEED)
     return torch.randint(0, 2, (count,), generator=generator, device=device).to(dtype) * 2 - 1
 
@@ -138,34 +138,34 @@ def _known_signs(count: int, device: torch.device, dtype: torch.dtype) -> torch.
 _EPS_MULTIPLE = 16.0
 _NOISE_MULTIPLE = 3.0
 _UNMEASURED_MULTIPLE = 256.0
-_TOGETHER = 1 << 20  # elements for which others of another dtype are made at a time
-_LARGEST = 1e30  # stands for what is not finite, since JSON has no infinity
+_TOGETHER = 1 << 20  # elements converted to another dtype at a time
+_LARGEST = 1e30  # replaces non-finite values, which JSON cannot represent
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached, strided copy or view of `tensor`; of a `DTensor`, of what this rank holds."""
+    """Return a detached strided copy or view of `tensor` (`DTensor`: local tensor)."""
     tensor = own_part(tensor)
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a gradient that is not zero everywhere."""
+    """Return True if a parameter has a nonzero gradient."""
     return parameter.grad is not None and bool(dense(parameter.grad).count_nonzero())
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The Frobenius norm, computed in float64."""
+    """Return the Frobenius norm, computed in float64."""
     return math.hypot(*(float(_norms_of(piece)) for (piece,) in _pieces(dense(tensor))))
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The Frobenius norm of the difference of two tensors of one shape, computed in float64."""
+    """Return the Frobenius norm of `one - other` (same shape), computed in float64."""
     wide = _wide(torch.promote_types(one.dtype, other.dtype))
     return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(one, other)))
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The elements of tensors of one shape, those at the same places together, some at a time."""
+    """Yield matching chunks of tensors of the same shape."""
     if tensors[0].numel() <= _TOGETHER:
         yield tensors
         return
@@ -174,7 +174,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
-    """The norm of each tensor, with one transfer from each device; small tensors are taken together."""
+    """Return the norm of each tensor; small ones batched, one transfer per device."""
     given = in_rows(tensors)
     sizes = [(names, _norms_of(values, dim=1)) for names, values in given.rows]
     sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in given.others.items()]
@@ -184,7 +184,7 @@ def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
 
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if not (values.is_floating_point() or values.is_complex()):
-        values = values.double()  # the state of an optimizer in eight bits, say
+        values = values.double()  # e.g. 8-bit optimizer state
     found: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
     return found
 
@@ -207,10 +207,10 @@ def is_subnormal(gradient: torch.Tensor | None) -> bool:
 
 
 def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The size against which each gradient's error is measured.
+    """Return the reference size for each gradient's relative error.
 
-    Its own norm, or what a tensor of its size would have at the root mean square of its siblings in the same module:
-    the gradient of a bias before a BatchNorm is zero but for rounding, and has no scale of its own.
+    Its own norm, or the norm at the largest root mean square in the same module: the gradient of a bias before a
+    BatchNorm is pure rounding error and has no scale of its own.
     """
     own = {name: norm(tensor) for name, tensor in reference.items()}
     rms = {name: own[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
@@ -231,11 +231,11 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def tolerances(
     reference: Mapping[str, torch.Tensor], scale: Mapping[str, float], noise: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """The tolerance of each relative error.
+    """Return the tolerance of each relative error.
 
-    At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times what the single-process run
-    in the model's own dtype loses to rounding, measured against float64, on this parameter or on the median one.
-    `noise` is the norm of (own dtype - float64) by name, None where there is no float64 run.
+    At least 16 machine eps (correct DDP stays within about 1.4 at any depth), or 3 times the rounding error of the
+    single-process run in the model's dtype against float64, on this parameter or on the median one. `noise` is the norm
+    of (own dtype - float64) by name, None without a float64 run.
     """
     if noise is None:
         return {
@@ -254,7 +254,7 @@ def tolerances(
 def difference(
     name: str, got: torch.Tensor | None, want: torch.Tensor | None, *, scale: float, tolerance: float
 ) -> Difference:
-    """How `got` differs from `want`; a gradient that is None counts as zeros."""
+    """Compare `got` with `want`; a gradient that is None counts as zeros."""
 
     def relative(size: float) -> float:
         return _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
@@ -273,9 +273,9 @@ def difference(
         )
     wide = _wide(want.dtype)
     delta = math.hypot(*(float(torch.linalg.vector_norm(_subtract(a, b), dtype=wide)) for a, b in _pieces(got, want)))
-    exact = tolerance if want.dtype is torch.float16 else 1.0  # whose gradients may well be as small
+    exact = tolerance if want.dtype is torch.float16 else 1.0  # float16 gradients may be genuinely subnormal
     if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
-        delta = 0.0  # down there numbers are so far apart that dividing before or after adding shows
+        delta = 0.0  # subnormal: results depend on dividing before or after the sum
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
     found = Difference(
         name, relative(delta), tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
@@ -324,21 +324,21 @@ def against_average(
     floor: float = 0.0,
     noise: float = 0.0,
 ) -> Difference:
-    """One gradient that a wrapper has left, against the average of the ranks' own.
+    """Compare a gradient left by a wrapper with the average of local gradients.
 
     Args:
-        name: Of the parameter.
-        got: What the wrapper left.
-        want: The average.
-        world_size: Over so many ranks.
-        scale: Of the ranks' own gradients; 0 where it is not known.
-        lossy: What a communication hook loses; 0 where there is none.
-        floor: Of the scale, where the wrapper rounds otherwise: what is nothing but rounding differs with impunity.
-        noise: Norm of what another dtype loses, in which the wrapper computes; 0 where it computes in the same.
+        name: Parameter name.
+        got: Gradient left by the wrapper.
+        want: Average of the local gradients.
+        world_size: Number of averaged ranks.
+        scale: RMS norm of the local gradients; 0 if unknown.
+        lossy: Relative precision of a communication hook; 0 if none.
+        floor: Minimum scale if the wrapper rounds differently, to ignore gradients that are pure rounding error.
+        noise: Norm of the rounding error of the wrapper's compute dtype; 0 if it is the same dtype.
     """
     if got is None and (want is None or not bool(want.count_nonzero())):
         return Difference(name, 0.0, 0.0)
-    if want is None:  # under find_unused_parameters, what no rank used may come back as zeros
+    if want is None:  # find_unused_parameters may return zeros for globally unused ones
         assert got is not None
         want = torch.zeros_like(got)
     tolerance = (8 + world_size) * max(eps_of(want.dtype), lossy)
@@ -349,7 +349,7 @@ def against_average(
 
 
 def _subtract(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """The difference; in float32 at least (between near numbers a subtraction is exact in their own dtype)."""
+    """Subtract in at least float32 (close numbers subtract exactly in their own dtype)."""
     dtype = _at_least_float32(torch.promote_types(got.dtype, want.dtype))
     return got.to(dtype) - want.to(dtype)
 
@@ -360,12 +360,12 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 def _finite(value: float) -> float:
     if math.isnan(value):
-        return _LARGEST  # a NaN may carry a sign, and would pass for a small error with it
+        return _LARGEST  # a negative NaN must not become a small error
     return value if math.isfinite(value) and abs(value) < _LARGEST else math.copysign(_LARGEST, value)
 
 
 def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.Tensor]]) -> tuple[list[float], float]:
-    """Weights whose weighted sum of `parts` is nearest to `target` (least squares), and what that leaves, relative."""
+    """Return least-squares weights of `parts` for `target`, and the relative residual."""
     names = [name for name in target if all(name in part for part in parts)]
     count = len(parts)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -373,7 +373,7 @@ def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.T
     power = 0.0
 
     def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Elements that are wanted, in float64, and those of the parts in the same places, a row each."""
+        """Yield target elements in float64, and matching elements of the parts as rows."""
         for name in names:
             for wanted, *some in _pieces(*(dense(given[name]) for given in (target, *parts))):
                 yield wanted.double().reshape(-1), torch.stack([part.double().reshape(-1) for part in some])

@@ -1,4 +1,4 @@
-"""One training step of a recipe, in any process: its seeds, its batch, its loss, its backward pass."""
+"""Training step of a recipe in any process: seeds, batch, loss and backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ddpcheck.recipe.recipe import Recipe, call_loss
 from ddpcheck.worlds.rank import set_status
 
 _BATCH_SEED, _MODEL_SEED, _STEP_SEED = 1, 2, 3
-_MOST_BYTES = 1 << 28  # of a batch whose samples are told apart
+_MOST_BYTES = 1 << 28  # max bytes of a batch for sample fingerprints
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 
 Gradients = dict[str, torch.Tensor]
@@ -42,26 +42,26 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Loss:
-    """The loss of one step, with its graph."""
+    """Loss of one step, with its graph."""
 
-    parts: list[torch.Tensor]  # the scalar tensors that the recipe returned
-    total: torch.Tensor  # their sum, which is what backward is called on
-    drew: frozenset[str]  # the libraries from whose generators random numbers were drawn on the way
-    batch: Any  # what the recipe was handed
-    names: list[str]  # how to reach each part in what the recipe returned ("loss['penalty']")
+    parts: list[torch.Tensor]  # scalar tensors returned by the recipe that require grad
+    total: torch.Tensor  # sum of `parts`, root of backward
+    drew: frozenset[str]  # libraries whose random generators were used
+    batch: Any  # batch passed to the recipe
+    names: list[str]  # path of each part in the recipe's result ("loss['penalty']")
 
     @property
     def value(self) -> float:
-        """The sum as a number."""
+        """Return the total as a number."""
         return float(self.total.detach())
 
 
 def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, place: str = "") -> Loss:
-    """Run the forward pass and the loss under `seed`, on a copy of `batch`, which they may write into or take apart.
+    """Run forward and loss under `seed` on a copy of `batch`.
 
     Raises:
-        TargetError: The loss is no scalar tensor, no nest of them, not finite, or does not require grad.
-        Exception: Whatever the user's code raises.
+        TargetError: The loss is no scalar tensor or nest of scalars, not finite, or does not require grad.
+        Exception: Any exception raised by user code.
     """
     set_status(f"step {step}: {place}forward")
     seed_everything(seed)
@@ -82,7 +82,7 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
         if part.requires_grad and part.is_complex():
             raise TargetError(f"{at} returned a complex number, which has no gradient; take its .real or .abs()")
     names = [name for name, part in named_tensors(result, "loss") if part.requires_grad]
-    terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are there to be logged
+    terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are for logging only
     if not terms:
         raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
     total = functools.reduce(torch.add, terms)
@@ -101,8 +101,8 @@ def run_backward(
 ) -> None:
     """Call `backward` as a training loop does.
 
-    Where it finds a saved tensor overwritten that may be one of `module`, a note on the error names it; `since` has the
-    versions of its tensors when the step began.
+    If a saved tensor was modified in place, a note on the error names candidates in `module`; `since` has the tensor
+    versions at the start of the step.
     """
     try:
         total.backward(retain_graph=retain_graph)
@@ -117,7 +117,7 @@ _IN_PLACE = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\]
 
 
 def versions(module: nn.Module) -> dict[str, int]:
-    """The version of each tensor that `module` holds, by name: how often it has been written to in place."""
+    """Return the in-place version counter of each tensor of `module` by name."""
     return {name: version_of(tensor) for name, tensor in _all_held(module)}
 
 
@@ -128,9 +128,9 @@ def _all_held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> list[str]:
-    """The tensors of `module` that torch may mean when it says that a saved tensor has been modified in place.
+    """Return tensors of `module` that torch's in-place modification error may refer to.
 
-    It tells the shape, of a view perhaps (that of a transposed weight), and the version, which views share.
+    The message has the shape, maybe of a view (e.g. a transposed weight), and the version, which views share.
     """
     said = _IN_PLACE.search(message)
     if said is None:
@@ -152,11 +152,11 @@ def run_optimizer(optimizer: torch.optim.Optimizer, method: Literal["step", "zer
 
 @contextlib.contextmanager
 def random_numbers(which: RandomNumbers, model: nn.Module, batch: Any) -> Iterator[None]:
-    """A block in which the forward and backward passes of `model` on `batch` get such random numbers."""
+    """Use random numbers of kind `which` for `model` on `batch` in the block."""
     if which == "drawn":
         yield
         return
-    # Of what is the same in each dtype in which `batch` may come.
+    # Upcast first: fingerprints must not depend on the dtype of `batch`.
     samples = sample_fingerprints(upcast(batch)) if which == "by sample" else ()
     with quiet_modules(model), SampleRandomness(samples) if samples else QuietRandomness():
         yield
@@ -172,9 +172,9 @@ def compute_gradients(
     numbers: RandomNumbers = "drawn",
     place: str = "",
 ) -> tuple[Gradients, Loss]:
-    """Forward and backward from cleared gradients; returns the dense gradients that arrived, by name."""
+    """Run forward and backward from cleared gradients; return dense gradients by name."""
     clear_gradients(model)
-    parameters = named_parameters(model)  # forward may put others in their place, which no optimizer or DDP knows
+    parameters = named_parameters(model)  # before forward, which may replace parameters unknown to optimizer and DDP
     place = place if numbers == "drawn" else f"{place}random numbers {numbers}, "
     with random_numbers(numbers, model, batch):
         loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
@@ -184,22 +184,22 @@ def compute_gradients(
 
 
 def clear_gradients(model: nn.Module, *others: torch.Tensor) -> None:
-    """Set every `.grad` to None, so that what arrives can be told from what was there; also of what it has no more."""
+    """Set `.grad` to None on the model and on `others`, e.g. removed parameters."""
     for parameter in (*model.parameters(), *others):
         parameter.grad = None
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """The gradients that are there, dense, by name; not copied: the next step clears `.grad` and gets new ones."""
+    """Return existing gradients as dense tensors by name; not copied, steps replace `.grad`."""
     return {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tuple[list[torch.Tensor], str]:
-    """The tensors that DDP finds in what `forward` returned, and the class of the first output in which it finds none.
+    """Return tensors that DDP finds in `outputs`, and the first class without any.
 
-    DDP looks into lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`).
-    With `static_graph` it looks into what `torch.utils._pytree` has as nodes: lists, tuples, dicts, and classes
-    that are registered there (`_tree_flatten_with_rref`, same file); dataclasses and subclasses of dict are none.
+    DDP searches lists, tuples, dicts and dataclasses (torch/nn/parallel/distributed.py, `_find_tensors`). With
+    `static_graph` it searches `torch.utils._pytree` nodes: lists, tuples, dicts, and registered classes
+    (`_tree_flatten_with_rref`, same file), but not dataclasses or dict subclasses.
     """
     found: list[torch.Tensor] = []
     opaque = ""
@@ -213,37 +213,37 @@ def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tu
 
 
 def model_seed(seed: int) -> int:
-    """The seed under which `model()` is called."""
+    """Return the seed for `model()`."""
     return mixed_seed(seed, _MODEL_SEED)
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """The seed of the random numbers that a rank draws in a step; a single process draws as rank 0."""
+    """Return a rank's random seed in a step (single process: rank 0)."""
     return mixed_seed(seed, _STEP_SEED, step, rank)
 
 
 def batch_seed(seed: int, step: int) -> int:
-    """The seed under which `batch(step)` is called."""
+    """Return the seed for `batch(step)`."""
     return mixed_seed(seed, _BATCH_SEED, step)
 
 
 def make_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> Any:
-    """The global batch of `step`, made under a seed of its own.
+    """Build the global batch of `step` under its own seed.
 
-    Where ddpcheck splits it itself, samples that do not divide by the ranks are left out: unequal shards would make the
-    mean of the ranks another thing than the mean of the batch, and that would be no fault of the recipe.
+    If ddpcheck shards the batch, it drops samples that do not divide by the world size: with unequal shards, the mean
+    over ranks is not the mean over the batch, which is no bug of the recipe.
     """
     set_status(f"step {step}: batch")
     seed_everything(batch_seed(seed, step))
     batch = recipe.global_batch(step)
     if recipe.shard is None:
-        with contextlib.suppress(TargetError):  # told where the batch is split
+        with contextlib.suppress(TargetError):  # raised again when the batch is sharded
             return equal_parts(batch, world_size)
     return batch
 
 
 def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> str:
-    """A sentence on the samples that `make_batch` leaves out; empty where there are none."""
+    """Return a note on the samples dropped by `make_batch`, or ''."""
     if recipe.shard is not None:
         return ""
     seed_everything(batch_seed(seed, step))
@@ -258,15 +258,15 @@ def uneven_batch(recipe: Recipe, step: int, *, seed: int, world_size: int) -> st
 
 
 def batch_fingerprint(batch: Any) -> tuple[int, ...]:
-    """Tells whether two processes hold the same batch."""
+    """Return fingerprints of a batch to compare it across processes."""
     return tuple(fingerprint(tensor) for tensor in tree_tensors(batch))
 
 
 def sample_fingerprints(batch: Any) -> tuple[int, ...]:
-    """One fingerprint for each sample of `batch`, of the bits of its row in every tensor.
+    """Return one fingerprint per sample of `batch`, over its rows in all tensors.
 
     Returns:
-        Nothing where the tensors do not agree on the number of samples, or are too large.
+        Empty if the tensors disagree on the number of samples, are not dense or readable, or are too large.
     """
     tensors = [tensor for tensor in tree_tensors(batch) if tensor.dim() > 0]
     if any(t.is_nested or t.layout != torch.strided or t.is_quantized or plain_values(t) is None for t in tensors):
@@ -282,7 +282,7 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
 
 
 def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """One fingerprint for each row that the tensors have together, which are as long as each other."""
+    """Return one fingerprint per row over all tensors of equal length."""
     total = torch.zeros(len(tensors[0]), dtype=torch.int64)
     for tensor in tensors:
         total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.detach().cpu())
@@ -290,5 +290,5 @@ def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def row_fingerprints(tensor: torch.Tensor) -> torch.Tensor:
-    """A fingerprint of the bits of each row (element of the first dimension) of a dense tensor on the CPU."""
+    """Return a fingerprint of each row (dim 0) of a dense CPU tensor."""
     return sums_of_rows(tensor.resolve_conj().resolve_neg().contiguous().reshape(len(tensor), -1))

@@ -1,1 +1,1 @@
-"""The data: samples, orders, draws, tables, files."""
+"""Judges of the data: samples, orders, draws, tables, files."""

@@ -1,6 +1,6 @@
-"""DDP505, 506, 510, 516 and 519: the data of a script, by what each rank's loaders and wrappers were given.
+"""DDP505, 506, 510, 516 and 519: the data of a script, by its data loaders and forward inputs.
 
-The passes of all ranks over one loader come in lists by rank; a loader that not every rank has is not judged.
+Passes over one data loader are lists by rank; a data loader missing on some rank is not judged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.judge.data import script_rows
 from ddpcheck.judge.data.script_draws import judge_shared_draws, line_of_selection
 
-_LEFT_OUT = 0.05  # of the samples, before that is no rounding at the end
+_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
 _AS_OFTEN = 4
-FEWEST_INPUTS = 3  # steps in which ranks were given the same samples
+FEWEST_INPUTS = 3  # steps with the same samples on several ranks
 
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
-    """Findings on every loader; `passes` by rank that trains with the others, in the order in which they began."""
+    """Judge every data loader; `passes` by training rank, in order of start."""
     found = script_rows.judge_resumed(passes) or script_rows.judge_restarted(passes) if len(passes) > 1 else []
     lone = all(len({one.loader for one in of_rank if one.trains}) == 1 for of_rank in passes)
     by_place = [_trained_on(of_rank, by_line=not lone) for of_rank in passes]
@@ -44,9 +44,9 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 def _trained_on(
     passes: Sequence[LoaderPass], *, by_line: bool
 ) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
-    """The training passes over each loader, by the line of the loop, the dataset, and how many of these came before.
+    """Group the training passes by loop line, dataset and number of occurrence.
 
-    Numbers of loaders do not pair up if one rank alone validates; nor do lines, if one rank alone shows its progress.
+    Loader numbers do not match between ranks if only one rank validates; lines do not if only one rank shows progress.
     """
     by_loader = wording.group_by((one for one in passes if one.trains), lambda one: one.loader)
     places: Counter[tuple[Location | None, str]] = Counter()
@@ -59,7 +59,7 @@ def _trained_on(
 
 
 def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP516: a random split that each rank has drawn for itself, so that they neither agree nor are apart."""
+    """DDP516: a random split drawn separately on each rank, with partly overlapping parts."""
     subsets = [set(of_rank[0].subset) for of_rank in passes]
     sizes = {len(of_rank[0].subset) for of_rank in passes}
     if not all(subsets) or len(sizes) > 1 or not _are_of_same_data([of_rank[0] for of_rank in passes]):
@@ -85,7 +85,7 @@ def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
-    """DDP505: samples that several ranks train on, in the same step or in the same epoch."""
+    """DDP505: samples that several ranks train on in the same step or epoch."""
     first = [of_rank[0] for of_rank in passes]
     if len(first) < 2 or not all(one.indices for one in first) or not _are_of_same_data(first):
         return []
@@ -113,13 +113,13 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             ],
         )
     whole = all(map(_is_whole, first))
-    if not whole:  # a sampler without an end, say: until all samples are taken, no part has one of another
+    if not whole:  # e.g. an endless sampler: parts are disjoint until all samples are taken
         size = min(size, first[0].size // len(first))
         lists = [indices[:size] for indices in lists]
-    again = max(len(indices) - len(set(indices)) for indices in lists)  # in order to fill a batch
+    again = max(len(indices) - len(set(indices)) for indices in lists)  # duplicates that fill up a batch
     shared = script_rows.shared_by_ranks(first, lists, size)
     if any(one.replaces for one in first) or shared <= _AS_OFTEN * again:
-        return []  # who draws each sample anew shares about twice as many as come again
+        return []  # independent draws share about twice as many samples as they repeat
     if _come_several_times(lists):
         return []
     by_epoch = len({one.epoch for one in first}) > 1 and min(one.epoch for one in first) >= 0
@@ -146,7 +146,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 
 def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
-    """Of groups of ranks beside the one that is told of."""
+    """Mention further groups of ranks in the evidence."""
     return (
         [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
         if groups
@@ -155,13 +155,13 @@ def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
-    """Whether the parts are of one order in which each sample comes as often in a row: augmented anew on each rank."""
+    """Return True if each sample repeats equally often in a row (repeated augmentation)."""
     times = [len(list(same)) for _, same in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
     return len(set(times[1:-1])) == 1 and times[1] > 1
 
 
 def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP505: ranks that take parts of the dataset in the first epoch, and parts that overlap in all that follow."""
+    """DDP505: samples disjoint between ranks in the first epoch and shared in later epochs."""
     epochs = list(zip(*passes, strict=False))
     first = passes[0][0]
     if len(passes) < 2 or len(epochs) < 2 or not _are_of_same_data(epochs[0]) or not all(map(_has_parts, epochs)):
@@ -190,7 +190,7 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 
 
 def _has_parts(of_ranks: Sequence[LoaderPass]) -> bool:
-    """Whether each rank has gone to the end of its share of the dataset, and has taken no sample twice."""
+    """Return True if each rank exhausted its share of the dataset without duplicates."""
     whole = all(one.indices and _is_whole(one) and not one.replaces for one in of_ranks)
     once = all(len(set(one.indices)) == len(one.indices) == len(of_ranks[0].indices) for one in of_ranks)
     return whole and once and (len(of_ranks[0].indices) - 1) * len(of_ranks) < of_ranks[0].size
@@ -204,7 +204,7 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     twice = all(_takes_a_part(one) for of_ranks in epochs for one in of_ranks)
     if len(epochs) < 2 or size < 1 or not (twice or _are_of_same_data(first)):
         return []
-    if any(one.subset or one.chooses or one.size != size for one in first):  # the rest is held out
+    if any(one.subset or one.chooses or one.size != size for one in first):  # the other samples are a held-out set
         return []
     if any(not _is_whole(one) or one.replaces for of_ranks in epochs for one in of_ranks):
         return []
@@ -230,20 +230,20 @@ def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _takes_a_part(one: LoaderPass) -> bool:
-    """Check if a whole pass has at most half of the samples of its distributed sampler."""
+    """Check if a pass has at most half of its distributed sampler's samples."""
     return one.replicas > 1 and 2 * max(len(one.indices), one.batches * one.batch_size) <= one.part + one.batch_size
 
 
 def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: a sampler that shuffles, and gives the same order in every epoch."""
-    first = passes[0][0]  # another model, or other data of the same size, has epochs of its own
+    """DDP506: a shuffling sampler with the same order in every epoch."""
+    first = passes[0][0]  # another model or dataset has its own epochs
     passes = [[o for o in of_rank if (o.wrappers, o.data) == (first.wrappers, first.data)] for of_rank in passes]
     for of_rank in passes:
         if not of_rank:
             return []
         orders = [one.order for one in of_rank if one.exhausted]
         if len({one.epoch for one in of_rank if one.exhausted}) > 1:
-            return []  # it is told, and has few orders
+            return []  # set_epoch was called; the sampler has few orders
         indices = list(of_rank[0].indices)
         if not any(one.shuffles for one in of_rank) or indices == sorted(indices):
             return []
@@ -268,9 +268,9 @@ def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 def judge_inputs(
     inputs: Mapping[int, Sequence[Inputs]], draws: Mapping[int, Sequence[StepDraw]] = MappingProxyType({})
 ) -> list[Finding]:
-    """DDP505: a wrapper that is given the same samples on several ranks in each step, and others in the next.
+    """DDP505: forward inputs that are equal on several ranks and change between steps.
 
-    In all steps, in the first ones, or from a step on, as after a checkpoint with one rank's generator; all by rank.
+    In all steps, in the first steps, or from a step on, as after a checkpoint with one rank's generator; all by rank.
     """
     steps = [of_ranks for of_ranks in zip(*inputs.values(), strict=False) if len({one.step for one in of_ranks}) == 1]
     given = {rank: [tuple(sorted(of_ranks[place].samples)) for of_ranks in steps] for place, rank in enumerate(inputs)}
@@ -308,7 +308,7 @@ def judge_inputs(
 
 
 def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
-    """Groups of ranks that are given the same samples from the first of so many steps on, and in how many."""
+    """Group ranks with equal samples at first, with the number of equal steps."""
     found = []
     for same in wording.group_by(given, lambda rank: tuple(given[rank][:FEWEST_INPUTS])).values():
         of_same = [{given[rank][place] for rank in same} for place in range(count)]
@@ -319,7 +319,7 @@ def _given_alike(given: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> 
 
 
 def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
-    """Whether the same index is the same sample on every rank, by what the datasets hold or by what they gave."""
+    """Return True if the same index is the same sample on every rank."""
     one, *others = passes
     return all(_is_of_same_data(one, other) or _hold_the_same(one, other) for other in others)
 
@@ -327,8 +327,8 @@ def _are_of_same_data(passes: Sequence[LoaderPass]) -> bool:
 def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
     if one.samples and one.samples.keys() == other.samples.keys():
         if all({*one.samples[name]}.isdisjoint(other.samples[name]) for name in one.samples):
-            return False  # labels may have the same order in both
-    alike = []  # of each part of a sample that varies; an augmented one differs, and its label does not
+            return False  # equal contents below may be labels in the same order
+    alike = []  # for each varying part of a sample; augmentation changes inputs, not labels
     for place, rows in one.contents.items():
         common = rows.keys() & other.contents.get(place, {}).keys()
         if len({rows[index] for index in common}) > 1:
@@ -337,9 +337,9 @@ def _is_of_same_data(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
-    """Check if datasets hold equal samples for the indices that both ranks took, in any order.
+    """Check if datasets hold equal samples at the indices that both ranks took.
 
-    If random numbers were drawn for it, no row may be that of another rank.
+    If samples are drawn at random, rows of different ranks need not match.
     """
     if one.holds_samples and one.draws and other.draws and one.samples == other.samples:
         return True
@@ -349,7 +349,7 @@ def _hold_the_same(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def _is_whole(one: LoaderPass) -> bool:
-    """Whether all batches were taken: to the end of the loop, or as many as the loader has, one by one."""
+    """Return True if all batches were taken (loop exhausted or `expected` reached)."""
     return one.exhausted or one.batches == one.expected > 0
 
 

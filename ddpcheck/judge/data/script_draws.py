@@ -1,4 +1,4 @@
-"""DDP510, and DDP505: random numbers that ranks draw alike, for samples of their own: in loaders, in training steps."""
+"""DDP510 and 505: random numbers drawn identically on all ranks, in data loaders and training steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.judge.data.script_rows import finding_on_loader
 
-_FEWEST_DRAWS = 2  # batches that were made with the same random numbers
+_FEWEST_DRAWS = 2  # batches made with the same random numbers
 _FEWEST = 2  # intervals between optimizer steps in which the same line draws
-_KEYS = 624  # a count is known up to a multiple of it
-_BLOCK = 16  # numbers that `randn` draws once more at the end
+_KEYS = 624  # a count is known modulo this number
+_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
 _MOST_BEHIND, _FEWEST_BEHIND = 8, 2  # steps
-_FEWEST_AGAIN = 3  # steps on what another rank has been given before
-_FEWEST_ADDED = 3  # steps in which what is added to samples is known
-_FEWEST_TARGETS, _FEWEST_BITS = 3, 24.0  # steps with the same targets on every rank, which are so by no chance
-_ALIKE = 0.6  # the cosine of noise from which that of the samples has been taken away; of other noise it is near 0
+_FEWEST_AGAIN = 3  # steps on samples that another rank used before
+_FEWEST_ADDED = 3  # steps with known additions to the samples
+_FEWEST_TARGETS, _FEWEST_BITS = 3, 24.0  # steps with equal targets on every rank, and total bits, to rule out chance
+_ALIKE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
 _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
     "each rank's own: torch.Generator().manual_seed(seed + rank)."
@@ -29,9 +29,9 @@ _FIX = (
 
 
 def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
-    """DDP510: batches of other samples that every rank has made with the same random numbers.
+    """DDP510: different samples that every rank makes with the same random numbers.
 
-    `same_data`: An index is the same sample on every rank; else the same indices may be of each rank's own part.
+    `same_data`: an index is the same sample on every rank; otherwise equal indices may be of each rank's own part.
     """
     draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
     shared = set.intersection(*map(set, draws))
@@ -75,12 +75,12 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
 def judge_step_draws(
     draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]], *, loads_others: bool = False
 ) -> list[Finding]:
-    """At most one finding; `draws` and `inputs` of all wrappers, by rank.
+    """DDP510: random numbers for samples that every rank draws equally in training steps.
 
-    `loads_others`: A loader gives the ranks other samples, and what forward was given last may be made of noise alone.
+    `draws` and `inputs` of all wrappers, by rank. `loads_others`: data loaders return different samples on the ranks.
 
-    As many numbers as there are samples, or elements in what forward is given, are for the samples; others are for the
-    batch as a whole, for that of all ranks, or for weights. In forward, whole numbers are the steps of a diffusion.
+    A draw is for the samples if its count equals the number of samples or of input elements; other draws are for the
+    batch as a whole, the global batch, or weights. Integers drawn in forward are diffusion timesteps.
     """
     given = _compared(inputs)
     if len(draws) < 2 or not given or not (loads_others or any(map(_all_differ, given))):
@@ -95,7 +95,7 @@ def judge_step_draws(
         or (one.kind == "choice" and one.in_forward and one.count in rows)
     ]
     passed = any(_all_differ(steps) and _share_a_part(steps, len(steps)) for steps in given)
-    if passed:  # as steps of a diffusion, say
+    if passed:  # e.g. diffusion timesteps
         for_samples += [one for one in shared if one.generator == "cuda" or one.count >= min(rows)]
     lines = [one.location for one in for_samples]
     repeated = [one for one in for_samples if len({o.step for o in for_samples if o.location == one.location}) > 1]
@@ -123,9 +123,9 @@ def judge_step_draws(
 
 
 def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
-    """The same, by what is added to the samples of a loader: from whatever generator.
+    """DDP510: equal noise added to the different samples of each rank, from any generator.
 
-    What is made of the samples alone is no more alike on two ranks in a step than in two steps.
+    Noise computed from the samples is no more alike between ranks than between steps.
     """
     for steps in _compared(inputs):
         known = [[one.added for one in of_ranks] for of_ranks in steps if all(one.added for one in of_ranks)]
@@ -157,10 +157,10 @@ def judge_same_targets(
     inputs: Sequence[Sequence[Inputs]],
     draws: Sequence[Sequence[StepDraw]],
 ) -> list[Finding]:
-    """DDP505: ranks that are given other inputs, and the same targets in the same order, in each step that is compared.
+    """DDP505: ranks with equal targets but different inputs in each compared step.
 
-    They augment the same samples by their own random numbers, or draw the same noise (the targets) for other samples.
-    Or one tensor that forward is given is the same as well, and others are not, as a hidden state. All by rank.
+    The ranks augment the same samples differently, or draw the same noise (the targets) for different samples. Or one
+    input tensor is equal on all ranks and others, e.g. a hidden state, are not. All arguments by rank.
     """
     by_pass = [{(one.step, one.number): one for one in of_rank if one.wrappers} for of_rank in losses]
     common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
@@ -179,7 +179,7 @@ def judge_same_targets(
             told = [one for one in first if one.bits and (one.rows in rows or one.elements in elements)]
             if any(len({one.digest for one in of_ranks}) > 1 for of_ranks in targets) or not all(o.bits for o in first):
                 continue
-            if 2 * len(told) < len(first):  # a shorter batch, the last of an epoch, is in few steps
+            if 2 * len(told) < len(first):  # few steps have a shorter last batch of an epoch
                 continue
             distinct = {one.digest: one.bits for one in told}
             if len(distinct) < (_FEWEST_TARGETS if part else max(len(told), _FEWEST_TARGETS)):
@@ -187,7 +187,7 @@ def judge_same_targets(
             if sum(distinct.values()) < _FEWEST_BITS:
                 continue
             loss, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
-            noise = told[0].rows < told[0].elements and told[0].elements in elements  # as a diffusion has it
+            noise = told[0].rows < told[0].elements and told[0].elements in elements  # as in diffusion training
             return one_finding(
                 "DDP505",
                 ("targets",),
@@ -213,11 +213,11 @@ def judge_streams(
     inputs: Mapping[int, Sequence[Inputs]],
     evaluated: Mapping[int, Sequence[Evaluated]],
 ) -> list[Finding]:
-    """DDP505: a rank trains on what another one has drawn before, for an evaluation: from the same random numbers.
+    """DDP505: a rank that trains on samples which another rank drew before for evaluation.
 
-    All by rank of a wrapper's group. In a step the ranks have other samples, since one has drawn more than the others.
+    All arguments by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one drew more.
     """
-    drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # by the samples, which rank has evaluated on them first, when
+    drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for ahead in inputs:
         for place, one in enumerate(evaluated.get(ahead, ())):
             drawn.setdefault(tuple(sorted(one.samples)), (ahead, place))
@@ -249,10 +249,10 @@ def judge_streams(
 
 
 def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
-    """DDP505: a rank that is given what another one was given a fixed number of steps before, or is later.
+    """DDP505: a rank that gets another rank's samples a fixed number of steps apart.
 
-    `inputs`: By rank of a wrapper's group. Ranks that take turns with as many batches as there are ranks do so by
-    right: all see all of them.
+    Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
+    rank of a wrapper's group.
     """
     given = {rank: {one.step: tuple(sorted(one.samples)) for one in of_rank} for rank, of_rank in inputs.items()}
     if len({batch for own in given.values() for batch in own.values()}) <= len(given) + 1:
@@ -276,7 +276,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
 
 
 def _seed_of_both(own: Sequence[StepDraw], others: Sequence[StepDraw]) -> Location | None:
-    """Where a generator was seeded, or samples are drawn, of which two ranks choose samples from the same state on."""
+    """Return the seed or draw line of a generator state common to both ranks."""
     states = {(one.generator, one.before) for one in others if one.generator and one.kind != "noise"}
     shared = (one for one in own if one.kind != "noise" and (one.generator, one.before) in states)
     return next((line for one in shared if (line := one.seeded or one.location) is not None), None)
@@ -289,19 +289,19 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
-    """Those of global generators that every rank has made from the same state, as the last rank has made them."""
+    """Return draws that every rank made from the same global generator state."""
     keys = [{_key(one) for one in of_rank if one.generator} for of_rank in draws]
     common = set.intersection(*keys) if keys else set()
     return [one for one in draws[-1] if _key(one) in common] if draws else []
 
 
 def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
-    """The line by which every rank draws the same samples: that of the seed, or of the draw from an own generator."""
+    """Return the seed or draw line that makes all ranks draw equal samples."""
     choices = [one for one in shared_draws(draws) if one.count > 1 or one.generator == "cuda"]
     choices.sort(key=lambda one: ("choice", "any", "noise").index(one.kind))
     own = [one for of_rank in draws for one in of_rank if not one.generator]
     steps = Counter(line for line, _ in {(one.location, one.step) for one in own})
-    own.sort(key=lambda one: (("choice", "any", "noise").index(one.kind), -steps[one.location]))  # drawn anew each time
+    own.sort(key=lambda one: (("choice", "any", "noise").index(one.kind), -steps[one.location]))  # most steps first
     found = [one.seeded or one.location for one in choices] + [one.location for one in own]
     return next((line for line in found if line is not None), None)
 
@@ -311,7 +311,7 @@ def _key(one: StepDraw) -> tuple[object, ...]:
 
 
 def _compared(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
-    """By wrapper, what all ranks were given in the same step."""
+    """Return by wrapper the inputs of all ranks in the same step."""
     by_place = [{(one.wrapper, one.step): one for one in of_rank if len(one.samples) > 1} for of_rank in inputs]
     common = sorted(set.intersection(*map(set, by_place))) if by_place else []
     wrappers = dict.fromkeys(wrapper for wrapper, _ in common)
@@ -325,7 +325,7 @@ def _all_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
 
 
 def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
-    """Whether one tensor that forward is given is the same on all ranks in each step, with so many values in all."""
+    """Return True if an input tensor is equal on all ranks and varies enough."""
     places = min((len(one.parts) for of_ranks in steps for one in of_ranks), default=0)
     return len(steps) >= _FEWEST and any(
         all(len({one.parts[place] for one in of_ranks}) == 1 for of_ranks in steps)
@@ -336,6 +336,6 @@ def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
 
 
 def _is_for(count: int, sizes: set[int]) -> bool:
-    """Whether so many numbers are one for each element of a tensor."""
+    """Return True if `count` random numbers match the elements of a tensor."""
     with_block = {size + _BLOCK for size in sizes if size > _BLOCK and size % _BLOCK}
     return count > 1 and count % _KEYS in {size % _KEYS for size in sizes | with_block}

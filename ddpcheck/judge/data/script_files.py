@@ -1,4 +1,4 @@
-"""DDP512 and 521: files that several ranks write, or that one reads while another writes; shards that one saves."""
+"""DDP512 and 521: files written or read at the same time; shards of some ranks only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding,
 
 
 def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
-    """At most one finding a line; `uses` by rank, in order of time, `empty` the files in which nothing was written.
+    """DDP512: files written by several ranks, or read while another rank writes.
 
-    Two uses are apart if a collective of all ranks is between them: the rank that came to it first has waited in it
-    for the other. Uses that none is between may happen at the same time, whatever the clock said in this run; unless
-    the rank that comes second has waited for something else that another one does.
+    At most one finding per line; `uses` by rank in order of time, `empty`: files without content. Two uses are ordered
+    only if a collective of all ranks is between them, since it makes the first rank wait; otherwise both may happen at
+    the same time, whatever the order in this run, unless the second rank waited for another rank in a different way.
     """
     found: dict[Location | None, list[Finding]] = {}
     saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
@@ -55,10 +55,10 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
 
 
 def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """The findings; those that other states on the ranks bring about say so, where ranks have loaded other files.
+    """Add to findings on diverged state that the ranks loaded different files.
 
-    That is a line at which torch.load reads another file on some ranks, where no line reads the same one on all: a
-    program that reads a file for each rank (of random states, or shards) reads the rest from one of all ranks.
+    Only if no `torch.load` line reads the same file on all ranks: a program with a file per rank (random states,
+    shards) loads the rest from a common file.
     """
     loads = [{use.location: use for use in reversed(of_rank) if use.by_torch and not use.writes} for of_rank in uses]
     common = set.intersection(*map(set, loads)) if loads else set()
@@ -80,7 +80,7 @@ def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]
 
 
 def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """DDP521: all shards of a model that some ranks hold were saved, and not those of the others; `uses`: by rank."""
+    """DDP521: a checkpoint with the shards of some ranks only; `uses` by rank."""
     saved = {rank: [one for one in of_rank if one.shard is not None] for rank, of_rank in enumerate(uses)}
     every = [one for of_rank in saved.values() for one in of_rank]
     numbers = {one.shard[0] for one in every if one.shard is not None}
@@ -102,7 +102,7 @@ def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
 
 
 def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
-    """Each write, and each use of the same file by another rank that no collective keeps apart from it."""
+    """Yield each write with every unordered use by another rank."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
     for rank, of_rank in enumerate(uses):
         for use in sorted(of_rank, key=lambda use: use.began):
@@ -118,9 +118,9 @@ def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int,
 
 
 def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
-    """Whether the rank that writes a file makes another one after it, which the reader may have waited for.
+    """Return True if the writer makes another file next, as a marker.
 
-    That says that the first one is complete; who waits for it only looks whether it is there.
+    A reader may wait for the marker, whose existence says that the first file is complete.
     """
     paths = {one.path for one in readers}
     later = writers[max(number for number, one in enumerate(writers) if one is use) + 1 :]
@@ -128,7 +128,7 @@ def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], rea
 
 
 def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """Tensors that several ranks have loaded onto one GPU, which is not their own."""
+    """DDP512: tensors that a rank loaded onto the GPU of another rank."""
     for rank, of_rank in enumerate(uses):
         for use in of_rank:
             elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]

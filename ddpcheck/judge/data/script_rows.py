@@ -1,6 +1,6 @@
-"""DDP505, 506, 516 and 519: the samples that loaders gave, by their contents, where indices alone do not tell.
+"""DDP505, 506, 516 and 519: samples of data loaders, compared by contents instead of indices.
 
-All take the passes of a loader by rank; each rank's first passes have the fingerprints of their rows.
+All functions take the passes of a data loader by rank; each rank's first passes have row fingerprints.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding
 
-_SHARED = 0.2  # of a rank's samples that are on another rank, too, before that is chance
-_OF_CHANCE = 0.6  # of what two ranks share that take their parts at random, of all of the data
-_CHANCE = 1e-6  # that what agrees does so by chance
-OTHER_VALUES = "values by rank"  # tags a finding on samples of which a table that differs is the cause, if there is one
-FEWEST_ROWS = 8  # rows that tell samples apart
+_SHARED = 0.2  # smaller shared fractions of a rank's samples are chance
+_OF_CHANCE = 0.6  # fraction of the overlap that random parts would have (size / ranks)
+_CHANCE = 1e-6  # largest probability of a match by chance
+OTHER_VALUES = "values by rank"  # tag of findings that a differing derived table may explain
+FEWEST_ROWS = 8  # rows needed to tell samples apart
 
 
 _SPLIT_STREAM = (
@@ -28,9 +28,9 @@ _SPLIT_STREAM = (
 
 
 def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
-    """DDP505, DDP516: samples that several ranks train on in an epoch, each from data or by a stream of its own."""
+    """DDP505 and 516: samples shared between ranks, each with its own data or stream."""
     first = [of_rank[0] for of_rank in passes]
-    by_index = same_data and all(one.indices for one in first)  # which tells more
+    by_index = same_data and all(one.indices for one in first)  # indices are stronger evidence
     if by_index or len(first) < 2 or not all(_tell_apart(one) for one in first) or any(one.replaces for one in first):
         return []
     rows = [list(one.rows) for one in first]
@@ -47,7 +47,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
     size = min(map(len, rows))
     shared = shared_by_ranks(first, rows, size)
     if not shared or (first[0].size > 0 and shared < _OF_CHANCE * size / len(first)):
-        return []  # samples that the data has twice, say: ranks with parts of other orders share more
+        return []  # e.g. duplicates in the data; parts of different orders share more
     others = any((one.samples, one.digest) != (first[0].samples, first[0].digest) for one in first)
     message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
     if first[0].size < 0:
@@ -67,7 +67,7 @@ def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> li
 
 
 def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP505: workers of a loader that each go through the whole stream, so that its rank takes it several times."""
+    """DDP505: loader workers that each iterate over the whole stream."""
     first = [of_rank[0] for of_rank in passes]
     if not all(_is_taken_by_each_worker(one) for one in first):
         return []
@@ -85,9 +85,9 @@ def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _is_taken_by_each_worker(one: LoaderPass) -> bool:
-    """Whether each worker has given all samples; not where each gives its part several times, or they do in turn.
+    """Return True if each worker gave all samples of the stream.
 
-    Of a stream that the script leaves before its end, whether all have given the same ones in the same order.
+    False if workers repeat their own parts or take turns. In an unfinished pass, compare the samples in order.
     """
     times = Counter(one.rows)
     if one.workers < 2 or one.size >= 0:
@@ -100,8 +100,8 @@ def _is_taken_by_each_worker(one: LoaderPass) -> bool:
     if len(times) < FEWEST_ROWS or set(times.values()) != {one.workers}:
         return False
     if len(set(one.rows[: len(times)])) == len(times):
-        return False  # the first round of several over the stream
-    rows = iter(one.rows)  # the batches of the workers in turn, of which the last ones may be smaller
+        return False  # several passes over the stream, one after another
+    rows = iter(one.rows)  # batches of the workers in turn; the last batches may be smaller
     given: list[set[int]] = [set() for _ in range(one.workers)]
     for begun in range(0, len(times), one.batch_size):
         for of_worker in given:
@@ -110,7 +110,7 @@ def _is_taken_by_each_worker(one: LoaderPass) -> bool:
 
 
 def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP519: a sampler that splits by rank what is each rank's own part already."""
+    """DDP519: a distributed sampler over datasets that are already split by rank."""
     first = [of_rank[0] for of_rank in passes]
     if len(first) < 2 or any(one.replaces or one.chooses or not one.indices for one in first):
         return []
@@ -128,7 +128,7 @@ def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 
 
 def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: workers that give the first epoch's samples again, although the dataset was told of another epoch."""
+    """DDP506: persistent workers that repeat the first epoch's samples after the dataset changed."""
     changed: set[str] = set()
     for of_rank in passes:
         whole = [one for one in of_rank if (one.exhausted or one.indices) and one.rows]
@@ -155,7 +155,7 @@ def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
 
 
 def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: a pass that resumes an epoch, without its first batches, in another order than that epoch."""
+    """DDP506: a resumed epoch, without its first batches, in a different order."""
     resumed = [_resumed(of_rank) for of_rank in passes]
     found = [one for one in resumed if one is not None]
     if len(found) < len(passes) or len({one.skipped for one, _ in found}) != 1:
@@ -174,7 +174,7 @@ def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _resumed(of_rank: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
-    """The pass that resumes an epoch, and how many samples it passes over that no earlier one has begun with."""
+    """Return the pass that resumes an epoch, and its number of untrained skipped samples."""
     trained = [one for one in of_rank if one.trains and not one.replaces]
     for kind in dict.fromkeys((one.dataset, one.size) for one in trained):
         alike = [one for one in trained if (one.dataset, one.size) == kind]
@@ -185,16 +185,16 @@ def _resumed(of_rank: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
 
 
 def _left_by_resuming(earlier: Sequence[LoaderPass], one: LoaderPass, after: Sequence[LoaderPass]) -> int:
-    """How many of the samples that a pass leaves out the one before has not begun with; 0 if it may go on with one."""
+    """Count skipped samples that did not begin the previous pass; 0 if consistent."""
     count = one.skipped * one.batch_size
     passed = set(one.indices[:count])
-    # one batch more is no evidence: a loader that looks ahead takes the next one when the first is a copy on a device
+    # one more batch is no evidence: a prefetching loader takes the next batch early
     if not earlier or not earlier[-1].skipped + 1 < one.skipped <= earlier[-1].batches or len(passed) < count:
         return 0
     if not all(o.indices for o in (*earlier, *after)):
         return 0
     begun = [place for place, o in enumerate(earlier) if set(o.indices[:count]) <= passed]
-    if begun:  # the pass before; or an earlier one, where what comes next has come after that, too
+    if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
         next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
         if not next_of_it or not after or _begin_alike(next_of_it[0], after[0]):
             return 0
@@ -207,7 +207,7 @@ def _begin_alike(one: LoaderPass, other: LoaderPass) -> bool:
 
 
 def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP506: training that goes on after some epochs, and whose sampler is at epoch 0 in the first pass."""
+    """DDP506: training continued after some epochs with the sampler at epoch 0."""
     first = [next((one for one in of_rank if one.trains and one.restored), None) for of_rank in passes]
     found = [one for one in first if one is not None and _gives_order(one) and one.has_epoch and one.epoch == 0]
     done = [one for one in found if _goes_on_after_epochs(one)]
@@ -227,12 +227,12 @@ def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _gives_order(one: LoaderPass) -> bool:
-    """Whether the sampler shuffles, as it says or as it does."""
+    """Return True if the sampler shuffles, by flag or by indices."""
     return one.shuffles or (not one.replaces and list(one.indices) != sorted(one.indices))
 
 
 def _goes_on_after_epochs(one: LoaderPass) -> bool:
-    """Whether the restored training had gone through the data at least once."""
+    """Return True if the restored training had covered the data at least once."""
     if one.restored is None or not one.restored.steps:
         return one.restored is not None and one.restored.epochs > 0 and not one.skipped
     batches = one.size // one.replicas // one.batch_size if one.replicas else one.expected
@@ -241,7 +241,7 @@ def _goes_on_after_epochs(one: LoaderPass) -> bool:
 
 
 def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP516: the same samples, which have other labels on other ranks."""
+    """DDP516: the same samples with different labels on different ranks."""
     labels = [_labels(of_rank) for of_rank in passes]
     if len(labels) < 2 or not all(labels):
         return []
@@ -250,7 +250,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     maps = [{of_rank[row] for row in common} for of_rank in labels]
     if len(common) < FEWEST_ROWS or 2 * len(apart) < len(common) or min(map(len, maps)) < 2:
         return []
-    for of_rank in labels[1:]:  # a label of one rank is always the same one of the other
+    for of_rank in labels[1:]:  # labels of two ranks must correspond one to one
         pairs = {(labels[0][row], of_rank[row]) for row in common}
         if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
             return []
@@ -265,7 +265,7 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP516: the same samples, which have other values on other ranks, and on each the same ones in every epoch."""
+    """DDP516: the same samples with values that differ between ranks, but not between epochs."""
     first = [of_rank[0] for of_rank in passes]
     rows = [_by_place(of_rank, labels=False) for of_rank in passes]
     if len(first) < 2 or not all(rows) or any(one.draws for of_rank in passes for one in of_rank):
@@ -273,7 +273,7 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     held = first[0].samples, first[0].state
     hold_same = bool(first[0].samples) and all((one.samples, one.state) == held for one in first)
     if not hold_same and hold_own_parts(first):
-        return []  # of one label on each rank, perhaps
+        return []  # e.g. one label per rank
     for number, mine in enumerate(rows):
         for other, theirs in enumerate(rows[:number]):
             common = sorted(mine.keys() & theirs.keys())
@@ -299,17 +299,17 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
 
 
 def _are_named_alike(mine: Sequence[LoaderPass], theirs: Sequence[LoaderPass], places: Sequence[int]) -> bool:
-    """Whether labels tell that the same places are the same samples on two ranks: they agree, and not by chance."""
+    """Return True if labels show that equal positions are the same samples."""
     labels = _by_place(mine, labels=True), _by_place(theirs, labels=True)
     pairs = [(labels[0][place], labels[1].get(place)) for place in places if place in labels[0]]
     times = Counter(label for label, _ in pairs)
-    chance = sum((count / len(pairs)) ** 2 for count in times.values())  # of one place, where they are others
+    chance = sum((count / len(pairs)) ** 2 for count in times.values())  # probability that one label matches at random
     in_order = sum(a != b for a, b in itertools.pairwise(label for label, _ in pairs)) < 2 * len(times)
     return all(a == b for a, b in pairs) and bool(pairs) and not in_order and chance ** len(pairs) < _CHANCE
 
 
 def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Whether samples that every rank has taken are known to have the same labels on each."""
+    """Return True if samples common to all ranks have the same labels."""
     labels = [_labels(of_rank) for of_rank in passes]
     common = set.intersection(*map(set, labels)) if labels else set()
     alike = all(of_rank[row] == labels[0][row] for of_rank in labels for row in common)
@@ -317,7 +317,7 @@ def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
 
 
 def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
-    """The label of each row; none of a row that has had several."""
+    """Map rows to labels; empty if a row has several labels."""
     found: dict[int, int] = {}
     for one in of_rank:
         if len(one.labels) == len(one.rows):
@@ -328,12 +328,12 @@ def _labels(of_rank: Sequence[LoaderPass]) -> dict[int, int]:
 
 
 def _tell_apart(one: LoaderPass) -> bool:
-    """Whether the rows of a pass are those of different samples."""
+    """Return True if the rows are enough, and nearly all distinct."""
     return len(one.rows) >= FEWEST_ROWS and len(set(one.rows)) >= 0.9 * len(one.rows)
 
 
 def _positions(one: LoaderPass) -> set[int]:
-    """The places in the dataset that the sampler chose from, of which each was taken once."""
+    """Return the dataset positions that the sampler took."""
     if not one.subset:
         return set(one.indices)
     place = {index: number for number, index in enumerate(one.subset)}
@@ -341,7 +341,7 @@ def _positions(one: LoaderPass) -> set[int]:
 
 
 def _share_places(first: Sequence[LoaderPass]) -> bool:
-    """Whether each rank's sampler gives its share of the same places: torch's, or one that is seen to."""
+    """Return True if the samplers split the same positions between ranks."""
     if all(one.replicas == len(first) for one in first):
         return True
     taken = [_positions(one) for one in first]
@@ -356,7 +356,7 @@ def _share_places(first: Sequence[LoaderPass]) -> bool:
 
 
 def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Whether the ranks' datasets have no sample in common, and are no random numbers that each has drawn itself."""
+    """Return True if the ranks' datasets are disjoint, not just drawn at random."""
     first = [of_rank[0] for of_rank in passes]
     if all(one.subset for one in first):
         return _disjoint([one.subset for one in first])
@@ -375,7 +375,7 @@ def deal_repeated(first: Sequence[LoaderPass]) -> bool:
 
 
 def hold_own_parts(first: Sequence[LoaderPass]) -> bool:
-    """Whether each rank's dataset holds a rank's share of an array, and no two of them have a sample in common."""
+    """Return True if the ranks' datasets are disjoint shares of one array."""
     parts = all(one.whole > 0 and _is_share(one, len(first)) and _tell_apart(one) for one in first)
     return len(first) > 1 and parts and _disjoint([one.rows for one in first])
 
@@ -385,7 +385,7 @@ def _is_share(one: LoaderPass, ranks: int) -> bool:
 
 
 def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
-    """Whether the same place of the dataset is always another sample on another rank, and the same one on each."""
+    """Return True if each position is a different sample on each rank."""
     rows = [_by_place(of_rank, labels=False) for of_rank in passes]
     labels = [_by_place(of_rank, labels=True) for of_rank in passes]
     for number, mine in enumerate(rows):
@@ -395,12 +395,12 @@ def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
                 return False
             named = [(labels[number][place], labels[other].get(place)) for place in common & labels[number].keys()]
             if len(set(named)) > 1 and all(a == b for a, b in named):
-                return False  # each rank has a way of its own to change the same samples
+                return False  # ranks transform the same samples differently
     return True
 
 
 def _by_place(of_rank: Sequence[LoaderPass], *, labels: bool) -> dict[int, int]:
-    """What a rank was given for each place; nothing where that changes, as by augmentation, or is seen too seldom."""
+    """Map positions to rows or labels; empty if values change or rarely repeat."""
     found: dict[int, int] = {}
     again = 0
     for one in of_rank:
@@ -417,7 +417,7 @@ def _disjoint(parts: Sequence[Sequence[int]]) -> bool:
 
 
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
-    """How many samples two ranks have both taken, of `size` that each has; 0 where a sampler may repeat as many."""
+    """Return the largest overlap of two ranks; 0 if padding explains it."""
     sets = [set(of_rank) for of_rank in taken]
     shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
     at_the_end = max(one.batch_size for one in first) * len(first)
@@ -427,7 +427,7 @@ def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]],
 def finding_on_loader(
     code: str, one: LoaderPass, message: str, *, line: Location | None = None, **more: Any
 ) -> list[Finding]:
-    """A finding at the `line` to change, else where the loader is made; where that is, and the loop, is related."""
+    """Report at `line`, else where the sampler or loader is made."""
     where = line or one.made or one.location
     related = {"loop over the loader": one.location, f"{one.sampler or 'loader'} made": one.made}
     return one_finding(code, (one.dataset,), message, location=where, related=related, **more)

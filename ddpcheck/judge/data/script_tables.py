@@ -1,4 +1,4 @@
-"""DDP516: tables that a program derives from its data, such as label maps, by what each rank has made of it."""
+"""DDP516: tables derived from data, such as label maps, compared between ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddpcheck.judge.data.script_rows import have_same_labels
 def judge_tables(
     tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
 ) -> list[Finding]:
-    """DDP516: dictionaries that have the same keys and the same values on every rank, put together differently.
+    """DDP516: dictionaries with the same keys and values on every rank, assigned differently.
 
-    And lists of the same texts in another order, but for those of which no labels are made: `passes`, over all loaders,
-    show the same ones on every rank. At most one finding: a label map has its inverse, and may have several names.
+    Also lists of the same texts in a different order, unless `passes` (over all loaders) show equal labels on all
+    ranks. At most one finding: a label map has an inverse, and may have several names.
     """
     alike = have_same_labels(passes)
     by_name = [{o.name: o for o in of_rank if not (alike and o.name.endswith(OF_A_LIST))} for of_rank in tables]
@@ -42,7 +42,7 @@ def judge_tables(
 
 
 def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the same keys have the same values in another assignment."""
+    """Return True if the same keys and values are assigned differently."""
     keys = sorted(values[0])
     if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
         return False
@@ -53,10 +53,10 @@ def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
 
 
 def _is_numbering(table: Mapping[str, str]) -> bool:
-    """Whether values tell what a key is: names of one kind, or numbers from the first on.
+    """Return True if the values identify keys: consecutive integers, or texts.
 
-    Others are measured (two classes that two ranks share have counts that are each other's), say what a rank does
-    (`True` on one of them), or are the keys in another order, in which a rank goes through its own samples.
+    Other values are measured (class counts on two ranks), describe a rank (`True` on one rank), or are the keys in the
+    order of each rank's own samples.
     """
     values = set(table.values())
     if not all(value.lstrip("-").isdecimal() for value in values):
@@ -64,7 +64,7 @@ def _is_numbering(table: Mapping[str, str]) -> bool:
     numbers = {int(value) for value in values if not value.startswith("-")}
     first = min(numbers, default=0)
     follow = numbers == set(range(first, first + len(numbers)))
-    least = max(2, len(table)) if len(values) == len(table) else 1  # the words of a part are counted from 1 on
+    least = max(2, len(table)) if len(values) == len(table) else 1  # counts of words start at 1
     return follow and first < least and values != set(table)
 
 
@@ -72,11 +72,11 @@ _OF_RANKS = {
     *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
     *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
 }
-_MOST_ROLES = 8  # more keys are words of a text, say
+_MOST_ROLES = 8  # larger tables are e.g. words of a text
 
 
 def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
-    """Whether a table says where a rank stands: a ring of neighbours, or an order that is rotated by rank."""
+    """Return True if a table describes ranks: ring neighbours, devices, rotations by rank."""
     texts = (name.rpartition(".")[2], *values[0])
     words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
     if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
@@ -84,7 +84,7 @@ def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     if all(re.search(_DEVICE, value) for value in values[0].values()):
         return True
     if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
-        return False  # three labels in another order are as often a rotation as not
+        return False  # half of all permutations of 3 labels are rotations
     shifts = [{(int(of_rank[key]) - int(values[0][key])) % len(of_rank) for key in values[0]} for of_rank in values]
     return all(len(shift) == 1 for shift in shifts)
 

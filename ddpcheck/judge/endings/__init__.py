@@ -1,1 +1,1 @@
-"""How ranks end: they raise, die, hang, part."""
+"""Judges of failed ranks: exceptions, crashes, hangs and divergence."""

@@ -1,6 +1,6 @@
-"""DDP401 and 403: ranks that wait for each other since one handles an exception, or has decided by itself.
+"""DDP401 and 403: hangs after an exception or a branch on some ranks only.
 
-Also what the other judges of an ending ask of it: where ranks part, in which blocks of the program each is, in words.
+Also helpers of the other judges of a hang: enclosing blocks of the program, loop exits, wording.
 """
 
 from __future__ import annotations
@@ -17,72 +17,72 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, PASSES, SHARD_FOR
 
 
 def backwards_of(rank: RankAtEnd) -> list[Backward]:
-    """The backward passes of a rank that DDP has averaged, or its forward passes of shards, where they are known."""
+    """Return the logged DDP backward passes (or sharded forward passes) of a rank."""
     return [found for call in rank.calls if (found := backward_of(call)) is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a rank at the divergence: its collective, or what it does instead."""
+    """Position of a rank at the divergence: its collective, if any, and its lines."""
 
     of: RankAtEnd
     call: Call | None
     lines: tuple[str, ...]
-    before: Sequence[Call] = ()  # the collectives that the two have made together
+    before: Sequence[Call] = ()  # collectives common to both ranks, before the divergence
 
     @property
     def is_at_work(self) -> bool:
-        """Check if it may still come to something."""
+        """Return True if the rank is running and may still reach a collective."""
         return self.call is None and not self.of.waits and not self.of.ended
 
 
 @dataclass(frozen=True, slots=True)
 class EndingFacts:
-    """The facts on ranks that do not come together any more."""
+    """Ranks of a hung job and the code blocks around their lines."""
 
-    ranks: Sequence[RankAtEnd]  # all of them, in order
-    blocks: Mapping[str, Sequence[Block]]  # of the program, around each line at which a rank was; outermost first
+    ranks: Sequence[RankAtEnd]  # all ranks, in order
+    blocks: Mapping[str, Sequence[Block]]  # by 'path:line': enclosing blocks, outermost first
 
     def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
-        """The blocks around lines of a stack, outermost first."""
+        """Return the blocks of `kinds` around the lines of a stack, outermost first."""
         return [one for line in reversed(lines) for one in self.blocks.get(line, ()) if one.kind in kinds]
 
     def loops(self, lines: Sequence[str]) -> list[Block]:
-        """The loops that run at lines of a stack, outermost first."""
+        """Return the loops around the lines of a stack, outermost first."""
         return self.around(lines, "loop")
 
     def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
-        """Check if a collective of a rank was made in a block."""
+        """Return True if a rank called a collective inside a block."""
         return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
 
     def has_left(self, side: Position, loop: Block) -> bool:
-        """Check if a rank was in a loop when it and another one have made the last call together."""
+        """Return True if the last common collective was called inside a loop."""
         return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
 
     def now(self, rank: RankAtEnd) -> tuple[str, ...]:
-        """Where a rank stands."""
+        """Return the current stack of a rank, else the lines of its last collective."""
         return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())
 
 
 def lines_of(call: Call) -> tuple[str, ...]:
-    """The lines of the program that led to a collective, innermost first."""
+    """Return the program lines that led to a collective, innermost first."""
     return call.callers or ((call.location,) if call.location else ())
 
 
 def split_line(line: str) -> tuple[str, int]:
-    """The path and the number of a line of the program; -1 where it is not known."""
+    """Split 'path:line' into path and line number (-1 if unknown)."""
     path, _, number = line.rpartition(":")
     return path, int(number or -1)
 
 
 def loops_left(facts: EndingFacts, left: Position, stays: Position) -> list[Block]:
-    """The loops in which a rank is, and in which the other one was before they parted, and is not; outermost first."""
+    """Return the loops that `left` has exited and `stays` is in, outermost first."""
     gone = facts.loops(left.lines)
     return [loop for loop in facts.loops(stays.lines) if loop not in gone and facts.has_left(left, loop)]
 
 
 def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
-    """The lines by which a rank may have left a loop before its end, each with its word."""
+    """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
     gone = [] if left.of.ended else facts.around(left.lines, "try")
     tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
     around = [one for one in tries if one.path == loop.path and one.first <= loop.first and one.last >= loop.last]
@@ -90,18 +90,17 @@ def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -
 
 
 def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
-    """The branches in which `one` is, and the other rank neither is nor has made a collective; innermost first.
+    """Return the branches that `one` is in and `other` never entered, innermost first.
 
-    What comes after an early exit is one, too, and stands last, where the other rank may have left by it: it is not in
-    the function or the loop that this leaves. None is a branch to which the other rank has not come, since it is in a
-    loop that `one` has left before.
+    Code after an early exit counts as a branch and comes last, if `other` is outside of the function or loop that the
+    exit leaves. Empty if `other` is still in a loop that `one` has left, and may reach the branch later.
     """
     if loops_left(facts, one, other) and not set(facts.loops(one.lines)) & set(facts.loops(other.lines)):
         return []
     theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
     left = {"return": "function", "break": "loop", "raise": "function"}
     found = []
-    for block in dict.fromkeys(reversed(facts.around(one.lines, "branch", "rest"))):  # a comprehension has a frame, too
+    for block in dict.fromkeys(reversed(facts.around(one.lines, "branch", "rest"))):  # comprehensions have frames
         around = facts.around(one.lines, left.get(block.word, "")) if block.kind == "rest" else []
         leaves = [b for b in around if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
         if block not in theirs and not set(leaves) & set(theirs) and not facts.has_been_in(other.of, block):
@@ -109,22 +108,22 @@ def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Blo
     return sorted(found, key=lambda block: block.kind == "rest")
 
 
-# Words
+# Wording
 
 
 def described_call(call: Call) -> str:
-    """A call with its line."""
+    """Describe a call with its line."""
     return f"{named(call)}{f' at {call.location}' if call.location else ''}"
 
 
 def in_words(branch: Block) -> str:
-    """Where what is in a branch stands, or past an early exit."""
+    """Describe a position inside a branch or after an early exit."""
     where = {"branch": "in the branch", "try": f"in the block that the `{branch.word}` cuts short"}
     return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
 
 
 def named(call: Call) -> str:
-    """What a call is to a reader."""
+    """Return the display name of a call."""
     return _NAMES.get(call.operation, call.operation)
 
 
@@ -136,31 +135,31 @@ _NAMES = {
 
 
 def and_told(facts: EndingFacts, ranks: Sequence[int]) -> str:
-    """The end of a sentence on ranks that says what they do."""
+    """Return the end of a sentence on `ranks` with what each rank does."""
     doing = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     return f" and {agreeing(doing.pop(), ranks)}" if len(doing) == 1 else f" ({told(facts, ranks)})"
 
 
 def told(facts: EndingFacts, ranks: Sequence[int]) -> str:
-    """What ranks do, in words."""
+    """Describe what each of `ranks` does."""
     return ", ".join(told_together((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
 
 
 def calls_there(one: Position, other: Position) -> list[str]:
-    """The collectives at which two ranks part, and what each does at the end."""
+    """Return evidence: the diverging collective and the final state of each rank."""
     sides = sorted((one, other), key=lambda side: side.of.rank)
     return [
         *(
             f"rank {side.of.rank} reaches {side.call or 'no further collective'}"
             for side in sides
-            if side.call is not None or side.of.ended or not side.of.waits  # else in one that is in no log
+            if side.call is not None or side.of.ended or not side.of.waits  # else it waits in an unlogged collective
         ),
         *(f"rank {side.of.rank}: {side.of.doing}" for side in sides),
     ]
 
 
 def explain_by_exception(facts: EndingFacts, raised: Position, goes_on: Position) -> list[Finding]:
-    """DDP401: a rank has raised, and its `finally` or `except` calls a collective. Before all that this looks like."""
+    """DDP401: collective in a `finally` or `except`. Runs early: it resembles other causes."""
     error = handled_in(raised.call) if raised.call is not None else None
     if raised.call is None or error is None:
         return []
@@ -185,32 +184,32 @@ def explain_by_exception(facts: EndingFacts, raised: Position, goes_on: Position
 
 
 def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> list[Finding]:
-    """DDP403: a rank takes a branch that another one, in the same pass of a loop, does not; both have taken it before.
+    """DDP403: branch that one rank takes and another skips in the same iteration.
 
-    Before loops, for a rank that has gone on to the next pass of an outer loop is behind the inner ones as well.
+    Both have taken it before. Runs before loops, because a rank in the next outer iteration has left inner loops, too.
     """
     if stays.call is None or leaves.is_at_work:
-        return []  # one that is at work may still come to it
+        return []  # a running rank may still reach it
     for block in _left_out(facts, stays, leaves):
         around = facts.around(stays.lines, "loop", block.kind)
         loops = [outer for outer in around[: around.index(block)] if outer.kind == "loop"]
-        is_own = block.kind != "try" or loops == facts.loops(stays.lines)  # else what it cuts short is a loop in it
+        is_own = block.kind != "try" or loops == facts.loops(stays.lines)  # else the exception exits an inner loop
         if loops and is_own and _is_same_pass(facts, loops[-1], block, stays, leaves):
             return _decided_alone(facts, stays, leaves, block)
     return []
 
 
 def _left_out(facts: EndingFacts, stays: Position, leaves: Position) -> list[Block]:
-    """The blocks in which a rank is, and in which the other has been before and is not now; innermost first."""
+    """Return blocks that `stays` is in and `leaves` was in earlier, innermost first."""
     theirs = facts.around(leaves.lines, "branch", "rest", "try")
     mine = reversed(facts.around(stays.lines, "branch", "rest", "try"))
     return [block for block in mine if block not in theirs and facts.has_been_in(leaves.of, block)]
 
 
 def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position, leaves: Position) -> bool:
-    """Check if the other rank has left out what this one is in, in the same pass of a loop, and not left the loop.
+    """Return True if `leaves` skipped the block in the same iteration of the loop.
 
-    It may have left the loop before that: by an exit between the last common call and what this one is in.
+    False if an exit between the last common call and the block may have been taken.
     """
     before = lines_of(stays.before[-1]) if stays.before else ()
     if loop in facts.loops(leaves.lines):
@@ -220,7 +219,7 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position
     start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
     if was_in_it and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
         return False
-    if was_in_it and _comes_first(before, stays.lines, ()):  # so it has begun this pass
+    if was_in_it and _comes_first(before, stays.lines, ()):  # so this iteration has begun
         return True
     assert stays.call is not None
     ends_by_itself = loop.word == "for" and not exits
@@ -229,9 +228,9 @@ def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position
 
 
 def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]) -> bool:
-    """Check if a program that was at `before` comes to `one` before it comes to `other`; innermost lines first.
+    """Return True if a program at `before` reaches `one` before `other`; innermost lines first.
 
-    In a loop, what stands above `before` is in the next pass.
+    In a loop, lines above `before` belong to the next iteration.
     """
     here, there, last = (tuple(reversed(lines)) for lines in (one, other, before))
     for depth, (mine, theirs) in enumerate(zip(here, there, strict=False)):
@@ -244,7 +243,7 @@ def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]
 
 
 def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
-    """Check if the inner loop in which a rank is has begun again since the call that both have made before."""
+    """Return True if the inner loop of `leaves` restarted after the last common call."""
     if not stays.before or not leaves.before:
         return True
     before = lines_of(leaves.before[-1])
@@ -257,11 +256,11 @@ def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
     if last is not None and now is not None and 0 <= last.loader == now.loader:
         return now.batch[0] > last.batch[0]
     runs = runs_of(facts, inner[0], leaves.before)
-    return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many as in passes before
+    return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier runs
 
 
 def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
-    """How many calls were made in a loop, each time that it ran, as far as other calls tell these times apart."""
+    """Count the calls per run of a loop; outside calls separate runs."""
     inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:
@@ -304,7 +303,7 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
         f"{in_words(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass"
         f"{instead}: {told(facts, missing)}.",
-        ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # who jumps is the odd one of two
+        ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
             f"all of them have reached it before: {by_itself}",

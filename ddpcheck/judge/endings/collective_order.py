@@ -1,9 +1,8 @@
-"""DDP403 and 407: collectives that do not match between ranks, by the logs of what each rank called.
+"""DDP403 and 407: mismatched collectives, from the collective log of each rank.
 
-By call site: collectives that pair up although they stand on different lines, and so pair up wrongly. Two barriers of
-different lines are one collective to a backend. A rank that makes one in addition goes on, and all that it calls from
-then on pairs up with a later call of the others, until one waits for a call that nobody makes any more: that last call
-is innocent.
+Also matched by call site: a backend pairs two barriers of different lines. A rank with an extra barrier goes on, and
+each later call pairs up with a later call of the others, until a rank waits for a call that no rank makes any more.
+The last call is then not the cause.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from ddpcheck.findings.wording import (
 def judge_collectives(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """At most one finding a process group: the first place at which the ranks' collectives do not match (DDP403)."""
+    """DDP403: first mismatched collective; at most one finding per process group."""
     findings = []
-    distinct = {id(log): log for log in logs}  # of many simulated ranks most have one log together
+    distinct = {id(log): log for log in logs}  # most simulated ranks share one log
     groups = {call.group: call.members for log in distinct.values() for call in log}
     for group, members in sorted(groups.items()):
         ranks = [rank for rank in members if rank < len(logs)]
@@ -67,9 +66,9 @@ def judge_collectives(
 
 
 def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
-    """The ranks that are in a collective and wait for nobody there, as all of its ranks have come to it.
+    """Return the ranks inside a collective that all members have entered.
 
-    Such a rank still moves data, or reads the objects that it was sent, while others may have gone on.
+    Such a rank still transfers data or unpickles objects, while other ranks may have gone on.
     """
     found = set()
     for rank, words in inside.items():
@@ -84,24 +83,24 @@ _PARTS_AT = "parts at "
 
 
 def tags_of_parting(number: int) -> tuple[str, ...]:
-    """The tag of a finding on the collective with this number."""
+    """Return the tag of a finding on the collective with this number."""
     return (f"{_PARTS_AT}{number}",)
 
 
 def place_of_parting(finding: Finding) -> int | None:
-    """The number of the collective at which ranks part, of a finding that says so."""
+    """Return the collective number in the tags of a finding, or None."""
     found = [tag.removeprefix(_PARTS_AT) for tag in finding.tags if tag.startswith(_PARTS_AT)]
     return int(found[0]) if found else None
 
 
 def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
-    """The first place at which these logs of one process group do not match, and what each has there."""
+    """Return the index of the first mismatch, and the call of each log."""
     places = enumerate(itertools.zip_longest(*sequences))
     return next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
 
 
 def same_signature(one: Call, other: Call) -> bool:
-    """Whether two calls pair up."""
+    """Return True if two calls have the same operation and payload."""
     return _signature(one) == _signature(other)
 
 
@@ -110,9 +109,9 @@ def _signature(call: Call | None) -> tuple[str, str] | None:
 
 
 def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
-    """DDP407: reductions into which ranks put the same numbers in another order, although they had the same samples.
+    """DDP407: reductions of equal values in a different order on some ranks.
 
-    What follows a difference in the operations is not compared.
+    The ranks had the same samples. Stops at the first mismatch of operations.
     """
     findings: dict[str, list[Finding]] = {}
     for number, calls in enumerate(zip(*sent, strict=False)):
@@ -147,23 +146,23 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
-    """Whether these are the same numbers in several orders, and not those of each rank in slots of its own."""
+    """Return True if values are only reordered, and not in per-rank slots."""
     if len(set(values)) == 1 or len({tuple(sorted(of_rank)) for of_rank in values}) > 1:
         return False
     moved = [value for at in zip(*values, strict=True) if len(set(at)) > 1 for value in at]
-    # others are what a slot may be filled with before a rank writes its own
+    # 0, 1 and extreme values may be the initial fill of per-rank slots
     return all(value not in (0.0, 1.0, -1.0) and 1e-6 < abs(value) < 1e6 for value in moved)
 
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
-_LONGEST = 64  # calls that one rank makes in addition where the other makes them as well, in another number
-_TRIES = 50  # places at which lines differ
+_LONGEST = 64  # longest run of extra calls to try
+_TRIES = 50  # mismatched call sites to examine
 
 
 def judge_partings(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """DDP403: at most one finding a process group, where lines of its ranks part, else where their calls do."""
+    """DDP403: one finding per process group, by call site if possible, else by operation."""
     findings = []
     for group in sorted({call.group for log in logs for call in log}):
         own = [[call for call in log if call.group == group] for log in logs]
@@ -173,7 +172,7 @@ def judge_partings(
 
 
 def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
-    """DDP403: a rank makes calls in addition, which pair up with calls of other lines; at most one finding."""
+    """DDP403: first extra call of a rank, paired with another call site."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
     parted = _parting(logs, ranks)
@@ -186,7 +185,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
 
 
 def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
-    """Where one of these ranks makes a call in addition, as far as lines tell."""
+    """Return the index of the first extra call, by call sites, or None."""
     parted = _parting(logs, range(len(logs)))
     return None if parted is None else parted[0]
 
@@ -194,12 +193,12 @@ def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
 def _parting(
     logs: Sequence[Sequence[Call]], ranks: Sequence[int]
 ) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
-    """The place of the first call in addition, the coded logs, a rank that calls it, and one that does not."""
+    """Return the index of the first extra call, coded logs, calling rank, missing rank."""
     mismatch = first_mismatch([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
     place, found = mismatch
-    end = None if None in found else place + 1  # from where operations differ, nothing pairs up any more
+    end = None if None in found else place + 1  # nothing pairs up after operations differ
     table = _CallTable()
     coded = {rank: table.coded(logs[rank][:end]) for rank in ranks}
     classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda same: (-len(same), same))
@@ -207,7 +206,7 @@ def _parting(
     for other in classes[1:]:
         for calling, missing in ((classes[0], other), (other, classes[0])):
             extra, without = coded[calling[0]], coded[missing[0]]
-            if len(extra) > len(without) or end is not None:  # who has called more waits
+            if len(extra) > len(without) or end is not None:  # the rank with more calls waits
                 at = _Comparison(table, extra, without).parting(place)
                 partings += [] if at is None else [(at, calling[0], missing[0])]
     if not partings:
@@ -244,7 +243,7 @@ def _last(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> l
 
 
 class _CallTable:
-    """Numbers for calls, the same for those of one operation, payload and line, so that long logs compare fast."""
+    """Integer codes of calls by (operation, payload, line), for fast comparison of long logs."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -261,11 +260,11 @@ class _CallTable:
 
 
 class _Comparison:
-    """The calls of a rank that may have made some in addition, with those of another rank.
+    """Comparison of a log, maybe with extra calls, to another rank's log.
 
-    Healthy ranks call the same collective from different lines, too, each in its branch: two lines that have paired up
-    before are taken for such a pair, and so are two of which neither rank has the other's. So are rooted collectives
-    where the root is not known: who sends calls another line than who receives, and ranks may take turns.
+    Healthy ranks also call one collective from different lines, each in its own branch. Accepted as such a pair: two
+    lines that paired up before, two lines that each occur on one rank only, and rooted collectives of unknown root
+    (sender and receivers use different lines, and ranks may take turns).
     """
 
     def __init__(self, table: _CallTable, extra: Sequence[int], without: Sequence[int]) -> None:
@@ -274,11 +273,11 @@ class _Comparison:
         self._without = without
         self._own = {table.calls[number].location for number in set(extra)}
         self._others = {table.calls[number].location for number in set(without)}
-        self._known: set[tuple[int, int]] = set()  # other lines that have paired up so far, and were no parting
-        self._in_step: set[int] = set()  # lines that have paired up with themselves so far
+        self._known: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
+        self._in_step: set[int] = set()  # calls that paired up with an equal call so far
 
     def parting(self, end: int) -> int | None:
-        """The place of the first call in addition, before `end`; `None` where such calls do not explain the logs."""
+        """Return the index of the first extra call before `end`, or None."""
         tries = 0
         for place, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
             if pair[0] == pair[1]:
@@ -292,13 +291,13 @@ class _Comparison:
         return None
 
     def _may_be_any(self, one: int, other: int) -> bool:
-        """Whether nothing follows from the lines of two calls that pair up."""
+        """Return True if the lines of two paired calls are inconclusive."""
         here, there = self._calls[one], self._calls[other]
         rooted = here.operation in ROOTED and "root" not in here.payload
         return same_signature(here, there) and (rooted or not (here.location and there.location))
 
     def _are_pair(self, one: int, other: int) -> bool:
-        """Whether a call of the one rank and a call of the other may belong together."""
+        """Return True if two calls of different ranks may belong together."""
         if one == other or (one, other) in self._known or self._may_be_any(one, other):
             return True
         here, there = self._calls[one], self._calls[other]
@@ -310,9 +309,9 @@ class _Comparison:
         )
 
     def _lines_of_its_own(self, start: int) -> bool:
-        """Whether all is in step from `start` on, but for calls of lines that the other rank never comes to."""
+        """Return True if calls match from `start` on, except for lines of one rank."""
         here, there, matched = start, start, 0
-        waiting, confirmed = list[int](), list[int]()  # the calls in addition; those that a pair has followed
+        waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
         while here < len(self._extra) and there < len(self._without):
             one, other = self._extra[here], self._without[there]
             line = self._calls[one].location
@@ -330,9 +329,9 @@ class _Comparison:
         return 0 < len(confirmed) <= matched and (there == len(self._without) or set(waiting) <= set(confirmed))
 
     def _one_run(self, start: int) -> bool:
-        """Whether all is in step from `start` on, but for one run of calls there.
+        """Return True if calls match from `start` on, after one run of extra calls.
 
-        Ranks that take turns look like this as well; then no line has paired up with itself before.
+        Ranks that take turns look the same, but then no line has paired up with itself before.
         """
         for length in range(1, _LONGEST + 1):
             after = zip(self._extra[start + length :], self._without[start:], strict=False)

@@ -1,4 +1,4 @@
-"""DDP403, 405, 508: ranks that wait for each other since one has made fewer passes of a loop than the others."""
+"""DDP403, 405, 508: hangs because one rank made fewer iterations of a loop."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ddpcheck.judge.endings.branch_endings import (
 )
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD, lines_in
 
-# A loader that ended earlier
+# Data loader with fewer batches
 
 
 def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP405: a loader had fewer batches on a rank. First, since all else that ranks do follows from it."""
+    """DDP405: data loader with fewer batches on a rank. Runs early: other symptoms follow."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
@@ -62,7 +62,7 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
 
 
 def _fix_of_loader(facts: EndingFacts) -> str:
-    """With `Join`, which only DDP has."""
+    """Return the fix for uneven batches; `Join` is for DDP only."""
     sharded = any(call.operation == SHARD_FORWARD for rank in facts.ranks for call in rank.calls)
     join = (
         " Or enter `with Join([model]):` around the loop, so that a rank that has left the loop still answers the "
@@ -75,7 +75,7 @@ def _fix_of_loader(facts: EndingFacts) -> str:
 
 
 def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
-    """Whether a rank is in a batch of this pass, or was, that another rank has not had."""
+    """Return True if a rank took a batch beyond another rank's last batch."""
     ended = [one.batches for one in passes.values() if one.exhausted]
     if not ended or max(one.batches for one in passes.values()) <= min(ended):
         return False
@@ -85,14 +85,14 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
         if passes[rank.rank].batches > min(ended):
             beyond = [
                 b for b in backwards_of(rank) if (b.loader, b.batch[0]) == key and b.batch[1] > min(ended)
-            ]  # and not a loader that is gone through without a collective
+            ]  # excludes loaders iterated without a collective
             if any(loop.head == location for loop in facts.loops(facts.now(rank))) or (beyond and not begun_again):
                 return True
     return False
 
 
 def shard_in_words(one: LoaderPass) -> str:
-    """How many batches a rank has taken, of how many samples."""
+    """Describe how many batches and samples a rank has taken."""
     size = len(one.indices) if one.exhausted and one.indices else -1
     words = f"{counted(one.batches, 'batch')}{'' if one.exhausted else ' so far'}"
     if one.expected >= 0 and not one.exhausted:
@@ -104,13 +104,13 @@ def shard_in_words(one: LoaderPass) -> str:
     return f"{words}, {one.batch_size} to a batch" if one.batch_size > 1 else words
 
 
-# A loop that a rank left earlier
+# Loop that a rank left early
 
 
 def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
-    """DDP405: a rank has left a loop in which others go on.
+    """DDP405: loop that a rank has left and others continue.
 
-    Before calls of a rank's own, for what a rank calls after the loop, the others would have called later.
+    Runs before extra calls of a rank, because the others would call the collectives after the loop, too.
     """
     if stays.call is None or not _made(left.of, stays.call):
         return []
@@ -122,9 +122,9 @@ def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list
 
 
 def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, stays: Position) -> bool:
-    """Check if a rank may have left a loop before another rank, and not in an earlier pass.
+    """Return True if `left` may have exited a loop before `stays`.
 
-    By how often the loop in it has run, as far as this can be told; else a `for` over a range ends alike on all ranks.
+    Compares the number of runs of the inner loop; if unknown, a `for` over a range ends alike on all ranks.
     """
     runs = [len(runs_of(facts, inner, side.of.calls)) for side in (left, stays)]
     if max(runs) > 1:
@@ -133,14 +133,14 @@ def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, 
 
 
 def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
-    """Whether a rank is still in the pass over a loader that was the last one of another rank in this loop."""
+    """Return True if `stays` is still in the last loader pass of `left`."""
     mine, theirs = ([one for one in rank.passes if str(one.location) == loop.head][-1:] for rank in (stays, left))
     pairs = zip(mine, theirs, strict=False)
     return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m, t in pairs)
 
 
 def _made(rank: RankAtEnd, call: Call) -> int:
-    """How often a rank has come to the lines of a call; to those of a forward pass, as its backward passes tell."""
+    """Count visits to the lines of a call (unlogged forward: by its backward)."""
     forward = call.operation == DDP_FORWARD and all(one.operation != DDP_FORWARD for one in rank.calls)
     return sum(
         call.location in lines_in(one.place)
@@ -151,7 +151,7 @@ def _made(rank: RankAtEnd, call: Call) -> int:
 
 
 def _times_made(rank: RankAtEnd, call: Call) -> str:
-    """How often a rank has come to the lines of a call, in words that say what is counted."""
+    """Describe how often a rank reached a call, with the counted unit."""
     times = _made(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
         return f"{counted(times, 'call')} of {named(call)}"
@@ -168,14 +168,14 @@ def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> l
         if rank is left.of
         or (
             loop not in facts.loops(facts.now(rank))
-            and _made(rank, stays.call) < most  # one that has caught the failure of its last call is out, too
+            and _made(rank, stays.call) < most  # a rank that caught the error of its last call has left, too
         )
     ]
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
     times = _made(left.of, stays.call)
     of_loop = [one for one in left.of.passes if str(one.location) == loop.head]
     exits = exits_of(facts, loop, left, stays)
-    innermost = facts.loops(stays.lines)[-1:] == [loop]  # and so each pass of it makes the call once
+    innermost = facts.loops(stays.lines)[-1:] == [loop]  # each iteration makes the call once
     known = loop.times if loop.times is not None and innermost and not left.of.earlier else 0.0
     by_exit = loop.times == ENDLESS or times < known or any(not one.exhausted for one in of_loop[-1:])
     if not exits and times < known:
@@ -213,7 +213,7 @@ FIX_OF_EXIT = (
 
 
 def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, stays: Position) -> list[Finding]:
-    """DDP508: a loop that cannot end earlier, and passes that were left out in it."""
+    """DDP508: skipped iterations of a loop that cannot end early."""
     assert loop.times is not None and stays.call is not None
     inside = [
         block
@@ -233,15 +233,15 @@ def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, sta
 
 
 def may_leave_out(block: Block) -> str:
-    """A block that may leave out a pass of a loop."""
+    """Describe a block that may skip an iteration."""
     return f"the `{block.word}` at {block.head} may leave it out"
 
 
-# Inside of Join, in which ranks without further batches take no part
+# Extra collectives inside of Join
 
 
 def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP403: under `Join`, ranks call something more than DDP does. Before loaders, which may be uneven there."""
+    """DDP403: extra collectives under `Join`. Runs before loaders: `Join` allows uneven inputs."""
     done = [rank for rank in facts.ranks if has_joined(rank)]
     by_rank = {rank.rank: call for rank in facts.ranks if rank not in done for call in _in_addition(rank)[:1]}
     if not done or not by_rank:
@@ -263,12 +263,12 @@ def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[
 
 
 def has_joined(rank: RankAtEnd) -> bool:
-    """Whether a rank has no further batch, and answers the collectives of those that have one."""
+    """Return True if a rank ran out of batches and shadows collectives under `Join`."""
     return bool(rank.calls) and rank.calls[-1].place == JOINED
 
 
 def _in_addition(rank: RankAtEnd) -> list[Call]:
-    """What a rank has called since its first forward pass under the `Join` in which it is, and DDP has not."""
+    """Return non-DDP calls since the first forward pass under the current `Join`."""
     calls = list(rank.calls)
     left = max((at for at, call in enumerate(calls) if call.place == JOINED), default=-1)
     first = next((at for at, call in enumerate(calls) if at > left and call.place == JOINING), len(calls))

@@ -1,4 +1,4 @@
-"""DDP401 and 402: processes that wait in `init_process_group` for what never comes, or that raise there."""
+"""DDP401 and 402: processes that hang or raise in `init_process_group`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SUBJECT = ("init_process_group",)
 
 
 def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
-    """DDP402: why those that are there do not meet, as far as what they say of themselves tells."""
+    """DDP402: reason for an incomplete rendezvous, from the arguments of each process."""
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
@@ -35,10 +35,10 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
 
 
 def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
-    """DDP402 where those that have raised did not meet the others, as far as that is known; else DDP401."""
+    """DDP402 if the errors come from an incomplete rendezvous, else DDP401."""
     raised = [one for one in waiting if one.error]
     others = [one for one in raised if not (is_of_communication(one.error) or one.error.startswith("DistStoreError"))]
-    if raised and not others and all(one.started for one in waiting):  # on this node, which is the only one
+    if raised and not others and all(one.started for one in waiting):  # single-node job
         return judge_meeting(waiting, 0.0)
     if not (others := others or raised):
         return []
@@ -57,7 +57,7 @@ def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
 
 
 def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
-    """What is wrong, what to do, and the ranks that are not as the others."""
+    """Return the message, the fix and the ranks that differ."""
     numbers = [one.rank for one in waiting]
     for what, values, fix in (
         ("world sizes", {one.rank: one.world_size for one in waiting}, "Pass the same world_size on every rank."),

@@ -1,4 +1,4 @@
-"""DDP401 to 405: why ranks failed or did not finish; DDP305 where that is why."""
+"""DDP305 and 401 to 405: root causes of failed or hung ranks."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from ddpcheck.judge.judge_context import first_explanation
 
 @dataclass(frozen=True, slots=True)
 class FailureFacts:
-    """The facts on a world that failed."""
+    """Failures and collective logs of a failed run."""
 
-    failures: Sequence[RankFailure]  # of the ranks, in order of time
-    logs: Sequence[Sequence[Call]]  # the collectives of each rank until then
-    world_size: int  # the number of ranks
-    finished: Collection[int]  # the ranks that had
+    failures: Sequence[RankFailure]  # in order of time
+    logs: Sequence[Sequence[Call]]  # collectives of each rank up to the failure
+    world_size: int
+    finished: Collection[int]  # ranks that had finished
 
     @property
     def ended(self) -> list[RankFailure]:
-        """The failures of ranks that ended by themselves, in order of time."""
+        """Failures of ranks that raised, exited or died, in order of time."""
         return [failure for failure in self.failures if failure.kind in ("raised", "exited", "died")]
 
     @property
     def stuck(self) -> list[RankFailure]:
-        """The ranks that were still at work."""
+        """Failures of ranks that were still running."""
         return [failure for failure in self.failures if failure.kind == "stuck"]
 
     @property
     def evidence(self) -> list[str]:
-        """Each rank's failure; the same of several ranks once, unless they are stuck."""
+        """Lines on the failure of each rank; equal failures share a line unless stuck."""
         groups = group_by(self.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None))
         told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
@@ -57,15 +57,15 @@ class FailureFacts:
 def judge_failure(
     failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], world_size: int, finished: Collection[int] = ()
 ) -> list[Finding]:
-    """The finding behind a world that failed: DDP401 to DDP404, the root cause only; see `FailureFacts`."""
+    """Return the root cause of a failed run (DDP401 to DDP404); see `FailureFacts`."""
     return first_explanation(EXPLANATIONS, FailureFacts(failures, logs, world_size, finished)) if failures else []
 
 
 def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
-    """DDP403: the collectives of the ranks do not match, or their lines do not.
+    """DDP403: collectives or call sites that do not match between ranks.
 
-    First, since ranks that call different collectives hang, or fail with an error of communication. Any other exception
-    is a cause of its own: the rank that raised never came to the next collective.
+    Runs first, since ranks with mismatched collectives hang or fail with a communication error. Any other exception is
+    a separate cause: the rank that raised never reached the next collective.
     """
     at_work = {failure.rank for failure in facts.stuck if not failure.collective}
     mismatch = judge_partings(facts.logs, at_work)
@@ -75,7 +75,7 @@ def explain_by_collectives(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: no rank has failed, and some did not finish; those are at fault that do not wait for others."""
+    """DDP402: hang without a failed rank; blames ranks that do not wait for others."""
     stuck = facts.stuck
     if facts.ended:
         return []
@@ -94,12 +94,12 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
-    """DDP401 or 404: the first rank that raised or died, and all that failed in the same way. Last."""
+    """DDP401 or 404: first rank that raised or died, and similar failures. Runs last."""
     first = facts.ended[0]
     same = tuple(failure.rank for failure in facts.ended if (failure.kind, failure.type) == (first.kind, first.type))
     died = first.kind != "raised"
     said = phrase(first)
-    if len({phrase(failure) for failure in facts.ended if failure.rank in same}) > 1:  # each rank in words of its own
+    if len({phrase(failure) for failure in facts.ended if failure.rank in same}) > 1:  # messages differ between ranks
         kind, colon, words = said.partition(":")
         said = f"{kind}; on rank {first.rank}:{words}" if colon else said
     if len(same) == facts.world_size > 1:
@@ -128,15 +128,15 @@ def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
 
 
 OF_A_CUT_FILE = "of a cut file"
-"""A tag: the exception is one that files raise which end too early."""
+"""Tag of a finding whose exception is typical of a truncated file."""
 
 _OF_CUT_FILES = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
-_OF_CUT_ARCHIVES = "PytorchStreamReader"  # a RuntimeError, of a file of torch.save
+_OF_CUT_ARCHIVES = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
 
 EXPLANATIONS = (explain_by_collectives, explain_by_hang, explain_by_first_failure)
-"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+"""Explanations in order; the first with findings is reported."""
 
-_FIX_OF_DEATH = {  # by exit code; a signal's is negative
+_FIX_OF_DEATH = {  # by exit code; negative for signals
     -signal.SIGSEGV: (
         "Check the C or C++ code that the line calls (an extension, a custom kernel, a library whose version differs "
         "from the one that it was built for), and call it with this rank's data in a separate process."
@@ -157,16 +157,16 @@ _FIX_OF_DEATH = {  # by exit code; a signal's is negative
 
 
 def _fix_of_death(failure: RankFailure) -> str:
-    """The advice on a rank whose process has ended; empty, for that of the rule, where no more is known."""
+    """Return the fix for a dead rank, or '' for the rule's default."""
     if failure.location and (failure.exit_code or 0) > 0:
         return "Raise an exception, which is shown, instead of exiting without a message (sys.exit, os._exit)."
     if failure.exit_code == -signal.SIGSEGV and not failure.location:
-        return ""  # there is no line to look at
+        return ""  # no line is known
     return _FIX_OF_DEATH.get(failure.exit_code or 0, "")
 
 
 def _fix_of_exception(facts: FailureFacts, others: Sequence[RankFailure]) -> str:
-    """The advice on a rank that has raised; empty, for that of the rule, where others have failed after it."""
+    """Return the fix for an exception, or '' for the rule's default."""
     if facts.finished and all(map(follows_from_another_rank, facts.failures)):
         return (
             f"The line that raised was still waiting for a call of {format_ranks(facts.finished)}, which had ended the "
@@ -180,7 +180,7 @@ _BEFORE_THE_FIRST_STEP = ("starting up", "loading the target", "building the mod
 
 
 def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
-    """The advice on ranks that did not finish; empty, for that of the rule, where each of them waits for others."""
+    """Return the fix for a hang, or '' if all ranks wait."""
     busy = [failure.rank for failure in stuck if not is_waiting(failure)]
     if not busy:
         return ""
@@ -199,7 +199,7 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
 
 
 def _all_or_one(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
-    """What ranks do, in the plural where all do the same; else what one of them does."""
+    """Describe what all stuck ranks do, or only `lead` if the ranks differ."""
     text = describe_failure(lead)
     if len(stuck) > 1 and all(describe_failure(one) == text for one in stuck):
         return f"all {agreeing(text, [one.rank for one in stuck])}"
@@ -207,7 +207,7 @@ def _all_or_one(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
 
 
 def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list[Finding]:
-    """DDP405: ranks failed because they had no samples in a step in which others had some."""
+    """DDP405: ranks that failed because of an empty shard in a step."""
     empty = {f.rank: (f.exception, f.location) for f in failures if isinstance(f.exception, EmptyShardError)}
     if not empty or len(empty) == world_size:
         return []
@@ -229,7 +229,7 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
 def judge_undefined_losses(
     failures: Sequence[RankFailure], of_batch: float, step: int, world_size: int
 ) -> list[Finding]:
-    """DDP305: the loss is not finite on some ranks, and that of the whole batch is: those have nothing to average."""
+    """DDP305: non-finite loss on some ranks, although the whole-batch loss is finite."""
     undefined = {f.rank: f for f in failures if isinstance(f.exception, NonFiniteLossError)}
     if not undefined or len(undefined) == world_size or not math.isfinite(of_batch):
         return []
@@ -253,24 +253,24 @@ _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup
 
 
 def is_of_communication(message: str) -> bool:
-    """Whether an error is how a backend fails when its peers do something else (gloo raises or aborts, nccl waits)."""
+    """Check for a backend error after peers diverged (gloo raises or aborts, nccl waits)."""
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
 
 
 def _is_of_backend(failure: RankFailure) -> bool:
-    """Whether a rank has failed in what a backend does; one that was aborted at a line of its own has not."""
+    """Return True if a rank failed inside the backend, not in its own code."""
     aborted_at_work = failure.kind == "died" and bool(failure.stack) and not is_waiting(failure)
     return not aborted_at_work and is_of_communication(f"{failure.message}\n{failure.traceback}")
 
 
 def follows_from_another_rank(failure: RankFailure) -> bool:
-    """Whether a failure may only show what has gone wrong before: ranks wait, lose each other, or DDP complains."""
+    """Check for a secondary failure: a wait, a lost peer or a DDP error."""
     text = f"{failure.message}\n{failure.traceback}"
     return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in SENTENCES)
 
 
 def describe_failure(failure: RankFailure) -> str:
-    """What a rank did when it failed, or when the others had."""
+    """Describe the failure of a rank, or its state when others failed."""
     if failure.kind != "stuck":
         return phrase(failure)
     if failure.collective:

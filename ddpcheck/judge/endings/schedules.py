@@ -1,4 +1,4 @@
-"""DDP403: the collectives that simulated ranks would call, which do not pair up, or in which ranks wait in a circle."""
+"""DDP403: collectives of simulated ranks that mismatch or deadlock across process groups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ddpcheck.findings.wording import format_ranks, group_by, join_names, one_fi
 from ddpcheck.judge.endings.collective_order import judge_collectives
 from ddpcheck.judge.endings.stories import GROUP_ORDER
 
-_Key = tuple[str, int]  # a process group, and the number of a collective in it
+_Key = tuple[str, int]  # (process group, index of the collective in it)
 
 
 def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
-    """What keeps the ranks' collectives from pairing up: calls that do not match, or else ranks in a circle."""
+    """Return mismatched collectives of the ranks, or else a circular wait."""
     calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
     return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
 
 
 def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
-    """Ranks that wait for each other in several process groups, although the calls in each of them match."""
+    """Detect circular waits across process groups whose calls match."""
     stuck = dict(_run(ranks))
     if not stuck:
         return []
@@ -49,7 +49,7 @@ def _described(call: Call) -> str:
 
 
 def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
-    """Ranks of which each waits for the next, and the last one for the first, with whom each waits for."""
+    """Return a circular wait as pairs (rank, rank waited for), or []."""
     path = list[int]()
     following = min(stuck, default=None)
     while following is not None and following not in path:
@@ -60,7 +60,7 @@ def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[i
 
 
 def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Let all ranks go on as far as they come; yields those that never end, in which call, and who is missing there."""
+    """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
     places, numbers = [0] * len(ranks), [Counter[str]() for _ in ranks]
     arrived: dict[_Key, set[int]] = defaultdict(set)
     waiting: dict[_Key, list[int]] = defaultdict(list)

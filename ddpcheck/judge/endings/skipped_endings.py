@@ -1,4 +1,4 @@
-"""DDP508, 502 and 405: ranks that wait for each other since one has left out a pass of a loop that the others made."""
+"""DDP508, 502 and 405: hangs because one rank skipped an iteration of a loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ddpcheck.judge.endings.branch_endings import (
 from ddpcheck.judge.endings.loop_endings import FIX_OF_EXIT, may_leave_out, shard_in_words
 from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 
-# A pass that a rank leaves out
+# Skipped backward pass or batch
 
 
 def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP508: a rank left out a backward pass, or a batch, and has made fewer in the end; 502: one under `no_sync`.
+    """DDP508: skipped backward pass or batch; DDP502: unequal `no_sync` passes.
 
-    Before loops, for a rank that has left out a pass comes to the end of its loop earlier than the others.
+    Runs before loops, because a rank that skipped an iteration reaches the end of its loop earlier.
     """
     of_ranks = {rank.rank: backwards_of(rank) for rank in facts.ranks}
     every = [b.call for theirs in of_ranks.values() for b in theirs]
@@ -68,7 +68,7 @@ def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Bac
 
 
 def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
-    """How many backward passes a rank has made, and one more where it has made the forward pass of the next one."""
+    """Count the backward passes of a rank, plus a forward without backward."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
@@ -76,7 +76,7 @@ def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
 def _went_through(
     backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward
 ) -> bool:
-    """Whether ranks have trained on batches of the pass in which another one still is, and not looked at some alone."""
+    """Return True if the `ahead` ranks trained on the loader pass of `behind`."""
     return all(
         at[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
         for rank in ahead
@@ -84,7 +84,7 @@ def _went_through(
 
 
 def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
-    """DDP405: a rank has gone on to the next pass over a loader before it had all batches of this one."""
+    """DDP405: loader pass that a rank left before the last batch."""
     key = (behind.loader, behind.batch[0])
     gone = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
     gone = {rank: gone[rank] for rank in ahead if rank in gone and at[rank].batch[0] > key[1]}
@@ -156,7 +156,7 @@ def _skipped(
 
 
 def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block | None, list[str]]:
-    """What leaves out a pass of a loop, where there is one such block, and all of them in words."""
+    """Return the block that skips an iteration, if unique, and all candidates in words."""
     lines = lines_of(done.call) if kind == "forward" else (done.line, *lines_of(done.call)[1:])
     frames = []
     for line in lines:
@@ -175,13 +175,13 @@ def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block |
     return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in found]
 
 
-# The last pass of a loop
+# Last iteration of a loop
 
 
 def explain_by_skipped_end(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
-    """DDP508: a rank left out the last backward pass of a loop, though it has had the batch or made the forward pass.
+    """DDP508: skipped last backward pass of a loop, after batch or forward.
 
-    Before loops, of which such a rank seems to have left one earlier.
+    Runs before loops, because such a rank seems to have left a loop early.
     """
     done = _pass_of(facts, stays)
     kind = "" if done is None else _left_out_by(facts, left, stays, done)
@@ -200,7 +200,7 @@ def explain_by_skipped_end(facts: EndingFacts, left: Position, stays: Position) 
 
 
 def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
-    """The backward pass in which a rank waits, or that would follow the forward pass in which it does."""
+    """Return the pending backward pass of a rank, or of its pending forward."""
     if stays.call is None:
         return None
     if stays.call.operation != DDP_FORWARD:
@@ -209,20 +209,20 @@ def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
     taken = [one for one in stays.of.passes if str(one.location) in heads]
     if not taken:
         return None
-    last = taken[-1]  # which began last, of whatever loader: a function may go through several in one loop
+    last = taken[-1]  # begun last, of any loader: one loop may iterate several loaders
     return Backward(stays.call, -1, line=stays.lines[0], batch=(last.number, last.batches), loader=last.loader)
 
 
 def _taken(rank: RankAtEnd, done: Backward) -> LoaderPass | None:
-    """The pass over a loader of whose batches one is that of a backward pass."""
+    """Return the rank's loader pass with the batch of a backward pass."""
     return next((one for one in rank.passes if (one.loader, one.number) == (done.loader, done.batch[0])), None)
 
 
 def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Backward) -> str:
-    """What a rank outside of the loop has left out of the pass in which another one is.
+    """Return the part of the current iteration that `left` skipped.
 
-    "forward": the backward pass after the forward pass; "batch": the forward pass; "unknown": one of them; "" where it
-    may have left the loop before.
+    "forward": the backward pass after a forward pass; "batch": the forward pass; "unknown": either; "": the rank may
+    have left the loop before.
     """
     loops = loops_left(facts, left, stays)
     if not loops or _has_as_many(left.of, stays) or not (left.lines or left.of.ended):
@@ -234,20 +234,20 @@ def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Back
     taken = _taken(left.of, done)
     alike = mine is None or theirs is None or (mine.loader, mine.batch) == (theirs.loader, theirs.batch)
     has_had = alike and taken is not None and taken.batches >= done.batch[1]
-    if taken is None or all(loop.head != str(taken.location) for loop in loops):  # it may be no loop over the loader
+    if taken is None or all(loop.head != str(taken.location) for loop in loops):  # may not be a loop over the loader
         has_had = has_had and theirs is not None and theirs.batch != done.batch
     goes_on = has_made and made is not None and made - more > done.forward
     if has_had and taken is not None:
         goes_on |= taken.exhausted or taken.batches > done.batch[1]
     if not goes_on and any(exits_of(facts, loop, left, stays) for loop in loops):
-        return ""  # it may have been in this pass when it left
+        return ""  # may have left during this iteration
     if has_made:
         return "forward"
     return ("unknown" if made is None else "batch") if has_had else ""
 
 
 def _has_as_many(left: RankAtEnd, stays: Position) -> bool:
-    """Whether a rank has made, in the end, as many backward passes of a line as another one: then it left out none."""
+    """Return True if `left` made as many backward passes as `stays`."""
     if stays.call is None or (there := backward_of(stays.call)) is None:
         return False
     mine, theirs = (sum(one.line == there.line for one in backwards_of(rank)) for rank in (left, stays.of))
@@ -255,7 +255,7 @@ def _has_as_many(left: RankAtEnd, stays: Position) -> bool:
 
 
 def _last_common(left: Position, stays: Position, done: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Backward passes of the same forward line that two ranks have made together, last ones first."""
+    """Yield common backward passes of the same forward line, latest first."""
     for one, other in zip(reversed(left.before), reversed(stays.before), strict=False):
         mine, theirs = backward_of(one), backward_of(other)
         if mine is not None and theirs is not None and mine.line == theirs.line == done.line:

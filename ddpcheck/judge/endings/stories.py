@@ -1,4 +1,4 @@
-"""DDP402, 403, 405, 502 and 508: why ranks wait for each other, told by what one did and the others did not."""
+"""DDP401 to 405, 502 and 508: root cause of a hang, from rank logs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ddpcheck.judge.endings.skipped_endings import explain_by_skipped_end, expla
 from ddpcheck.judge.endings.threads import judge_interleaving
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, backward_of
 
-_MOST_CLASSES = 8  # of ranks that have called the same, whose calls are compared with those of all others
+_MOST_CLASSES = 8  # classes of ranks with equal logs to compare with all others
 
 
 def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Block]]) -> list[Finding]:
-    """At most one finding: what one rank did and the others did not, after which they wait for each other for good."""
+    """Return at most one finding: the divergence after which ranks wait for each other."""
     facts = EndingFacts(ranks, blocks)
     if circle := judge_circle(ranks):
         return circle
@@ -47,9 +47,9 @@ def judge_endings(ranks: Sequence[RankAtEnd], blocks: Mapping[str, Sequence[Bloc
 
 
 def parting(facts: EndingFacts) -> tuple[Position, Position] | None:
-    """Two ranks where they part for the first time; `None` where all have called the same, and stand there."""
+    """Return two ranks at their first divergence, or None if all logs are equal."""
     classes = sorted(group_by(facts.ranks, _sequence).values(), key=len, reverse=True)
-    for number, group in enumerate(classes[:_MOST_CLASSES]):  # the others with what most ranks have called
+    for number, group in enumerate(classes[:_MOST_CLASSES]):  # starting with the most common log
         found = [one for other in classes[number + 1 :] if (one := _parting_of(group[0], other[0])) is not None]
         if found:
             return min(found, key=lambda one: one[0])[1:]
@@ -74,7 +74,7 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], at: int) -> Position:
     call = calls[at] if at < len(calls) else None
     if call is not None:
         return Position(rank, call, lines_of(call), calls[:at])
-    beside = [call for call in rank.calls if call not in calls]  # of a group that the other is not in
+    beside = [call for call in rank.calls if call not in calls]  # in groups without the other rank
     lines = rank.lines or (lines_of(rank.calls[-1]) if beside and rank.calls[-1] is beside[-1] else ())
     return Position(rank, None, () if rank.ended else lines, calls)
 
@@ -91,7 +91,7 @@ _PARTNER = "Let every send have its recv on the other rank: of the same two rank
 
 
 def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """Ranks of which each waits for the next one, in a circle: before collectives, to which they do not come."""
+    """DDP402: circular point-to-point wait. Runs first: its ranks reach no collective."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         circle = [rank.rank]
@@ -104,7 +104,7 @@ def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
 
 
 def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """A rank that waits for another one, which is in no point-to-point call. Last."""
+    """DDP402: point-to-point wait for a rank that is in no such call."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         wait = rank.waits_for
@@ -127,11 +127,11 @@ def _of_peers(
     )
 
 
-# A rank that ended
+# Rank that exited
 
 
 def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
-    """DDP404: a rank has called `sys.exit` or `os._exit`, not where the others will end, too."""
+    """DDP404: `sys.exit` or `os._exit` on a rank while others continue."""
     called, where = left.of.exit_at, left.of.exit_at.rpartition(" ")[2]
     if not (left.of.ended and where and left.call is None and stays.call is not None):
         return []
@@ -142,7 +142,7 @@ def explain_by_exit(facts: EndingFacts, left: Position, stays: Position) -> list
 
 
 def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
-    """DDP404: a rank has called `sys.exit` or `os._exit`, and another one has lost it in what is in no log."""
+    """DDP404: `sys.exit` or `os._exit` on a rank while others wait in unlogged calls."""
     left = [rank for rank in facts.ranks if rank.ended and rank.exit_at]
     stays = [rank for rank in facts.ranks if rank.waits and rank.lines and not rank.exit_at]
     if not left or not stays:
@@ -152,7 +152,7 @@ def explain_by_exit_alone(facts: EndingFacts) -> list[Finding]:
 
 
 def explain_by_construction(facts: EndingFacts) -> list[Finding]:
-    """DDP403: a rank is at the end of its script, and another one waits for it in the constructor of a wrapper."""
+    """DDP403: DDP constructor that waits for a rank at the end of its script."""
     gone = [rank.rank for rank in facts.ranks if rank.ended and not rank.constructs]
     stays = [rank for rank in facts.ranks if rank.constructs and rank.waits and rank.lines]
     if not gone or not stays:
@@ -176,7 +176,7 @@ def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) ->
     if called.startswith(SYSTEM_EXIT):
         verbs = ("raises", "raise")
     if where in stays.lines:
-        return []  # sys.exit(main()), in which the other rank is
+        return []  # sys.exit(main()): the other rank is still in main()
     gone = [rank.rank for rank in facts.ranks if rank.exit_at == called and rank.ended]
     others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
     return one_finding(
@@ -194,11 +194,11 @@ def _of_exit(facts: EndingFacts, left: Position, stays: Position, where: str) ->
     )
 
 
-# A rank at work
+# Running rank
 
 
 def explain_by_work(facts: EndingFacts, works: Position, waits: Position) -> list[Finding]:
-    """DDP402: a rank is at work while others wait for it; what it will come to is not known."""
+    """DDP402: running rank that others wait for; its next call is unknown."""
     if not works.is_at_work:
         return []
     busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
@@ -220,11 +220,11 @@ def explain_by_work(facts: EndingFacts, works: Position, waits: Position) -> lis
     )
 
 
-# A call of one rank alone
+# Extra call on some ranks
 
 
 def explain_by_own_call(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP403: a rank has come to a collective that the others never come to. Last."""
+    """DDP403: collective that the other ranks never reach. Runs last."""
     sides = [side for side in (_own(facts, one, other), _own(facts, other, one)) if side is not None]
     if not sides:
         return _different(facts, one, other)
@@ -242,11 +242,11 @@ _Side = tuple[Position, str, Block | None]
 
 
 def _own(facts: EndingFacts, one: Position, other: Position) -> _Side | None:
-    """The innermost line of `one` that the other rank has never come to, and the branch that it has not taken."""
+    """Return `one`, its innermost line that `other` never reached, and the skipped branch."""
     if one.call is not None and one.call.operation == DDP_FORWARD:
         passes = filter(None, map(backward_of, other.of.calls))
         if one.lines and one.lines[0] in {passed.line for passed in passes}:
-            return None  # without buffers a forward pass is in no log: it is in that of its backward pass
+            return None  # without buffers only the backward pass is logged
     reached = {line for call in other.of.calls for line in lines_of(call)} | {*other.lines, *facts.now(other.of)}
     where = next((line for line in one.lines if line not in reached), None)
     if where is None or not (one.call or one.of.waits):
@@ -274,7 +274,7 @@ def _called_alone(
         test = f", in {one.call.group_words or 'another process group'}{test}"
         instead = f", in {other.call.group_words}" if other.call.group_words else ""
         fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
-    never = branch is None and other.call is None  # what the others call is nothing in addition then
+    never = branch is None and other.call is None  # then the call is not extra
     verb = plural_verb("reaches", "reach", calling)
     return one_finding(
         "DDP403",
@@ -318,7 +318,7 @@ def _fix_of_call(call: Call | None, what: str, where: str, branch: Block | None)
 
 
 def _different(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
-    """DDP403: both come to lines that every rank comes to, or each to a line of its own, in another order."""
+    """DDP403: calls in a different order, or in different branches of one `if`."""
     if one.call is None or other.call is None:
         return []
     first, second = (one, other) if one.of.rank < other.of.rank else (other, one)
@@ -356,4 +356,4 @@ EXPLANATIONS = (
     explain_by_work,
     explain_by_own_call,
 )
-"""In the order in which they are asked, each of both sides; each says in its docstring why it stands where it does."""
+"""Explanations in order, each tried for both orders of the two ranks."""

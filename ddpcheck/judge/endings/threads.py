@@ -1,6 +1,6 @@
-"""DDP401 and 403: ranks that wait because of their threads.
+"""DDP401 and 403: hangs caused by threads of a rank.
 
-An exception has ended one for which the main thread waits; or two threads of a rank use one process group.
+Either an exception ended a thread that the main thread waits for, or two threads use one process group.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_a
 
 @dataclass(frozen=True, slots=True)
 class EndedThread:
-    """A thread beside the main one that an exception has ended."""
+    """Thread, not the main thread, that ended with an exception."""
 
     name: str
-    failure: RankFailure  # the exception, as that of its rank
-    # the call in which the main thread waits for another thread: "get() at train.py:25"; "" if it does not
+    failure: RankFailure  # the exception, as a failure of the rank
+    # call in which the main thread waits for a thread: "get() at train.py:25", or ""
     waits_in: str = ""
 
 
 def judge_threads(ended: Sequence[EndedThread], failures: Sequence[RankFailure], world_size: int) -> list[Finding]:
-    """At most one finding: `failures` are of the ranks, none of which gets on."""
+    """DDP401: exception in a thread while the main thread waits for a thread."""
     waited_for = [one for one in ended if one.waits_in and not follows_from_another_rank(one.failure)]
     if not waited_for:
         return []
@@ -43,7 +43,7 @@ def judge_threads(ended: Sequence[EndedThread], failures: Sequence[RankFailure],
 
 
 def judge_left_by_thread(ended: Sequence[EndedThread], story: Finding) -> list[Finding]:
-    """DDP401: a rank leaves something out at a line at which an exception has ended a thread."""
+    """DDP401: divergence at a line where an exception ended a thread of the rank."""
     for one in ended:
         at = {one.failure.location, *program_lines(one.failure.traceback)}
         if one.failure.rank in story.ranks and str(story.location) in at and not follows_from_another_rank(one.failure):
@@ -70,10 +70,10 @@ def _of_thread(
 
 
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP403: threads of a rank make collectives in one process group, which come in another order on each rank.
+    """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread by itself has called the same on all ranks. The order in the logs is that in which calls began; where it
-    is the same, it counts that two threads of a rank still wait: a collective of objects is several to a backend.
+    Each thread made the same calls on all ranks. Logs are in the order in which calls began. If the order is equal, two
+    threads of a rank must still wait: an object collective is several collectives to the backend.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}
@@ -81,12 +81,12 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
         for kind in {_kind(call) for log in logs for call in log}:
             made = [[_what(call) for call in log if _kind(call) == kind] for log in logs]
             if any(one != max(made, key=len)[: len(one)] for one in made):
-                break  # this thread has called something else on a rank
+                break  # calls of this thread differ between ranks
         else:
             last = next((tuple(by_rank[rank.rank]) for rank in ranks if rank.in_threads), ())
             at, of_ranks = first_mismatch(logs) or (0, last)
             calls = [call for call in of_ranks if call is not None]
-            # the last call of each kind of thread, and of these the last two
+            # last call of each kind of thread, then the last two calls
             two = [call for after, call in enumerate(calls, 1) if _kind(call) not in map(_kind, calls[after:])][-2:]
             if len(two) == 2 and all({_what(call) for call in log[at:]} >= set(map(_what, two)) for log in logs):
                 return _of_interleaving(ranks, *sorted(two, key=lambda call: call.thread))
@@ -94,7 +94,7 @@ def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
 
 
 def _kind(call: Call) -> str:
-    """The name of the thread of a call without its numbers, which may differ between ranks."""
+    """Return the thread name without numbers, which may differ between ranks."""
     return re.sub(r"[\d_-]+$|\d+", "", call.thread)
 
 
@@ -118,7 +118,7 @@ def _of_interleaving(ranks: Sequence[RankAtEnd], own: Call, other: Call) -> list
 
 
 def told_of_threads(ended: Sequence[EndedThread]) -> list[str]:
-    """The exceptions that ended threads before ranks failed, as evidence."""
+    """Return evidence: exceptions that ended threads before ranks failed."""
     return [
         f"before that, rank {one.failure.rank} {phrase(one.failure)} in a thread ({one.name})"
         f"{f' at {one.failure.location}' if one.failure.location else ''}"

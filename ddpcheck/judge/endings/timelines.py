@@ -1,4 +1,4 @@
-"""The last collectives of each process group as a report shows them: what each rank called, and whom it waits for."""
+"""Timelines of the last collectives of each process group, for the report."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, Rank
 from ddpcheck.judge.endings.collective_order import judge_partings, place_of_parting, same_signature
 from ddpcheck.judge.endings.rank_failure import describe_failure
 
-_BEFORE = 20  # calls before the point where ranks part, or where the first log ends
-_MOST = 60  # calls of a rank
+_BEFORE = 20  # calls before the mismatch, or before the end of the shortest log
+_MOST = 60  # calls per rank
 _MOST_GROUPS = 8
 
 
 def timelines_of_failure(
     failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], finished: Collection[int] = ()
 ) -> tuple[CollectiveTimeline, ...]:
-    """Those of ranks that have failed, or did not finish."""
+    """Return the timelines of ranks that failed or did not finish."""
     stuck = {failure.rank: bool(failure.collective) for failure in failures if failure.kind == "stuck"}
     at_end = {failure.rank: describe_failure(failure) for failure in failures}
     waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
@@ -28,7 +28,7 @@ def timelines_of_failure(
 
 
 def those_that_differ(made: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
-    """Without those of groups whose ranks have called the same, which tell nothing of why a rank has failed."""
+    """Keep timelines with a mismatch or a waiting rank; equal logs explain no failure."""
     return tuple(one for one in made if one.parts_at is not None or any(rank.waits_for for rank in one.ranks))
 
 
@@ -39,7 +39,7 @@ def timelines(
     at_work: Collection[int] = (),
     first: Mapping[str, int] | None = None,
 ) -> tuple[CollectiveTimeline, ...]:
-    """One for each process group, those first in which ranks part."""
+    """Return one timeline per process group, mismatched groups first."""
     groups = {call.group: call.members for log in logs for call in log}
     made = []
     for group, members in sorted(groups.items()):
@@ -60,7 +60,7 @@ def _timeline(
     parts_at: int | None,
     at_end: Mapping[int, str],
 ) -> CollectiveTimeline:
-    """That of one group."""
+    """Return the timeline of one process group."""
     around = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
     start = max(around - _BEFORE, 0)
     table: dict[CalledCollective, int] = {}
@@ -82,7 +82,7 @@ def _timeline(
 
 
 def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
-    """The ranks that have not come to the last call of `rank`, or else those that called another collective there."""
+    """Return ranks absent from the last call of `rank`, else mismatched ranks."""
     place = len(logs[rank]) - 1
     absent = tuple(other for other, log in logs.items() if len(log) <= place)
     if absent:

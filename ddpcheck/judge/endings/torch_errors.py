@@ -1,4 +1,4 @@
-"""DDP101, 311, 402, 406, 501, 503, 509, 513 and 521: what torch raised in a rank of a script, and the cause behind."""
+"""DDP101, 311, 401, 402, 406, 501, 503, 509, 513 and 521: causes of torch errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 
 @dataclass(frozen=True, slots=True)
 class RaisedFacts:
-    """How ranks have failed, the first failure first."""
+    """Failures of ranks, first failure first, and related records."""
 
-    failures: Sequence[RankFailure]  # of the ranks that failed by themselves
-    logs: Sequence[Sequence[Call]]  # the collectives of each rank
-    begun: Sequence[WrapperBegun] = ()  # the wrappers of the rank that failed first
-    # by rank that was ended while it did not wait, the lines of the program that it was in, innermost first
+    failures: Sequence[RankFailure]  # ranks that failed by themselves
+    logs: Sequence[Sequence[Call]]  # collectives of each rank
+    begun: Sequence[WrapperBegun] = ()  # wrappers of the rank that failed first
+    # by rank terminated while running: its program lines, innermost first
     at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    checkpoint: Location | None = None  # the line of the program that checkpoints activations, if there is one
-    replaced: Sequence[ModuleChanged] = ()  # what the rank that failed first has assigned in the place of shards
-    sharded: Sequence[WrapperMade] = ()  # the modules of that rank that `fully_shard` has sharded
-    clipped: Sequence[Sequence[str]] = ()  # names of the shards that clip_grad_norm_ was given, and of other parameters
+    checkpoint: Location | None = None  # line that calls activation checkpointing, if any
+    replaced: Sequence[ModuleChanged] = ()  # assignments over shards on the rank that failed first
+    sharded: Sequence[WrapperMade] = ()  # `fully_shard` modules of the rank that failed first
+    clipped: Sequence[Sequence[str]] = ()  # names in clip_grad_norm_: shards, whole parameters
 
     @property
     def first(self) -> RankFailure:
@@ -38,11 +38,11 @@ class RaisedFacts:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that raised the same."""
+        """Ranks that raised the same exception type."""
         return sorted(one.rank for one in self.failures if one.type == self.first.type and one.kind == "raised")
 
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """A finding at the line that raised, on the ranks that raised the same, unless others are given."""
+        """Create a finding at the raising line and ranks, unless `more` overrides."""
         first, ranks = self.first, unless_all(self.ranks, len(self.logs))
         raised = Location.parse(first.location)
         own = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
@@ -50,7 +50,7 @@ class RaisedFacts:
 
 
 def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
-    """At most one finding, on the first failure; none where torch says nothing that DDP is behind."""
+    """Return at most one finding, if the first failure is a known torch error."""
     if not facts.failures or facts.first.kind != "raised":
         return []
     text = f"{facts.first.message}\n{facts.first.traceback}"
@@ -61,8 +61,8 @@ def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
 
 
 def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP406: the gradient of a parameter came twice in one backward pass."""
-    reentrant = "torch/utils/checkpoint.py" in text  # the engine was entered again, by a checkpoint's backward
+    """DDP406: gradient of a parameter marked ready twice in one backward pass."""
+    reentrant = "torch/utils/checkpoint.py" in text  # re-entrant backward of a checkpoint
     unused = any(one.options.get("find_unused_parameters") == "True" for one in facts.begun)
     forwards = _forwards(facts)
     where, how, fix = Location.parse(facts.first.location), "", ""
@@ -89,7 +89,7 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP311: what backward needs was overwritten, and by what, as far as its shape and the calls of forward tell."""
+    """DDP311: tensor needed by backward overwritten in place; cause by shape and forward count."""
     found = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", text)
     shape = tuple(int(size) for size in found[1].split(",") if size.strip()) if found else None
     buffers, parameters = (
@@ -127,7 +127,7 @@ def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
-    """DDP513: the graph is not that of the first step, which static_graph=True has promised."""
+    """DDP513: graph that differs from the first step under static_graph=True."""
     return facts.one_finding(
         "DDP513",
         ("backward",),
@@ -136,7 +136,7 @@ def _graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
 
 
 def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
-    """DDP509: DDP was told of a gradient after it had ended the reduction, and takes it for one of the next."""
+    """DDP509: gradient after the end of a reduction, which DDP counts for the next."""
     return facts.one_finding(
         "DDP509",
         ("backward",),
@@ -146,12 +146,12 @@ def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
 
 
 def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP101: the gradients for which DDP has waited since the backward pass before, by the numbers that it gives."""
+    """DDP101: gradients missing since the previous backward, by the indices in the message."""
     told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
     numbers = [int(number) for number in told[1].split()] if told else []
     trained = [[one.name for one in begun.description.parameters if one.requires_grad] for begun in facts.begun]
     named = {tuple(of_one[n] for n in numbers) for of_one in trained if numbers and max(numbers) < len(of_one)}
-    names = named.pop() if len(named) == 1 else ()  # wrappers may be several, and DDP does not say which
+    names = named.pop() if len(named) == 1 else ()  # DDP does not say which of several wrappers
     made = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
     who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
     return facts.one_finding(
@@ -164,7 +164,7 @@ def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP402: ranks waited for one that was at work for longer than the timeout of the process group."""
+    """DDP402: process group timeout while waiting for a rank that was running."""
     waited = [one.rank for one in facts.failures if re.search(_TIMED_OUT, f"{one.message}\n{one.traceback}")]
     log = facts.logs[facts.first.rank]
     late = [rank for rank in range(len(facts.logs)) if rank not in waited and facts.first.rank != rank]
@@ -172,7 +172,7 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
         return []
     came = {one.rank: one for one in facts.failures if one.rank in late}
     if any(len(facts.logs[rank]) < len(log) if rank in came else rank not in facts.at_work for rank in late):
-        return []  # it waits for something else, or has failed somewhere else
+        return []  # the late rank waits or failed elsewhere
     rank, call = late[0], log[-1]
     milliseconds = next((int(n) for n in re.search(_TIMED_OUT, text).groups() if n), 0)  # type: ignore[union-attr]
     limit = f" of {milliseconds / 1000:g} s" if milliseconds else ""
@@ -206,13 +206,13 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 def _is_behind(log: Sequence[Call], other: Sequence[Call]) -> bool:
-    """Whether a rank has come to the same collectives as another one, or is about to come to the last of them."""
+    """Return True if a log equals `other`, or lacks only its last call."""
     same = [(one.operation, one.group) for one in log] == [(one.operation, one.group) for one in other[: len(log)]]
     return same and len(other) - 1 <= len(log) <= len(other)
 
 
 def _forwards(facts: RaisedFacts) -> int:
-    """How often the wrapper's forward has broadcast buffers before the backward pass that failed."""
+    """Count the wrapper forwards that broadcast buffers before the failed backward pass."""
     calls = [call.operation for call in facts.logs[facts.first.rank]]
     if calls and calls[-1] == DDP_BACKWARD:
         calls = calls[:-1]
@@ -224,10 +224,10 @@ def _forwards(facts: RaisedFacts) -> int:
 
 
 def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP501: an operation on a shard, outside of the forward in which the whole parameter is there.
+    """DDP501: operation on a shard outside of forward, where the parameter is not gathered.
 
-    In the constructor of DDP it is another cause, DDP401: parameters that tensor parallelism has split. Where values
-    are loaded or copied it is DDP521.
+    DDP401 in the constructor of DDP (parameters split by tensor parallelism); DDP521 if values are loaded or copied,
+    or in the optimizer or gradient clipping.
     """
     if "load_state_dict" in text or "aten.copy_." in text:
         return _whole_into_shards(facts, "copied into")
@@ -247,7 +247,7 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
         if str(begun.location) != facts.first.location:
             continue
         if begun.options.get("device_mesh", "None") != "None":
-            return []  # it leaves the second name of a tied parameter as it was, say
+            return []  # e.g. DDP leaves the second name of a tied parameter as is
         return facts.one_finding(
             "DDP401",
             ("DistributedDataParallel",),
@@ -268,7 +268,7 @@ def _given_shards(facts: RaisedFacts, text: str) -> list[Finding]:
 
 
 def _mixed_norms(facts: RaisedFacts) -> list[Finding]:
-    """DDP521: the norm of gradients of which some are parts on each rank, and others whole."""
+    """DDP521: one norm over sharded (DTensor) and whole gradients."""
     shards, whole = facts.clipped if len(facts.clipped) == 2 else ((), ())
     split, others = (f" ({join_names(names)})" if names else "" for names in (shards, whole))
     return facts.one_finding(
@@ -282,7 +282,7 @@ def _mixed_norms(facts: RaisedFacts) -> list[Finding]:
 
 
 def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
-    """DDP503: `fully_shard` finds a plain tensor where its shard was; DDP521 where that was loaded by assignment."""
+    """DDP503: plain tensor in place of a shard; DDP521 if load_state_dict assigned it."""
     if "_fully_shard" not in text:
         return []
     if "load_state_dict" in text:
@@ -308,7 +308,7 @@ _CASTS = {
 
 
 def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
-    """DDP401: a layer gets another dtype than its parameters have under the `mp_policy` of `fully_shard`."""
+    """DDP401: input dtype that differs from the `mp_policy` parameters of `fully_shard`."""
     for made in facts.sharded:
         policies = made.context.sharded.policies if made.context.sharded is not None else {}
         if not any("param_dtype=torch." in text for text in policies.values()):
@@ -359,4 +359,4 @@ _SENTENCES = {
     r"(?s)(?=.*(BFloat16|Half)).*(must have the same dtype|expected scalar type|should be the same)": _other_dtype,
     _TIMED_OUT: _timed_out,
 }
-"""By a pattern of torch's message: what it comes from. Torch's errors have no codes, but texts."""
+"""Explanation by regex of torch's error message; torch has no error codes."""

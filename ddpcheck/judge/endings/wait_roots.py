@@ -1,8 +1,8 @@
-"""DDP402 and 403: who waits for whom by what recorders hold, and the ranks at which all waits end.
+"""DDP402 and 403: wait-for graph of ranks, from recorder dumps.
 
-A collective waits for the members of its group that have not entered it or are in an earlier one, a send or recv for
-its peer. Most ranks of a job that hangs wait for a rank that waits itself, in a pipeline or in another group. All waits
-lead to few ranks that wait for nobody: these are the cause, whatever the groups, and one finding tells it.
+A collective waits for group members that have not entered it or are in an earlier collective, a send or recv for its
+peer. Most ranks of a hung job wait for a rank that waits itself, in a pipeline or in another group. All waits lead to a
+few ranks that wait for nobody: the root cause, reported in one finding.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ddpcheck.judge.endings.collective_order import ROOTED
 from ddpcheck.judge.endings.schedules import find_circle
 from ddpcheck.judge.endings.stories import GROUP_ORDER, SEND_ORDER
 
-_MOST_LINES = 6  # of evidence of one kind
-_Group = tuple[str, tuple[int, ...]]  # name and members: two groups may have one name, if no rank is in both
-_Wait = tuple[int, RecordedCall, frozenset[int]]  # a rank, a call in which it waits, and for whom
+_MOST_LINES = 6  # evidence lines of one kind
+_Group = tuple[str, tuple[int, ...]]  # name and members; disjoint groups may share a name
+_Wait = tuple[int, RecordedCall, frozenset[int]]  # (rank, pending call, ranks waited for)
 
 
 class WaitGraph:
-    """Ranks, and the ranks for which each one waits.
+    """Wait-for graph of ranks.
 
     Attributes:
-        open_calls: What has not ended, by rank, in the order in which the rank entered it.
-        devices: The first call that peers have completed and the device has not, by rank.
-        waits: Calls in which a rank waits, by rank; not of `devices`.
-        stopped: Ranks that others wait for, and that are in no call, or in one that peers have completed.
-        missing: Ranks that others wait for, and that have no dump.
+        open_calls: Calls that have not ended, by rank, in the order of entry.
+        devices: First call completed by peers and not by the device, by rank.
+        waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
+        stopped: Ranks that others wait for, in no call or in a call that peers have completed.
+        missing: Ranks that others wait for, without a dump.
     """
 
     def __init__(self, dumps: Mapping[int, RankDump], groups: Iterable[_Group]) -> None:
@@ -50,22 +50,22 @@ class WaitGraph:
         }
 
     def group(self, rank: int, call: RecordedCall) -> _Group:
-        """The process group of a call."""
+        """Return the process group of a call."""
         return self._groups.get((call.group, rank), (call.group, ()))
 
     def _is_passed(self, rank: int, call: RecordedCall) -> bool:
-        """Detect a collective that a peer has completed."""
+        """Return True if a peer has completed the collective."""
         return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
 
     def _uncompleted(self, rank: int) -> RecordedCall | None:
-        """The first call that a device has not completed although no peer completes it alone, where most are so."""
+        """Return the first call that peers completed and the device did not."""
         passed = [call for call in self.open_calls[rank] if self._is_passed(rank, call)]
         if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
             return None
         return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
 
     def _waits(self, rank: int) -> list[_Wait]:
-        """The calls in which a rank waits: for those that have not come to it, else for those that come to it late."""
+        """Return the pending calls of a rank with absent peers, else with delayed peers."""
         calls = [
             call
             for call in self.open_calls[rank]
@@ -90,7 +90,7 @@ class WaitGraph:
         return self._absent[key]
 
     def _delayed(self, rank: int, call: RecordedCall) -> frozenset[int]:
-        """The ranks that have entered a call, too, but after another one that has not ended."""
+        """Return the peers that entered a call after another call that has not ended."""
         peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
         before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
         return frozenset(
@@ -100,17 +100,17 @@ class WaitGraph:
         )
 
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
-        """The ranks of a group that have completed most collectives, and the number of the last one."""
+        """Return the ranks of a group that completed most collectives, and the last number."""
         number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, at in self._next[group].items() if at[0] == number], number - 1
 
     def waits_for(self, roots: Collection[int]) -> list[_Wait]:
-        """Where ranks wait for some of `roots`, and for which of these; the earliest first."""
+        """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
         waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
         return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
 
     def who_waits(self, roots: Collection[int]) -> tuple[list[str], set[int]]:
-        """Lines on the ranks that wait for `roots`, then on those that wait for these; and all of these ranks."""
+        """Return evidence of direct, then indirect waits for `roots`, and all waiting ranks."""
         reached, direct, further = set(roots), list[_Wait](), list[_Wait]()
         while True:
             waiting = {rank: waits for rank, waits in self.waits.items() if rank not in reached}
@@ -123,7 +123,7 @@ class WaitGraph:
             reached |= {rank for rank, *_ in new}
 
     def _lines(self, waits: Sequence[_Wait]) -> list[str]:
-        """A line for each kind of group and call."""
+        """Return one line per group description and operation."""
         kinds = group_by(
             waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
         )
@@ -139,7 +139,7 @@ class WaitGraph:
         return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {what}"
 
     def words(self, call: RecordedCall) -> str:
-        """A call, its number and its group."""
+        """Describe a call with its number and group."""
         what = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
         if call.group == DEFAULT_GROUP:
             return what
@@ -154,14 +154,14 @@ class WaitGraph:
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
-    """The number of the next collective of a group to end on each rank, and whether the rank has entered it."""
+    """Yield per rank the next collective number, and True if entered."""
     here = {rank: dumps[rank] for rank in members if rank in dumps}
     by_rank = {rank: dump.collectives(name) for rank, dump in here.items()}
     most = max((call.number for calls in by_rank.values() for call in calls), default=0)
     yield from ((rank, (0, False)) for rank in members if rank not in here)
     for rank, calls in by_rank.items():
         dump = here[rank]
-        # what has ended may be in no dump; a number that is higher than all in dumps counts sends and receives
+        # ended calls may be in no dump; a number above all in dumps counts sends and receives
         last = calls[-1].number if calls else dump.enqueued.get(name, 0)
         if (first := next((call.number for call in calls if not call.ended), None)) is not None:
             yield rank, (first, True)
@@ -185,9 +185,9 @@ def _limited(lines: Sequence[str]) -> list[str]:
 def judge_waits(
     graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, names_missing: bool
 ) -> list[Finding]:
-    """DDP402 and 403: a finding for each cause for which ranks wait.
+    """DDP402 and 403: one finding per root cause of waiting ranks.
 
-    `explained` are the ranks for which others wait by right, or for a reason that another finding states.
+    `explained`: ranks whose waiting peers are expected, or covered by another finding.
     """
     findings = list[Finding]()
     if ranks := sorted(graph.devices.keys() - explained):
@@ -218,7 +218,7 @@ def _hang(
     call: RecordedCall | None = None,
     code: str = "DDP402",
 ) -> list[Finding]:
-    """A finding on the ranks to which waits lead; `call` is where, unless those that wait tell."""
+    """Create a finding on `roots`, located at `call` or a waiting call."""
     lines, waiting = graph.who_waits(roots)
     calls = [call] if call is not None else [call for _, call, _ in graph.waits_for(roots)]
     others = "the other " if len(waiting) + len(roots) == len(graph.dumps.keys() | graph.missing) else ""
@@ -235,7 +235,7 @@ def _hang(
 
 
 def _of_devices(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
-    """A device that completes nothing: its rank goes on to enqueue, until it waits for a result."""
+    """DDP402: device that completes nothing, while its rank still enqueues calls."""
     evidence = []
     for rank in ranks:
         call = graph.devices[rank]
@@ -254,7 +254,7 @@ def _of_devices(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
 
 
 def _of_late(graph: WaitGraph) -> list[Finding]:
-    """A rank that has come to a call in which all others are, but long after them."""
+    """DDP402: rank that reached a call long after the other ranks."""
     calls = [
         (rank, call) for rank, calls in graph.open_calls.items() for call in calls if call.created and call.timeout
     ]
@@ -273,7 +273,7 @@ def _of_late(graph: WaitGraph) -> list[Finding]:
 
 
 def _of_circle(graph: WaitGraph) -> list[Finding]:
-    """Ranks that wait for each other, each in a call to which the next one does not come; if no waits end elsewhere."""
+    """DDP402 or 403: circular wait of ranks. Runs last, if no wait ends elsewhere."""
     waits = {rank: found[0] for rank, found in graph.waits.items() if found}
     circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
     if not circle:
@@ -286,7 +286,7 @@ def _of_circle(graph: WaitGraph) -> list[Finding]:
 
 
 def _of_no_end(graph: WaitGraph) -> list[Finding]:
-    """A call in which all ranks are and that does not end, if others wait for these, or are not known."""
+    """DDP402: call that all its ranks entered and that does not end."""
     waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
     idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
     first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)

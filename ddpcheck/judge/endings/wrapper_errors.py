@@ -1,4 +1,4 @@
-"""DDP302, 311, 406, 501, 503, 509, 513: how the wrapper fails in a step that the module by itself has done."""
+"""DDP302, 311, 406, 501, 503, 509, 513: errors under the wrapper only."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from ddpcheck.judge.replicas.script_changes import replaced_after_sharding
 
 @dataclass(frozen=True, slots=True)
 class WrapperErrorFacts:
-    """The facts on ranks that failed under the wrapper."""
+    """Failures of ranks under the wrapper."""
 
-    failures: Sequence[RankFailure]  # of the ranks, in order of time
-    finished: Mapping[int, object]  # by rank, what the others have returned
-    known: JudgeContext  # the facts beside them
+    failures: Sequence[RankFailure]  # in order of time
+    finished: Mapping[int, object]  # by rank, return values of the other ranks
+    known: JudgeContext
 
     @property
     def text(self) -> str:
-        """What the first failure says, with its traceback; empty where it is no exception."""
+        """Message and traceback of the first failure, or '' if not an exception."""
         first = next(iter(self.failures), None)
         return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
 
     @property
     def raised_on(self) -> tuple[int, ...]:
-        """The ranks that raised; empty for all."""
+        """Ranks that raised; () for all ranks."""
         raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
         return unless_all(raised, self.known.world_size)
 
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """A finding on the ranks that raised, with what the first of them says."""
+        """Create a finding on the ranks that raised, with the first message as evidence."""
         return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
 
 def judge_wrapper_error(
     failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
 ) -> list[Finding]:
-    """DDP302, 311, 406, 501, 503, 509, 513 from how the wrapper fails in a step that the module by itself has done."""
+    """Return findings for a wrapper error in a step that the bare module completed."""
     return first_explanation(EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
 
 
 def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP501: some ranks do not call the wrapper, and finish; the others wait for them until they fail.
+    """DDP501: ranks that bypass the wrapper and finish, while the others wait and fail.
 
-    First, for the failure of the ranks that waited only shows that somebody did not come.
+    Runs first, because the failure of the waiting ranks only shows that a peer did not come.
     """
     finished = [item for item in facts.finished.values() if isinstance(item, DdpStepEvidence)]
     bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
@@ -74,7 +74,7 @@ def explain_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP311: backward needs parameters that were overwritten in place, whose names ddpcheck has added to the error."""
+    """DDP311: parameters overwritten in place; ddpcheck added the names to the error."""
     overwritten = re.search(r"ddpcheck: overwritten in place: (.+)", facts.text)
     if overwritten is None or _IN_PLACE not in facts.text:
         return []
@@ -92,7 +92,7 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
 
 
 def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP501: what uses a parameter runs outside of the module's forward, while only its shard is there."""
+    """DDP501: parameter used outside of the module's forward, where only a shard exists."""
     if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
         return []
     return facts.one_finding(
@@ -107,7 +107,7 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP503: `wrap` has put plain parameters in the place of shards, on which the first forward pass fails."""
+    """DDP503: plain parameters that `wrap` put in place of shards; forward fails."""
     plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
     if "object has no attribute '_local_tensor'" not in facts.text or not plain:
         return []
@@ -116,7 +116,7 @@ def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: the second backward pass of a step brings a gradient again, which torch takes for one in one pass."""
+    """DDP509: second backward pass of a step, which torch reports as a duplicate gradient."""
     if _TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
         return []
     return facts.one_finding(
@@ -130,7 +130,7 @@ def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
 
 _TWICE = "mark a variable ready only once"
 _IN_PLACE = "modified by an inplace operation"
-SENTENCES = {  # of torch, with the code and the message for each
+SENTENCES = {  # torch's message -> (code, message of the finding)
     _TWICE: ("DDP406", "DDP took a gradient to be complete, and it came again"),
     "gradient which is undefined, but still allreduced": (
         "DDP509",
@@ -142,7 +142,7 @@ SENTENCES = {  # of torch, with the code and the message for each
         "DDP302",
         "A parameter that contributes to the loss without the wrapper did not contribute under it",
     ),
-    "not used in producing the loss returned by training_step": (  # what Lightning puts in its place
+    "not used in producing the loss returned by training_step": (  # Lightning's version of the message
         "DDP302",
         "A parameter that contributes to the loss without the wrapper did not contribute under it",
     ),
@@ -154,7 +154,7 @@ SENTENCES = {  # of torch, with the code and the message for each
 
 
 def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP302, 311, 406 or 513: a sentence of DDP's reducer or of autograd, with the parameters that it names."""
+    """DDP302, 311, 406, 509 or 513: known DDP or autograd message, and its parameters."""
     for sentence, (code, message) in SENTENCES.items():
         if sentence in facts.text:
             named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
@@ -171,4 +171,4 @@ EXPLANATIONS = (
     explain_by_second_backward,
     explain_by_sentence_of_torch,
 )
-"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+"""Explanations in order; the first with findings is reported."""

@@ -1,1 +1,1 @@
-"""Evaluations: metrics over all ranks, and what was counted."""
+"""Judges of evaluation: metrics over all ranks and duplicate samples."""

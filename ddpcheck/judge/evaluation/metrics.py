@@ -1,6 +1,6 @@
-"""Metrics of a model: of what it predicted for each sample and its label or target, and of tables of such pairs.
+"""Metrics of predictions and labels or targets, and of confusion matrices.
 
-As `torch.nn.functional`, torchmetrics and scikit-learn define them, but for a scale that is left to who compares.
+Defined as in `torch.nn.functional`, torchmetrics and scikit-learn, up to a scale that the caller tries.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Row = tuple[float, ...]
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
 _Of = Callable[[Sequence[float], Sequence[float]], float]
 _ROUNDING = 1e-9
-_MOST_CLASSES = 16  # of which each has metrics of its own
+_MOST_CLASSES = 16  # classes with per-class metrics
 
 
 def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """The share of pairs that are equal."""
+    """Return the fraction of equal pairs."""
     return sum(row == label for row, label in pairs) / len(pairs)
 
 
 def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Check if these are others in the same order, each times one number and plus another."""
+    """Return True if `numbers` are an affine function of `others`."""
     if len(numbers) != len(others) or len(set(others)) < 2:
         return False
     try:
@@ -35,7 +35,7 @@ def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _of(metric: _Of) -> Metric:
-    """The metric of all numbers of all rows; not a number where there is none."""
+    """Return the metric over all numbers of all rows; NaN if undefined."""
 
     def of_pairs(pairs: Sequence[tuple[Row, Row]]) -> float:
         predicted = [x for row, _ in pairs for x in row]
@@ -72,9 +72,9 @@ def _concordance(p: Sequence[float], t: Sequence[float]) -> float:
 
 
 def _ranks(numbers: Sequence[float]) -> list[float]:
-    """The place of each in their order; that of equal ones is their mean."""
+    """Return the rank of each number in sorted order, averaged over ties."""
     if any(map(math.isnan, numbers)):
-        return [math.nan] * len(numbers)  # they have no order
+        return [math.nan] * len(numbers)  # NaN has no order
     found = [0.0] * len(numbers)
     begin = 0
     for _, equal in groupby(sorted(range(len(numbers)), key=numbers.__getitem__), numbers.__getitem__):
@@ -86,7 +86,7 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
-    """The area under the receiver operating characteristic."""
+    """Return the area under the ROC curve."""
     positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
     many, others = len(positive), len(labels) - len(positive)
     return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
@@ -125,7 +125,7 @@ OF_SCORES: Mapping[str, Metric] = {
 }
 
 
-_OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, and the sums of a row and a column
+_OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, row sum and column sum
     "recall": lambda hits, row, _: hits / row,
     "precision": lambda hits, _, column: hits / column,
     "IoU": lambda hits, row, column: hits / (row + column - hits),
@@ -134,7 +134,7 @@ _OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits
 
 
 def table_metrics(table: Sequence[float]) -> dict[str, float]:
-    """By name, those of a square table of targets by predictions, row by row."""
+    """Return metrics by name of a row-major confusion matrix (targets by predictions)."""
     size = math.isqrt(len(table))
     rows = [math.fsum(table[n * size : (n + 1) * size]) for n in range(size)]
     columns = [math.fsum(table[n::size]) for n in range(size)]

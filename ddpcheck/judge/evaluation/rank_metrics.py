@@ -1,4 +1,4 @@
-"""Metrics that each rank can compute from what its evaluation counted, with that of all samples together."""
+"""Metrics computable from each rank's evaluation, and the pooled metric of all samples."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from ddpcheck.judge.evaluation.evaluation_results import (
 from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES, table_metrics
 
 FEWEST_BITS = 6.5
-"""Of the numbers that are shown, before they are known for a metric.
+"""Minimum evidence, in bits, to match a shown number with a metric.
 
-Of 590 numbers that the 20 programs of `tests/healthy_numbers.py` show, 30 are to all digits also a number of one rank
-that has nothing to do with them. 17 of these coincidences have less than 1 bit, 6 have 2 bits or more, and the largest
-has 6.3: three digits, among 13 numbers, in one of two evaluations.
+The 20 programs of `tests/healthy_numbers.py` show 590 numbers, of which 30 equal an unrelated metric of one rank in all
+digits. 17 of these coincidences have less than 1 bit, 6 have 2 bits or more, and the largest has 6.3 bits: three
+digits, among 13 numbers, in one of two evaluations.
 """
-_FLOAT_BITS = 19.0  # of a number that is known as far as float32 goes
+_FLOAT_BITS = 19.0  # of a number known to float32 precision
 _DIGIT_BITS = math.log2(10)
 MEAN, _SHARE = "mean over samples", "share of the whole set"
-_LARGEST_EXPONENT = 50.0  # of a perplexity
+_LARGEST_EXPONENT = 50.0  # largest loss for which a perplexity is tried
 _MOST_CLASSES = 32
-_MOST_OF_RATIOS = 32  # numbers: of more, there are so many quotients that none is known by what it is
+_MOST_OF_RATIOS = 32  # numbers; of more, the quotients are too many to identify one
 
 
 @dataclass(frozen=True, slots=True)
 class RankMetric:
-    """A metric of the samples of each rank, and of all samples together."""
+    """Metric of each rank's samples, and of all samples pooled."""
 
-    key: str  # the number, table or rows that it is computed from, as function and variable
-    name: str  # which metric of these
+    key: str  # source (number, table or rows), as function and variable
+    name: str  # name of the metric
     values: Sequence[float]  # by rank
     pooled: float
-    bits: Sequence[float]  # by rank, of information: few if the value is made of a small integer
-    tries: int  # how many others might be the one that is shown as well
+    bits: Sequence[float]  # by rank, of information: few for a value made of a small integer
+    tries: int  # number of candidate metrics for a shown number
 
     def evidence(self, number: ShownNumber, rank: int | None = None) -> float:
-        """How many bits speak against a coincidence, if the number is that of a rank, or of all; none if it is not."""
+        """Return bits of evidence that `number` is the metric of `rank` (None: of all)."""
         value, bits = (self.pooled, max(self.bits)) if rank is None else (self.values[rank], self.bits[rank])
         if not shows(number, value):
             return 0.0
@@ -55,22 +55,22 @@ class RankMetric:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation on the ranks that have made it."""
+    """One evaluation, by rank."""
 
-    loop: tuple[object, ...]  # its line, that at which the loader is made, and the dataset
+    loop: tuple[object, ...]  # (line of the loop, line that creates the loader, dataset)
     by_rank: Mapping[int, Evaluated]
     metrics: Sequence[RankMetric]
 
 
 def rank_metrics(of_ranks: Sequence[Evaluated]) -> list[RankMetric]:
-    """All metrics that the ranks' sums, tables and rows allow, those that are computed most often first."""
+    """Return all metrics of the ranks' sums, tables and rows, most common first."""
     if not of_ranks or min(one.samples for one in of_ranks) < 1:
         return []
     return [*_of_sums(of_ranks), *_of_tables(of_ranks), *_of_rows(of_ranks), *_of_ratios(of_ranks)]
 
 
 def bits_of(number: float) -> float:
-    """How many bits of information a number has: an integer, as many as it needs."""
+    """Return the information of a number in bits; log2(1 + |n|) for integers."""
     if not math.isfinite(number):
         return 0.0
     if is_close(number, round(number)):
@@ -81,7 +81,7 @@ def bits_of(number: float) -> float:
 def _scaled(
     key: str, name: str, values: Sequence[float], pooled: float, bits: Sequence[float], tries: int
 ) -> Iterator[RankMetric]:
-    """A mean as it is, in per cent, as an error rate, and the functions of it that are shown in its place."""
+    """Yield a mean as is, in percent, as error rate, exp and sqrt."""
     numbers = [*values, pooled]
     made = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
@@ -96,14 +96,14 @@ def _scaled(
 
 
 def _sums(of_ranks: Sequence[Evaluated]) -> dict[str, list[float]]:
-    """The numbers that all ranks have counted, without those that are parts of tables."""
+    """Return the numbers that all ranks counted, without parts of tables."""
     tables = [key.partition(".") for key, _ in common(of_ranks, "tables")]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
     return {key: counts for key, counts in common(of_ranks, "numbers") if key not in parts}
 
 
 def _of_sums(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
-    """Sums divided by what a rank has evaluated, or by the size of the whole set; and running means as they are."""
+    """Yield sums per sample, batch or whole dataset, and running means as is."""
     samples, batches = [float(one.samples) for one in of_ranks], [float(one.loader.batches) for one in of_ranks]
     sizes = [float(one.loader.size) for one in of_ranks]
     sums = _sums(of_ranks)
@@ -114,7 +114,7 @@ def _of_sums(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
                 values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
                 pooled = sum(counts) / sizes[0] if name == _SHARE else _weighted(values, samples)
                 yield from _scaled(key, name, values, pooled, bits, len(sums))
-        if any(count != int(count) for count in counts):  # no counter
+        if any(count != int(count) for count in counts):  # not a counter
             yield from _scaled(key, "", counts, _weighted(counts, samples), bits, len(sums))
 
 
@@ -123,7 +123,7 @@ def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
-    """Quotients of two numbers of one function: a sum and a number of tokens, say."""
+    """Yield quotients of two numbers of one function, e.g. sum / token count."""
     sums = _sums(of_ranks)
     for key, other in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
         if key.partition(".")[0] != other.partition(".")[0] or _container(key) != _container(other):
@@ -137,12 +137,12 @@ def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
 
 
 def _container(key: str) -> str:
-    """The tensor or list that has a number; numbers of two of these make no quotient."""
+    """Return the tensor or list that contains a number, or ''."""
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 
 def _of_tables(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
-    """Metrics of tables of targets by predictions."""
+    """Yield metrics of confusion matrices (targets by predictions)."""
     for key, tables in common(of_ranks, "tables"):
         if len(set(map(len, tables))) == 1:
             yield from _of_each(
@@ -151,7 +151,7 @@ def _of_tables(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
 
 
 def _of_rows(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
-    """Metrics of two things that each rank holds of each of its samples: scores and labels, say."""
+    """Yield metrics of two per-sample sequences of each rank, e.g. scores and labels."""
     held = dict(common(of_ranks, "rows"))
     for key, other in itertools.permutations(held, 2):
         pairs = [list(zip(*each, strict=True)) for each in zip(held[key], held[other], strict=True)]
@@ -162,7 +162,7 @@ def _of_rows(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
 
 
 def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """The metrics of what was predicted and its label or target, by name."""
+    """Return metrics by name of (prediction, label or target) pairs."""
     classes = sorted({number for pair in pairs for number in pair})
     if len(classes) <= _MOST_CLASSES and all(number >= 0 == number % 1 for number in classes):
         place = {number: n for n, number in enumerate(classes)}

@@ -1,6 +1,6 @@
-"""DDP801, 802 and 805: how a script evaluates, by what each rank's loops counted, exchanged and showed.
+"""DDP801, 802, 803 and 805: faults of evaluation, from counted, exchanged and shown numbers.
 
-Nothing is said unless a number of the program's is just what the fault makes of it.
+A finding requires a number of the program that equals the value produced by the fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ddpcheck.judge.evaluation.rank_metrics import MEAN, Evaluation, RankMetric,
 from ddpcheck.judge.evaluation.script_order import judge_order
 from ddpcheck.judge.evaluation.script_shares import judge_lone_share, judge_mean_of_means, judge_own_shard
 
-_FEWEST_ALONE = 256  # samples: a smaller integer may be the number of anything
+_FEWEST_ALONE = 256  # samples: a smaller integer is ambiguous
 
 
 def evaluations_of(
@@ -40,14 +40,14 @@ def evaluations_of(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]],
 ) -> list[Evaluation]:
-    """Each evaluation with what was exchanged and shown in its round; all by rank, in order."""
+    """Return evaluations with the results of their rounds; arguments by rank, in order."""
     found: dict[tuple[object, ...], dict[int, Evaluated]] = {}
     every = zip(loaders, passes, exchanged, shown, compared or [()] * len(loaders), strict=True)
     for rank, (of_loaders, of_passes, of_exchanged, of_shown, of_rows) in enumerate(every):
         known = {(one.loader, one.number): one for one in of_loaders}
         subsets = {one.loader: one.subset for one in of_loaders if len(one.subset)}
-        times: Counter[tuple[object, ...]] = Counter()  # of the same number of a pass: the loader is made again
-        for held in {(one.loader, one.number): one for one in of_passes}.values():  # one may be written once more
+        times: Counter[tuple[object, ...]] = Counter()  # of equal pass numbers: the loader was recreated
+        for held in {(one.loader, one.number): one for one in of_passes}.values():  # a pass may be written twice
             if (loader := known.get((held.loader, held.number))) is not None and loader.exhausted:
                 place = (loader.location, loader.made, loader.dataset, loader.number)
                 times[place] += 1
@@ -68,7 +68,7 @@ def evaluations_of(
 
 
 def judge_evaluations(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """At most one finding of each rule; `loaders` by rank, in order."""
+    """Return at most one finding per rule; `loaders` by rank, in order."""
     found: dict[str, list[Finding]] = {}
     of_all = [one for one in evaluations if len(one.by_rank) == len(loaders)]
     for one in of_all:
@@ -83,7 +83,7 @@ def judge_evaluations(evaluations: Sequence[Evaluation], loaders: Sequence[Seque
 
 
 def _in_one(findings: Sequence[Finding]) -> list[Finding]:
-    """The first of several findings, with other metrics of an own shard, each by its first value."""
+    """Merge findings on the same ranks into the first, each further metric once."""
     first = findings[0]
     for one in findings:
         if one.ranks == first.ranks and not set(one.subjects) <= set(first.subjects):
@@ -92,15 +92,15 @@ def _in_one(findings: Sequence[Finding]) -> list[Finding]:
     return [first]
 
 
-# Samples that are counted twice
+# Duplicate samples
 
 
 def judge_padded(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
-    """DDP801: a metric over more samples than there are, since a sampler gives some of them to two ranks."""
+    """DDP801: metric with duplicate samples, because a sampler pads the shards."""
     times = Counter(index for one in of_ranks for index in one.loader.indices)
     excess = sum(times.values()) - len(times)
-    most = len(of_ranks) * (1 + max(one.batch for one in of_ranks))  # that complete a batch on each rank
-    if len(set(times.values())) < 2 or excess >= most:  # each rank evaluates all of them, say
+    most = len(of_ranks) * (1 + max(one.batch for one in of_ranks))  # to complete a batch on each rank
+    if len(set(times.values())) < 2 or excess >= most:  # e.g. each rank evaluates all samples
         return []
     if any(one.loader.replaces for one in of_ranks) or are_other_data(of_ranks) or _take_own_places(of_ranks):
         return []
@@ -124,7 +124,7 @@ def judge_padded(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -
 
 
 def _take_own_places(of_ranks: Sequence[Evaluated]) -> bool:
-    """Check if the sampler repeats nothing: what two ranks have comes from `Subset`s that are not the same (DDP516)."""
+    """Return True if duplicates come from different `Subset`s, not the sampler (DDP516)."""
     subsets = [one.subset for one in of_ranks]
     if not all(subsets) or all(list(one) == list(subsets[0]) for one in subsets):
         return False
@@ -137,7 +137,7 @@ _Seen = tuple[str, Location | None]
 
 
 def _counted_in_collective(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> _Seen | None:
-    """Each rank gives a collective the number of its samples, or its mean over all of them."""
+    """Find a collective that gets each rank's sample count, or mean over all samples."""
     samples = [one.samples for one in of_ranks]
     every = list(given_numbers(of_ranks))
     numbers = of_ranks[0].held.numbers
@@ -157,7 +157,7 @@ def _counted_in_collective(of_ranks: Sequence[Evaluated], metrics: Sequence[Rank
 
 
 def _divided_by_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
-    """What is shown is a count in the rows that a rank has gathered from all, divided by how many these are."""
+    """Find a shown count over gathered rows, divided by the number of gathered rows."""
     total = sum(one.samples for one in of_ranks)
     for one in of_ranks:
         gathers = [each for each in one.exchanged if each.during and "gather" in each.operation]
@@ -170,13 +170,13 @@ def _divided_by_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
 
 
 def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
-    """What is shown is how many gathered labels are equal, of all that were gathered; or the mean of numbers."""
+    """Find a shown accuracy or mean over all gathered rows, duplicates included."""
     gathered = gathered_labels(of_ranks)
     results: list[tuple[Location | None, list[list[float]]]] = [
         (first.location, [[*map(float, map(eq, *rows))] for rows in zip(first.rows, second.rows, strict=True)])
         for first, second in itertools.combinations(gathered, 2)
     ]
-    for given in gathered:  # a number for each sample: its loss, or whether it is right
+    for given in gathered:  # one number per sample: loss or correctness
         if given.values and all(len(row) == 1 for of_rank in given.values for row in of_rank):
             results.append((given.location, [[row[0] for row in of_rank] for of_rank in given.values]))
     for where, of_each in results:
@@ -187,7 +187,7 @@ def _rows_of_all(of_ranks: Sequence[Evaluated]) -> _Seen | None:
             for pair in zip(one.loader.indices, of_rank, strict=True)
         ]
         wrong = sum(map(sum, of_each)) / max(1, sum(map(len, of_each)))
-        # of the first copy of each sample, or of the last: padding, say, may have made them different
+        # of the first or last copy of each sample: copies may differ, e.g. by padding
         right, other = (sum(one.values()) / max(1, len(one)) for one in (dict(known[::-1]), dict(known)))
         if known and (seen := first_shown(of_ranks, wrong, right, other)) is not None:
             return (

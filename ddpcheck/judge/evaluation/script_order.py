@@ -1,8 +1,8 @@
-"""DDP803, 804 and 806: rows that were gathered rank by rank and taken in another order, and sums counted once a rank.
+"""DDP803, 804 and 806: gathered rows in wrong order, and sums reduced again.
 
-Nothing is said of results that are compared with labels or targets in the order of the dataset (DDP803) unless a number
-that the program shows is just what a metric is of the wrong pairs, and not what it is of the right ones; or it compares
-these pairs itself. DDP804 is on targets that index gathered rows, and name those of another rank.
+DDP803 (results compared with labels in dataset order) requires that a shown number equals the metric of the wrong pairs
+and not of the right pairs, or that the program compares the wrong pairs. DDP804 is on targets that index gathered rows
+of another rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ddpcheck.judge.evaluation.evaluation_results import (
 )
 from ddpcheck.judge.evaluation.metrics import OF_NUMBERS, OF_SCORES, Metric, Row, accuracy, is_scaled
 
-_ALIKE = 4.0  # times as much as another one, that what comes from batch to batch may be
+_ALIKE = 4.0  # largest ratio between the amounts of two batches
 
 
 def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
-    """At most one finding a line; `reduced` by rank.
+    """DDP806: all_reduce of an earlier all_reduce result; one finding per line, `reduced` by rank.
 
-    What each rank has added since the last sum is about as much each time, while the sums themselves grow by the number
-    of ranks and more: numbers that merely grow would not do both.
+    Each rank adds about the same amount since the last sum, while the sums grow by the world size or more: numbers that
+    merely grow do not do both.
     """
     world_size, found = len(reduced), []
     for first in reduced[0]:
@@ -46,7 +46,7 @@ def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
 
 
 def _is_added(one: SumsReduced, number: int) -> bool:
-    """Check if a rank gives the sum before and about as much again each time, of one number."""
+    """Return True if each call adds a similar amount to the previous sum."""
     added = [given[number] - left[number] for given, left in zip(one.given[1:], one.left, strict=False)]
     return min(one.left[0][number], *added) > 0 and max(added) <= _ALIKE * min(added)
 
@@ -66,11 +66,11 @@ def _told(one: SumsReduced, world_size: int) -> list[Finding]:
 def judge_targets(
     uses: Sequence[Sequence[GatheredTargets]], losses: Sequence[Sequence[LossDifferentiated]]
 ) -> list[Finding]:
-    """At most one finding, at the line of the loss; all by rank, in order.
+    """DDP804: targets that index rows of another rank; arguments by rank, in order.
 
-    The rows of each rank are at a place of their own among the classes, and the targets are the same numbers on all
-    ranks, or as many in a row: on some ranks, those of another rank, whose samples they take for their positives. If a
-    rank puts its own rows first, or counts from where they begin, that is not so.
+    Each rank has its own row offset among the classes, and the targets are equal on all ranks, or consecutive:
+    on some ranks the targets index another rank's samples as positives. No fault if each rank puts its own rows first,
+    or counts targets from the offset.
     """
     members = sorted({one.members for of_rank in uses for one in of_rank})
     for group in members:
@@ -80,7 +80,7 @@ def judge_targets(
         for of_ranks in zip(*of_group, strict=False):
             places = {(one.step, one.location, one.rows, one.classes) for one in of_ranks}
             alike = len({one.targets for one in of_ranks}) == 1 or all(
-                # an offset, which may be a wrong one
+                # consecutive: an offset, maybe wrong
                 max(one.targets) - min(one.targets) + 1 == len(one.targets) == one.rows
                 for one in of_ranks
             )
@@ -119,12 +119,12 @@ def _finding(
     )
 
 
-_APART = 1e-4  # relative: of metrics
-_DIGITS = 4  # of a printed number, before one of many metrics is known by what is printed alone
+_APART = 1e-4  # relative difference of metrics
+_DIGITS = 4  # printed digits needed to identify one of many metrics by its text
 
 
 def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
-    """DDP803: a metric of results that were gathered rank by rank, against those of the dataset in its own order."""
+    """DDP803: results gathered rank by rank, compared with labels in dataset order."""
     if min(one.samples for one in of_ranks) < 1 or not any(one.shown or one.compared for one in of_ranks):
         return []
     if are_other_data(of_ranks):
@@ -145,7 +145,7 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
             for name, reference in references.items():
                 own = all(reference.get(p) == r for p, r in zip(chain(*places), chain(*rows), strict=True))
                 if own and len(gathered) > 1:
-                    continue  # the labels themselves
+                    continue  # the gathered rows are the labels
                 found = _compared(of_ranks, given, rows, places, reference, metrics, digits)
                 if found is not None:
                     return _misplaced(of_ranks[0], given, name, *found)
@@ -155,7 +155,7 @@ def judge_order(of_ranks: Sequence[Evaluated]) -> list[Finding]:
 def _references(
     of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Mapping[int, Row]], dict[str, Mapping[int, Row]]]:
-    """What the results may be compared with, by place in the dataset: labels, and floating-point numbers."""
+    """Return possible labels and float targets by name, each by dataset position."""
     labels: dict[str, Mapping[int, Row]] = {}
     numbers: dict[str, Mapping[int, Row]] = {}
     for one in of_ranks:
@@ -180,24 +180,24 @@ def _compared(
     metrics: Mapping[str, Metric],
     digits: int,
 ) -> tuple[str, str] | None:
-    """What the script makes of the wrong pairs: a metric that it shows, or a comparison; and evidence of that."""
+    """Return the shown metric or comparison of wrong pairs, in words, and evidence."""
     everywhere = list(zip(chain(*places), chain(*rows), strict=True))
     by_place = dict(everywhere)
     if not by_place or not by_place.keys() <= reference.keys():
-        return None  # not known
+        return None  # references are not known
     first = dict(reversed(everywhere))
     right = [[(row, reference[place]) for place, row in one] for one in (by_place.items(), first.items(), everywhere)]
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     others = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
     if any(is_shown(of_ranks, value, digits) for values in others.values() for value in values):
-        return None  # what is shown is right
+        return None  # the shown value is right
     for order in given.orders:
         joined = [(places[rank][number], rows[rank][number]) for rank, number in order[: len(by_place)]]
         if any(place not in reference for place in range(len(joined))):
             continue
         if all(place == own for place, (own, _) in enumerate(joined)):
-            continue  # as they should be
+            continue  # in the right order
         wrong = [(row, reference[place]) for place, (_, row) in enumerate(joined)]
         for name, metric in metrics.items():
             value = metric(wrong)
@@ -219,7 +219,7 @@ def _compared(
 
 
 def _met(of_ranks: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
-    """The line at which the script compares these, as they are or scaled."""
+    """Return the line at which the script compares the pairs, as is or scaled."""
     one, other = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for met in chain.from_iterable(each.compared for each in of_ranks):
         for a, b in ((met.one, met.other), (met.other, met.one)):

@@ -1,7 +1,7 @@
-"""DDP802 and 805: metrics of a share of the data, and means of the ranks' metrics, that stand for that of all samples.
+"""DDP802 and 805: per-rank metrics, or their means, shown as global metrics.
 
-A number that the program shows is known for a metric of a rank by what it is alone. A coincidence of small integers is
-as good a match, so each number counts by its bits of information, and those of all evaluations of a loop are added.
+A shown number is matched with a rank's metric by value only. Small integers match by coincidence, so each number counts
+by its bits of information, added over all evaluations of a loop.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ddpcheck.judge.evaluation.evaluation_results import (
 )
 from ddpcheck.judge.evaluation.rank_metrics import FEWEST_BITS, Evaluation, RankMetric, bits_of
 
-_APART = 1e-4  # relative: values that are not the same on two ranks
-_SOME = 0.01  # relative: a difference between metrics that matters
+_APART = 1e-4  # relative difference of values that differ between ranks
+_SOME = 0.01  # relative difference of metrics that matters
 
 _Place = tuple[int, Location | None, int, int]
-"""Of a number: the rank, the line, how often this has shown something in the round before, and which number it is."""
+"""(rank, line, earlier outputs of the line in the same round, index of the number in the output)"""
 _Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
-"""The bits of the number, where it is shown, and the evaluation and the metric that it is of."""
+"""(bits of evidence, output with the number, evaluation by rank, matching metric)"""
 
 
 # Metrics of one rank
 
 
 def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
-    """DDP802: some ranks, not all, show metrics of their own shard, or save because of them, and others have others."""
+    """DDP802: metric of a rank's own shard, shown or used to decide on a save."""
     matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
@@ -76,13 +76,13 @@ def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
 
 
 def _are_shares(of_ranks: Sequence[Evaluated]) -> bool:
-    """Check if the ranks have evaluated other samples, and none has the results of all."""
+    """Return True if ranks evaluated different samples and no rank gathered all results."""
     other = len({frozenset(one.loader.indices) for one in of_ranks}) > 1
     return other and not any(gathered_labels([one]) for one in of_ranks)
 
 
 def _placed(rank: int, of_ranks: Sequence[Evaluated]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
-    """What a rank shows at lines at which not all ranks do, each telling its own."""
+    """Yield the numbers that a rank shows at lines where not all ranks do."""
     times: dict[Location | None, Iterator[int]] = {}
     for shown in of_ranks[rank].shown:
         call = next(times.setdefault(shown.location, itertools.count()))
@@ -92,12 +92,12 @@ def _placed(rank: int, of_ranks: Sequence[Evaluated]) -> Iterator[tuple[_Place, 
 
 
 def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
-    """The bits of each number that has been shown, which counts once."""
+    """Return the bits of each distinct shown value."""
     return {float(f"{metric.values[0]:.5g}"): bits for bits, _, _, metric in matches}
 
 
 def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
-    """Check if a number is that of a rank, which is another one than the others'."""
+    """Return True if a number is the metric of `rank` only."""
     own = metric.values[rank]
     return shows(number, own) and all(
         abs(value - own) > _APART * abs(own) for other, value in enumerate(metric.values) if other != rank
@@ -105,19 +105,19 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
 
 
 def _is_known(of_ranks: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
-    """Check if the ranks bring the metric together all the same; or it is not certain that it is the one shown."""
+    """Return True if the ranks exchange the metric anyway, or the match is uncertain."""
     one = of_ranks[rank]
     before = next(place for place, other in enumerate(one.shown) if other is shown)
     kept = [each for each in one.exchanged if not (each.sums and each.shown <= before)]
     if any(_gives(each, one, rank, metric) for each in kept):
         return True
     numbers = [other for _, other in numbers_shown(one)]
-    of_all = all(any(shows(other, value) for other in numbers) for value in metric.values)  # by broadcasts, say
+    of_all = all(any(shows(other, value) for other in numbers) for value in metric.values)  # e.g. by broadcasts
     return of_all or any(shows(other, metric.pooled) for other in numbers)
 
 
 def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMetric) -> bool:
-    """Check if a rank gives a collective the metric, or what it is computed from."""
+    """Return True if a rank passes the metric, or its inputs, to a collective."""
     count = one.held.numbers.get(metric.key, metric.values[rank])
     table = one.held.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
@@ -128,7 +128,7 @@ def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMe
 
 
 def _line_of(exchanged: ResultExchanged, function: str) -> Location | None:
-    """The line of the function that has counted, if this calls the collective; else that which calls such a helper."""
+    """Return the line in `function` that calls the collective, or calls its helper."""
     (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
     return line if name == function or len(callers) < 2 else callers[0][1]
 
@@ -161,7 +161,7 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
 
 
 def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP802: a rank shows the metric of its share, as the sampler splits the data between more ranks than evaluate."""
+    """DDP802: metric of one shard, as the sampler splits for more ranks than evaluate."""
     for evaluation in evaluations:
         for place, (rank, one) in enumerate(evaluation.by_rank.items()):
             parts = one.loader.replicas
@@ -200,7 +200,7 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
 
 
 def judge_mean_of_means(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
-    """DDP805: what is shown is the mean or the sum of the ranks' metrics, and not the metric of all samples."""
+    """DDP805: shown mean or sum of per-rank metrics, not the metric of all samples."""
     samples = [one.samples for one in of_ranks]
     sums = [counts for _, counts in common(of_ranks, "numbers") if not any(count % 1 for count in counts)]
     for given in given_numbers(of_ranks):

@@ -1,4 +1,4 @@
-"""Which of the numbers that a script shows after an evaluation are known for metrics of the samples of all ranks."""
+"""Match numbers shown after an evaluation with metrics of all ranks' samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.judge.evaluation.evaluation_results import Evaluated, gathered_labels, shows
 from ddpcheck.judge.evaluation.rank_metrics import Evaluation
 
-_FEWEST_BITS = 2.0  # a number that is that of all samples is right, however it was computed
+_FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
 _MOST_NAMED = 3
 
 
 def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[MetricShown]]) -> tuple[str, str]:
-    """What was compared, and what was not, in words; `shown` by rank."""
+    """Describe the shown numbers that match all ranks, and the rest; `shown` by rank."""
     loops = f"after {counted(len(evaluations), 'loop')} without backward"
     traced, others = 0, dict[Location | None, str]()
     for rank, of_rank in enumerate(shown):
@@ -37,7 +37,7 @@ def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[Me
 def _is_traced(
     evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
 ) -> bool:
-    """Check if the number is a metric of all samples, which the ranks have shared or each has gone through."""
+    """Return True if a number is a metric of all samples."""
     for one in evaluations:
         if rank not in one.by_rank or one.by_rank[rank].held.round != shown.round:
             continue
@@ -52,7 +52,7 @@ def _is_traced(
 
 
 def _of_gathered(of_ranks: Sequence[Evaluated]) -> Iterator[float]:
-    """Shares of gathered rows that are equal, and means of gathered numbers."""
+    """Yield fractions of equal gathered rows, and means of gathered numbers."""
     gathered = gathered_labels(of_ranks)
     for one, other in itertools.combinations(gathered, 2):
         equal = [*map(eq, itertools.chain(*one.rows), itertools.chain(*other.rows))]

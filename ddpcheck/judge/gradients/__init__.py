@@ -1,1 +1,1 @@
-"""Gradients and what they are of: the reducer, the single process, the scale of the loss, clips."""
+"""Judges of gradients: the reducer, the single process, loss scales, clips."""

@@ -1,4 +1,4 @@
-"""DDP303: gradients that a script sums over the ranks by hand, and does not divide by their number."""
+"""DDP303: gradients summed over ranks by hand, without dividing by the world size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOLERANCE = 1e-3
 
 
 def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
-    """DDP303: gradients that DDP has averaged and that are summed over the ranks by hand after that."""
+    """Detect gradients that are summed by hand after DDP averaged them (DDP303)."""
     summed = [
         of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
     ]
@@ -38,11 +38,11 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
 
 
 def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
-    """DDP303: gradients that are summed over the ranks by hand, of losses that are means over a rank's samples.
+    """Detect gradients summed by hand for losses that are per-rank means (DDP303).
 
-    An optimizer whose steps do not depend on the scale of gradients hides the factor, and a clip before it does not.
+    Optimizers that are invariant to gradient scale hide the factor, unless gradients are clipped before the step.
     """
-    last = {one.step: one.number + 1 for one in losses[0]}  # how many micro-batches a step has
+    last = {one.step: one.number + 1 for one in losses[0]}  # micro-batches by step
     means = [
         not one.wrappers
         and all(term.kind == "mean" for term in one.terms)
@@ -62,7 +62,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     first = summed[0][0]
     kind = first.options.get("class", "")
     hides = kind.startswith(SCALE_FREE)
-    exact = not hides and first.options.get("module", "").startswith("torch.")  # others may divide in their step
+    exact = not hides and first.options.get("module", "").startswith("torch.")  # other optimizers may divide in step()
     clipped = [one for one in known if not is_near(size, _times_average(one, one[0].gradients))]
     if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (hides and not clipped):
         return []
@@ -85,12 +85,12 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
 
 
 def _are_alike(of_ranks: Sequence[OptimizerStep]) -> bool:
-    """Check if backward has left the same gradients on all ranks: hooks have reduced them."""
+    """Check if backward left equal gradients on all ranks (reduced by hooks)."""
     return all(are_near([one.local.get(name, ()) for one in of_ranks]) for name in of_ranks[0].local)
 
 
 def _times_average(of_ranks: Sequence[OptimizerStep], used: Mapping[str, Sequence[float]]) -> float:
-    """The factor between gradients and the average of what backward has left on the ranks; 0.0 if there is no one."""
+    """Return the ratio of gradients to the ranks' average; 0.0 if not constant."""
     factors = []
     for name in used.keys() & set.intersection(*(set(one.local) for one in of_ranks)):
         average = [sum(numbers) / len(of_ranks) for numbers in zip(*(one.local[name] for one in of_ranks), strict=True)]

@@ -1,4 +1,4 @@
-"""DDP305, 304 and 312: normalisation of the terms of a loss, coupling of samples, and differences without a pattern."""
+"""DDP305, 304 and 312: loss normalisation, coupled samples, and unexplained mismatches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ddpcheck.judge.judge_context import SingleProcessFacts
 
 
 def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP305 and 304: the normalisation of each term of the loss, and the coupling of samples.
+    """Judge the normalisation of each loss term, and coupled samples (DDP305, 304).
 
-    Last, for it takes the ranks' gradients for weighted sums of what their shards give, where it speaks of weights.
+    Runs last: the weights assume that the ranks' gradients are weighted sums of the shards' gradients.
     """
-    if chosen := _chosen_by_batch(facts):  # then shards are computed by other models than the global batch
+    if chosen := _chosen_by_batch(facts):  # shards use different parts of the model than the global batch
         return chosen
     analysis = facts.analysis
     wrong = [term for term in analysis.terms if term.error > facts.tolerance]
@@ -23,18 +23,18 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
     if facts.world_changed and not all(term.rank_weights for term in fitted):
         fitted = []
     if all(term.coupled and not term.count and not term.is_sum for term in wrong):
-        fitted = []  # one weight a shard fits the root of a mean, too
+        fitted = []  # one weight per shard also fits the root of a mean
     rest = [term for term in wrong if term not in fitted]
     fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
     found = judge_normalisation(facts, fitted) if fitted else []
-    counted = bool(wrong) and not rest and not analysis.frozen  # what a module mixes makes no gradient another then
+    counted = bool(wrong) and not rest and not analysis.frozen  # then modules that mix samples do not change gradients
     if facts.known.local.drew_from:
-        return found  # what samples drew makes of one what looks like the doing of the others
+        return found  # random numbers drawn per sample look like coupling
     coupling = analysis.coupling
     mixes = coupling.module_class and not counted
     gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
     coupled = any(term.coupled for term in rest)
-    if mixes or (coupled and not gathers):  # where ranks gather samples, coupling alone makes no gradient another
+    if mixes or (coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
         found += judge_coupling(facts, rest)
     elif not counted and coupling.line is not None and not facts.world_changed:
         found += _normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
@@ -45,7 +45,7 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
-    """A term in words, alone or among others; all that one line computes counts as one term."""
+    """Format a loss term; all terms of one line count as one term."""
     places = [(one.name, one.location) if one.name or one.location else number for number, one in enumerate(terms)]
     distinct = list(dict.fromkeys(places))
     if term not in terms or len(distinct) == 1:
@@ -56,7 +56,7 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
 
 
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
-    """DDP305: terms of the loss that are sums, or means over counts that differ between ranks."""
+    """Report loss terms that are sums, or means over rank-dependent counts (DDP305)."""
     world_size, sizes, named = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
     by_sample = facts.analysis.numbers == "by sample"
     worst_first = sorted(wrong, key=lambda term: -term.error)
@@ -105,14 +105,14 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
 
 
 IS_SUM = "is a sum"
-"""Tag of a DDP305 on a term that sums over samples: its gradient has another scale with each number of ranks."""
+"""Tag of a DDP305 on a term that sums over samples."""
 
 BY_SAMPLE = "random numbers by sample"
-"""Tag of a DDP305 that shows where each sample has random numbers of its own, the same on any rank."""
+"""Tag of a DDP305 found with random numbers fixed per sample."""
 
 
 def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) -> list[Finding]:
-    """DDP304: what the model or the loss makes of a sample depends on the others."""
+    """Report samples coupled by the model or the loss (DDP304)."""
     coupling, known = facts.analysis.coupling, facts.known
     module = f"{coupling.module or 'the model itself'} ({coupling.module_class})" if coupling.module_class else ""
     how = ["no module mixes samples: the loss itself couples them"]
@@ -142,7 +142,7 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
 
 
 def _chosen_by_batch(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP304: the batch that a sample is in decides which parts of the model compute it."""
+    """Report model parts whose use depends on the rest of the batch (DDP304)."""
     if facts.world_changed or not facts.analysis.other_parameters:
         return []
     names = facts.known.names
@@ -160,7 +160,7 @@ def _chosen_by_batch(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _weighed_by_others(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
-    """DDP305: the shards alone give what the ranks do, and nothing couples their samples: no output, and no buffer."""
+    """Report sample weights computed from the local batch, without coupled samples (DDP305)."""
     coupled = facts.known.local.differing_buffers or any(term.coupled is not False for term in terms)
     if coupled or facts.analysis.error or facts.world_changed:
         return []
@@ -177,11 +177,11 @@ def _weighed_by_others(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> 
 
 
 BY_NORMALISATION = "by normalisation"
-"""Tag of a DDP304 on samples that a normalisation layer couples, whose statistics then differ between ranks."""
+"""Tag of a DDP304 on samples coupled by a normalisation layer."""
 
 
 def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP305: what one line of the loss makes of a sample is scaled by the others, as by their number."""
+    """Report a loss line that scales samples by the local batch (DDP305)."""
     return facts.one_finding(
         "DDP305",
         "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
@@ -192,7 +192,7 @@ def _normalising_line(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP312: a difference that fits no pattern."""
+    """Report a gradient mismatch that fits no pattern (DDP312)."""
     analysis = facts.analysis
     clues = [
         f"the shards could not be looked at one by one: {analysis.error}" if analysis.error else "",

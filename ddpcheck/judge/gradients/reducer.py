@@ -1,4 +1,4 @@
-"""DDP301 to 303, and their causes: the gradients that the wrapper and its reducer have left, compiled or not."""
+"""DDP301 to 303, and their causes: gradients after the reducer, compiled or eager."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ddpcheck.judge.replicas.descriptions import differing_names
 
 @dataclass(frozen=True, slots=True)
 class ReducerFacts:
-    """The facts on the gradients under the wrapper, over all steps."""
+    """Gradients under the wrapper, over all steps."""
 
-    evidence: Sequence[DdpStepEvidence]  # of every rank and step
-    # parameters whose gradients differ between ranks, with the steps in which they do
+    evidence: Sequence[DdpStepEvidence]  # by rank and step
+    # by parameter, the steps in which gradients differ between ranks
     unequal: Mapping[str, Sequence[int]]
-    # parameters whose gradient is not the average of the ranks' own: by step, the largest difference
+    # by parameter and step, the largest difference from the average of the ranks' own gradients
     wrong: Mapping[str, Mapping[int, Difference]]
-    known: JudgeContext  # the facts beside these
+    known: JudgeContext  # further facts
 
     @classmethod
     def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
-        """Compare the ranks with each other, and each with the average of the ranks' own gradients."""
+        """Compare gradients between ranks, and with the average of local gradients."""
         unequal: dict[str, list[int]] = {}
         wrong: dict[str, dict[int, Difference]] = {}
         for step, items in group_by_step([item for item in evidence if not item.apart]).items():
@@ -54,21 +54,21 @@ class ReducerFacts:
 
     @property
     def not_synchronised(self) -> list[str]:
-        """Of `unequal`: parameters whose gradients the wrapper has to average."""
+        """Parameters in `unequal` that the wrapper has to average."""
         return [name for name in self.unequal if name not in self.known.wrapper.ignored]
 
     @property
     def mismatched(self) -> Mapping[str, Mapping[int, Difference]]:
-        """Of `wrong`: parameters whose gradients are equal on all ranks."""
+        """Parameters in `wrong` whose gradients are equal on all ranks."""
         return {name: by_step for name, by_step in self.wrong.items() if name not in self.unequal}
 
     @property
     def mismatches(self) -> list[Difference]:
-        """Of each mismatched parameter the difference in its first step."""
+        """Difference of each mismatched parameter in its first step."""
         return [by_step[min(by_step)] for by_step in self.mismatched.values()]
 
     def reduction(self, names: Sequence[str]) -> list[str]:
-        """Options that replace or delay DDP's own reduction, and so may cause wrong gradients of `names`."""
+        """Return options that replace or delay DDP's reduction of `names`."""
         wrapper, facts = self.known.wrapper, []
         if wrapper.comm_hook:
             facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")
@@ -80,7 +80,7 @@ class ReducerFacts:
         return facts
 
     def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
-        """A finding on the gradients that are equal on all ranks and not the average of the ranks' own."""
+        """Create a finding on the gradients in `mismatched`."""
         names = list(self.mismatched)
         steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
@@ -89,14 +89,14 @@ class ReducerFacts:
 
 
 def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
-    """DDP301, 302 and 303, with DDP111, 310, 311 and 501 as their causes: the gradients under the wrapper."""
+    """Judge gradients under the wrapper (DDP301, 302, 303; causes DDP111, 310, 311, 501)."""
     facts = ReducerFacts.of(evidence, known)
     between_ranks = explain_by_ignored_parameters(facts) + first_explanation(BETWEEN_RANKS, facts)
     return between_ranks or first_explanation(FROM_AVERAGE, facts)
 
 
 def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
-    """DDP111: the wrapper was told not to average these gradients, or they are of no group of `fully_shard`."""
+    """Report parameters that the wrapper ignores or `fully_shard` does not hold (DDP111)."""
     names = facts.known.names
     ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
     if not ignored:
@@ -121,10 +121,10 @@ BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does n
 
 
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
-    """DDP501: the loss does not call the wrapper.
+    """Report a loss that does not call the wrapper (DDP501).
 
-    Before DDP301, which it brings about. A module that is called neither by the wrapper nor by itself is evidence only
-    where gradients differ: a loss may need no parameter of it.
+    Runs before DDP301, which is a consequence. If the wrapped module is not called either, gradients have to differ: a
+    loss may need none of its parameters.
     """
     unequal_in = {step for steps in facts.unequal.values() for step in steps}
     is_ddp = facts.known.wrapper.is_ddp
@@ -154,7 +154,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
-    """DDP301: gradients differ within models, between ranks that compute one together, and not between models."""
+    """Report gradients that differ only within tensor parallel groups (DDP301)."""
     models = facts.known.models
     within = {name for model in models for name in _unequal_on(facts, model)}
     between = {name for same in zip(*models, strict=True) for name in _unequal_on(facts, same)}
@@ -174,7 +174,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
-    """DDP302: ranks that compute one model together compute another loss each, of a part of what it gives."""
+    """Report ranks of a tensor parallel group with different losses (DDP302)."""
     apart = _losses_apart(facts)
     if not apart or not facts.mismatched:
         return []
@@ -189,7 +189,7 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
 
 
 def _losses_apart(facts: ReducerFacts) -> str:
-    """A sentence on ranks that compute one model together, and another loss each, in the first step that has some."""
+    """Describe the first step with different losses in a tensor parallel group."""
     losses = {(one.step, one.rank): one.loss for one in facts.evidence if isinstance(one, ShardedStep)}
     for step, model in itertools.product(sorted({step for step, _ in losses}), facts.known.models):
         of_ranks = [losses.get((step, rank)) for rank in model]
@@ -201,7 +201,7 @@ def _losses_apart(facts: ReducerFacts) -> str:
     return ""
 
 
-_ANOTHER_LOSS = 1e-3  # relative; less is rounding
+_ANOTHER_LOSS = 1e-3  # relative rounding tolerance
 PLAN_ADVICE = (
     "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
     "gradients over the group of tensor parallelism before the step."
@@ -218,9 +218,9 @@ _AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by
 
 
 def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
-    """DDP301: gradients differ between ranks, though the wrapper was called.
+    """Report gradients that differ between ranks although the wrapper was called (DDP301).
 
-    Before all that compares with the average: ranks that differ need no reference.
+    Runs before comparisons with the average, because ranks that differ need no reference.
     """
     names = facts.not_synchronised
     if not names:
@@ -250,15 +250,15 @@ def _evidence_between_ranks(facts: ReducerFacts) -> list[str]:
     return [*facts.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
 
 
-_SCALING = (  # methods of a module that fully_shard has sharded
+_SCALING = (  # methods of a module sharded by fully_shard
     *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
 )
 
 
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
-    """DDP303: one factor accounts for every mismatch.
+    """Report one factor on every mismatched gradient (DDP303).
 
-    First of those that compare with the average: no other cause leaves the same factor on every parameter.
+    Runs before hooks and buffers, which do not leave the same factor on every parameter.
     """
     ratio = _constant_ratio(facts.mismatches)
     if ratio is None:
@@ -280,9 +280,9 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
-    """DDP310: a hook that was registered while wrapping changes gradients.
+    """Report a hook registered while wrapping that changes gradients (DDP310).
 
-    Only under DDP, for a wrapper of one's own reduces by such hooks.
+    Only under DDP, because custom wrappers reduce gradients by such hooks.
     """
     hooks, known = facts.known.wrap_hooks, facts.known
     if not facts.mismatched or not hooks or not known.wrapper.is_ddp:
@@ -298,9 +298,9 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
 
 
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
-    """DDP311: the broadcast before a second forward overwrites buffers that the first backward needs.
+    """Report buffer broadcasts that overwrite tensors needed by an earlier backward (DDP311).
 
-    After hooks, of which there is a trace; that several forwards precede a backward is only likely.
+    Runs after hooks, which are observed; several forwards before one backward are only likely.
     """
     buffers = list(facts.known.local.differing_buffers)
     forwards = max((item.wrapper_calls for item in facts.evidence), default=0)
@@ -316,9 +316,9 @@ def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
 
 
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
-    """DDP302: gradients that are not the average of the ranks' own, for no cause that is known. Last.
+    """Report gradients that are not the ranks' average, without known cause (DDP302).
 
-    What a hook of the user's own leaves may be meant: one that compresses leaves a part, and gives the rest later.
+    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest later.
     """
     if not facts.mismatched:
         return []
@@ -354,7 +354,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 _Explanations = tuple[Callable[[ReducerFacts], list[Finding]], ...]
 
 BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_parts_of_models, explain_by_missing_reduction)
-"""Of gradients that differ between ranks; the first that knows the pattern counts."""
+"""Explanations, in order, of gradients that differ between ranks."""
 
 FROM_AVERAGE: _Explanations = (
     explain_by_losses_of_parts,
@@ -363,11 +363,11 @@ FROM_AVERAGE: _Explanations = (
     explain_by_overwritten_buffers,
     judge_unexplained_mismatch,
 )
-"""Of gradients that are equal on all ranks, and not the average of the ranks' own; likewise."""
+"""Explanations, in order, of equal gradients that are not the ranks' average."""
 
 
 def _constant_ratio(differences: Sequence[Difference]) -> float | None:
-    """The factor that all differences share, or None."""
+    """Return the factor common to all differences, or None."""
     ratios = [item.ratio for item in differences]
     if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
         return None
@@ -380,7 +380,7 @@ def _constant_ratio(differences: Sequence[Difference]) -> float | None:
 
 
 def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """DDP301 and 302 of gradients that are right without compilation, which has been judged before."""
+    """Judge compiled steps whose eager gradients are correct (DDP301, 302)."""
     for step in dict.fromkeys(item.step for item in evidence):
         items = [item for item in evidence if item.step == step]
         count = len(items[0].gradients)
@@ -406,7 +406,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
 
 
 def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
-    """A sentence on the steps that were run under `torch.compile`."""
+    """Describe the steps run under `torch.compile`."""
     if not evidence:
         return "torch.compile was not run: everything is checked as the code is written"
     errors = [difference.error for item in evidence for difference in item.differences]
@@ -419,6 +419,6 @@ def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
 
 
 def _drew_others(evidence: Sequence[CompiledStep]) -> bool:
-    """Whether the model drew random numbers, and gradients differ as if they were others."""
+    """Check if compiled gradients differ and the model drew random numbers."""
     differ = any(difference.bad for item in evidence for difference in item.differences)
     return differ and any(item.drew for item in evidence)

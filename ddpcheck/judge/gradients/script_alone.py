@@ -1,6 +1,6 @@
-"""DDP111, 208, 501, 503: parameters that an optimizer holds and no wrapper averages, and that ranks train apart.
+"""DDP111, 208, 501, 503: optimizer parameters that no wrapper averages, trained separately per rank.
 
-Also the comparisons of what optimizers are given on the ranks that other judges share.
+Also comparisons of optimizer inputs between ranks, shared by other judges.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names, make_finding, minority_ranks, one_finding, plural_verb
 
-_TOLERANCE = 1e-3  # relative, of norms and sketches that are equal but for rounding
+_TOLERANCE = 1e-3  # relative rounding tolerance of norms and sketches
 
-Steps = Sequence[OptimizerStep]  # one optimizer before one of its steps, by rank
+Steps = Sequence[OptimizerStep]  # an optimizer before one step, by rank
 
 
 def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
-    """The names under which not all ranks have the same number, but for rounding."""
+    """Return the names whose values differ between ranks beyond rounding."""
     names = list(dict.fromkeys(name for of_rank in values for name in of_rank))
     return [name for name in names if not are_close([of_rank.get(name) for of_rank in values])]
 
 
 def are_close(values: Sequence[float | None]) -> bool:
-    """Check if the ranks have the same number, but for rounding; also where one has overflown."""
+    """Check if values agree within rounding, or one has overflowed."""
     known = [value for value in values if value is not None]
     if any(not math.isfinite(value) for value in known):
-        return True  # an overflow, which a gradient scaler skips
+        return True  # GradScaler skips the step on overflow
     if len(known) < len(values):
         return not known or max(known) <= LEAST
     return relative(max(known) - min(known), max(known)) <= _TOLERANCE
 
 
 def gradients_differ(steps: Steps, name: str) -> bool:
-    """Check if all ranks have a gradient of a parameter in no wrapper, and not the same one."""
+    """Check if an unwrapped parameter has different gradients on the ranks."""
     there = [one.gradients[name] for one in steps if name in one.gradients]
     return len(there) == len(steps) and not are_near(there)
 
 
 def gradients_agree(steps: Steps, name: str) -> bool:
-    """Check if all ranks have the same gradient of a parameter in no wrapper, which is not zero."""
+    """Check if an unwrapped parameter has the same nonzero gradient on all ranks."""
     there = [one.gradients[name] for one in steps if name in one.gradients]
     return len(there) == len(steps) and are_near(there) and any(there[0])
 
@@ -57,7 +57,7 @@ def are_near(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
-    """The parameters whose gradients are alike on all ranks, but for the factor that most of them have on a rank."""
+    """Return parameters whose gradients differ only by the rank's usual factor."""
     sketches = {name: [each.gradients.get(name, ()) for each in one] for name in names}
     norms = {name: [math.hypot(*sketch) for sketch in of_ranks] for name, of_ranks in sketches.items()}
     factors = [[norm / of_ranks[0] for norm in of_ranks] for of_ranks in norms.values() if min(of_ranks) > LEAST]
@@ -70,12 +70,12 @@ def are_scaled(names: Sequence[str], one: Steps) -> list[str]:
 
 
 def all_gradients_agree(steps: Steps) -> bool:
-    """Check if every gradient that an optimizer is about to use is the same on all ranks."""
+    """Check if all gradients of an optimizer step agree between ranks."""
     return bool(steps[0].norms or steps[0].gradients) and not any_gradient_differs(steps)
 
 
 def any_gradient_differs(steps: Steps) -> bool:
-    """Check if a gradient that an optimizer is about to use is another one on some ranks."""
+    """Check if any gradient of an optimizer step differs between ranks."""
     named = any(gradients_differ(steps, name) for name in steps[0].alone)
     return named or bool(differing([one.norms for one in steps]))
 
@@ -84,7 +84,7 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that are not like most; none of two, of which either may be right."""
+    """Return the ranks that differ from most; empty for two ranks."""
     if len(values) < 3:
         return ()
     return minority_ranks([tuple(_rounded(of_rank.get(name)) for name in names) for of_rank in values])
@@ -95,18 +95,18 @@ def _rounded(value: float | None) -> str:
 
 
 def spelled(value: float | None, nothing: str = "no gradient") -> str:
-    """A norm in words."""
+    """Format a norm."""
     return nothing if value is None else f"{value:.6g}"
 
 
 def short(name: str) -> str:
-    """A name without the number of its wrapper."""
+    """Strip the wrapper number from a parameter name."""
     return name.partition("/")[2] or name
 
 
 _PARTED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
 _AS_LONG = 3
-_FEWEST_TAKEN = 3  # looks at what torch.autograd.grad gives
+_FEWEST_TAKEN = 3  # recorded calls of torch.autograd.grad
 
 
 def judge_alone(
@@ -119,7 +119,7 @@ def judge_alone(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """DDP501, 503 or 208: parameters that no wrapper averages and that ranks train apart from each other."""
+    """Detect parameters that no wrapper averages, trained separately per rank (DDP501, 503, 208)."""
     of_ranks = [one for one in steps if one and all(each.alone.keys() == one[0].alone.keys() for each in one)]
     if len(of_ranks) < 2 or not of_ranks[0][0].alone or len(of_ranks) < len(steps):
         return []
@@ -130,7 +130,7 @@ def judge_alone(
     if any(later and not before for before, later in itertools.pairwise(together)):
         return _parted_for_good(of_ranks, together)
     if any(_are_alike(later[0]) and not _are_alike(one[-1]) for one, later in itertools.pairwise(others)):
-        return []  # likewise, between two optimizers
+        return []  # averaged between the steps of two optimizers
     names = list(of_ranks[0][0].alone)
 
     def alike(one: Steps, name: str) -> bool:
@@ -168,7 +168,7 @@ def judge_alone(
             fix = "Have the step reduce every gradient, or average it before the step on all ranks."
         elif all(one.collectives > before.collectives for before, one in itertools.pairwise(of[0] for of in of_ranks)):
             at = of_ranks[-1][0].reduced_at
-            # not what is averaged, and clipped with the others by their norm
+            # leave out averaged gradients that a clip with a local norm scaled
             local = [name for name in local if not all(name in are_scaled(local, one) for one in of_ranks)] or local
             how = (
                 f"{plural_verb('has', 'have', local)} a different gradient on each rank after the collectives of a step"
@@ -188,7 +188,7 @@ def judge_alone(
         )
     other = [name for name in names if name not in began and not any(alike(one, name) for one in of_ranks)]
     given = {name: [[each.gradients.get(name, ()) for each in one] for one in of_ranks] for name in other}
-    averaged = [  # a gradient may be zero in the first step: what follows begins with zeros
+    averaged = [  # may be zero in the first step if a later layer is zero-initialized
         short(name)
         for name, of_steps in given.items()
         if all(all(there) and are_near(there) for there in of_steps) and any(any(there[0]) for there in of_steps)
@@ -208,7 +208,7 @@ def judge_alone(
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:
-    """Check if an optimizer moves a parameter in the same way on all ranks by gradients that are each rank's own."""
+    """Check if steps from rank-local gradients move a parameter equally on all ranks."""
 
     def alike(name: str) -> bool:
         return all(len({each.alone.get(name) for each in one}) == 1 for one in steps)
@@ -220,7 +220,7 @@ def reduces_in_step(steps: Sequence[Steps]) -> bool:
 
 
 def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[Finding]:
-    """DDP306: parameters that are averaged now and then, until a step after which they are not the same any more."""
+    """Detect periodically averaged parameters whose averaging stops (DDP306)."""
     met = [place for place, alike in enumerate(together) if alike]
     longest = max(later - before for before, later in itertools.pairwise([0, *met]))
     last = steps[-1]
@@ -241,7 +241,7 @@ def _parted_for_good(steps: Sequence[Steps], together: Sequence[bool]) -> list[F
 
 
 def _meets(name: str, before: Steps, later: Steps) -> bool:
-    """Check if the values of a parameter in no wrapper differ between ranks at a look, and at the next one do not."""
+    """Check if an unwrapped parameter goes from different to equal between two steps."""
     first, second = (len({each.alone[name] for each in one}) for one in (before, later))
     return second == 1 < first
 
@@ -281,17 +281,17 @@ def _averaged_late(names: Sequence[str], steps: Sequence[Steps], late: Location)
 
 
 def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
-    """DDP501: gradients from `torch.autograd.grad`, by which each rank moves the parameters of a wrapper for itself.
+    """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
-    They were the same on all ranks when the first gradients were taken, and are not any more: nothing has averaged
-    the gradients, nor the parameters now and then. What was `taken` is of one wrapper, by rank.
+    Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
+    `taken` has the calls on one wrapper, by rank.
     """
     at = list(zip(*taken, strict=False))
     lengths = {len(of_rank) for of_rank in taken}
     if len(at) < _FEWEST_TAKEN or lengths != {len(at)} or any(len({one.count for one in each}) > 1 for each in at):
         return []
     if any(one.reductions or one.put_off for each in at for one in each):
-        return []  # of backward passes that the wrapper averages, or is to
+        return []  # the wrapper averages backward passes, now or later
     marks = zip(
         *(tuple(itertools.chain.from_iterable(one.marks for one in of_rank)) for of_rank in taken), strict=False
     )
@@ -325,7 +325,7 @@ def judge_taken(taken: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
 
 
 def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
-    """DDP505: gradients that are the same on every rank before they are averaged by hand, in each step."""
+    """Detect gradients equal on every rank before each average by hand (DDP505)."""
     known = [of_ranks for of_ranks in steps if all(one.given for one in of_ranks)]
     given = [{one.given for one in of_ranks} for of_ranks in known]
     if len(known) < _FEWEST_TAKEN or max(map(len, given)) > 1 or len(set.union(*given)) < 2 or len(known[0]) < 2:
@@ -341,7 +341,7 @@ def judge_reduced_alike(steps: Sequence[Steps], line: Location | None = None) ->
 
 
 def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP521: gradients of parameters that each rank has for itself, which are reduced as if they were replicas."""
+    """Detect all-reduced gradients of rank-local parameters (DDP521)."""
     known = [of_ranks for of_ranks in steps if all(one.parts_reduced for one in of_ranks)]
     if len(known) < 2 or len(known[0]) < 2:
         return []
@@ -365,18 +365,18 @@ def _differ(sketches: Sequence[Sequence[float]]) -> bool:
 
 
 def are_local(steps: Sequence[Steps]) -> bool:
-    """Check if an optimizer holds nothing that is in a wrapper, and ranks give it gradients of their own."""
+    """Check if an optimizer holds only unwrapped parameters with rank-local gradients."""
     return not steps[0][0].held and _few_agree(steps)
 
 
 def are_apart(optimizers: Sequence[Sequence[Steps]]) -> bool:
-    """Check if each rank trains a model of its own: other values from the start, and other gradients."""
+    """Check if each rank trains a separate model: different initial values and gradients."""
     known = [steps for steps in optimizers if steps]
     return bool(known) and all(are_local(steps) and not _are_alike(steps[0]) for steps in known)
 
 
 def _are_alike(steps: Steps) -> bool:
-    """Check if all parameters in no wrapper have the same values on every rank."""
+    """Check if all unwrapped parameters are equal on all ranks."""
     return all(one.alone == steps[0].alone for one in steps)
 
 
@@ -388,7 +388,7 @@ def _alone(
 
 
 def _few_agree(steps: Sequence[Steps]) -> bool:
-    """Check if gradients differ in most of the steps, and not in one that a script makes on purpose."""
+    """Check if gradients differ between ranks in most of the steps."""
     names = steps[0][0].alone
     apart = [any(gradients_differ(one, name) for name in names) for one in steps]
     return sum(apart) * 2 > len(steps)

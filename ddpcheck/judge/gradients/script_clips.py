@@ -1,4 +1,4 @@
-"""DDP301, 303, 310: gradients that a script changes before the optimizer's step: clips, hooks, and all else."""
+"""DDP301, 303, 310: gradients changed before the optimizer step (clips, hooks, other code)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ddpcheck.judge.gradients.script_alone import (
 from ddpcheck.judge.gradients.script_losses import SCALE_FREE
 from ddpcheck.stream.entries import ReplicaCaptured
 
-Clips = Sequence[Sequence[GradientsClipped]]  # of each rank, in order
+Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
 Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
-"""Steps of an optimizer on one rank, each with what the reduction before it has left."""
+"""Optimizer steps on one rank, each with the state after the last reduction."""
 
 _FEWEST_STEPS = 3
-_EXACT = 64  # numbers of a sketch up to which it has one for each element, so that its norm is the gradient's
+_EXACT = 64  # a sketch up to this size has every element, so the norm is exact
 _TOLERANCE = 1e-3
 _ALIKE = (
     "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
@@ -39,7 +39,7 @@ _ALIKE = (
 
 
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
-    """DDP301: averaged gradients that are not the same on every rank when the optimizer uses them."""
+    """Report averaged gradients that differ between ranks at the optimizer step (DDP301)."""
     for of_ranks in steps:
         if not all(one.averaged for one in of_ranks) or len({one.reductions for one in of_ranks}) > 1:
             continue
@@ -68,7 +68,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 
 
 def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
-    """DDP301: gradients of parameters in no wrapper that are the same on all ranks, but for one factor of each rank."""
+    """Report unwrapped gradients that differ only by a factor per rank (DDP301)."""
     for of_ranks in steps:
         names = [name for name in of_ranks[0].alone if gradients_differ(of_ranks, name)]
         if len(names) < 2 or len(are_scaled(names, of_ranks)) < len(names):
@@ -90,7 +90,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 
 
 def _at_scale(finding: Finding, of_ranks: Steps) -> Finding | None:
-    """At the line that loads the scale of a GradScaler, if the ranks have other ones."""
+    """Relocate a finding to the load of a GradScaler with rank-dependent scale."""
     scales = [one.scale for one in of_ranks]
     if len(set(scales)) < 2:
         return None
@@ -106,7 +106,7 @@ def _at_cause(finding: Finding, of_ranks: Steps, clips: Clips) -> Finding:
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
-    """At the call that clips gradients otherwise on each rank, or on some ranks only, if there is one."""
+    """Relocate a finding to a clip that differs between ranks, or return `None`."""
     early = [(r, one) for r, of_rank in enumerate(clips) for one in of_rank if one.step <= finding.steps[0]]
     if not all(clips) and (on := {rank: one for rank, one in early if one.norm > one.limit}):
         first = next(iter(on.values()))
@@ -124,7 +124,7 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
 
 
 def _clips_apart(of_ranks: Sequence[GradientsClipped]) -> tuple[str, str] | None:
-    """How a call clips gradients otherwise on each rank that were the same on all, and what to do about it."""
+    """Return how one clip differs between ranks, and the fix, or `None`."""
     norms, limits = [one.norm for one in of_ranks], [one.limit for one in of_ranks]
     if of_ranks[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
         return (
@@ -145,14 +145,14 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
-    """DDP310: gradients that are clipped by each rank's own norm, and averaged after that."""
+    """Report gradients clipped by each rank's own norm before the average (DDP310)."""
     at = [
         of_ranks for of_ranks in zip(*clips, strict=False) if len({(one.count, one.location) for one in of_ranks}) == 1
     ]
     at = [of_ranks for of_ranks in at if not of_ranks[0].of_parts]
     apart = [of_ranks for of_ranks in at if not are_close([one.norm for one in of_ranks])]
     if any(len({(one.step, one.location) for one in of_rank}) < len(of_rank) for of_rank in clips):
-        return []  # a clip for each sample, say
+        return []  # several clips per step, such as one per sample
     averaged = [one for of_one in steps for one in of_one if all_gradients_agree(one)]
     if len(apart) < 2 or 2 * len(apart) <= len(at) or not averaged or len(averaged) < sum(map(len, steps)):
         return []
@@ -168,10 +168,10 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
 
 
 def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
-    """DDP310: gradients that are clipped, or changed otherwise, before those of further micro-batches are added.
+    """Report gradients that are clipped or changed between micro-batches (DDP310).
 
-    While they are each rank's own, ranks change them by factors of their own. Averaged ones are changed alike; then
-    only a clip is known to be one.
+    Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
+    known clip functions count.
     """
     at = [
         of_ranks
@@ -200,13 +200,13 @@ def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding
 
 
 def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
-    """DDP310: hooks that change the gradients of each rank before the average, and not alike on every rank.
+    """Report hooks that change local gradients differently on each rank (DDP310).
 
-    Where they limit the size of elements, that is so by what they are: the average of what they leave is not what they
-    would leave of the average. Factors that make a weighted average of it are meant so, and so are weights of batches.
+    Limits on the size of elements always count, because clamping does not commute with the average. Factors of a
+    weighted average and weights of batches are intended.
     """
     by_step = [{one.step: one.changed for one in of_rank} for of_rank in hooked]
-    told: dict[str, dict[str, list[int]]] = {}  # by what is the matter: of which parameters, in which steps
+    told: dict[str, dict[str, list[int]]] = {}  # by kind of change and parameter: steps
     for step in steps:
         of_ranks = [of_rank.get(step, {}) for of_rank in by_step]
         for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
@@ -223,12 +223,12 @@ def judge_hooked(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[in
 def judge_scaled_by_hooks(
     hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int], parameters: Collection[str]
 ) -> list[Finding]:
-    """DDP303: hooks that scale all gradients of each rank by the world size, or by one over it, in every step."""
+    """Report hooks that scale all gradients by the world size or inverse (DDP303)."""
     size, wanted = len(hooked), set(steps)
     if len(steps) < _FEWEST_HOOKED or any(wanted - {one.step for one in of_rank} for of_rank in hooked):
         return []
     passes = [one.changed for of_rank in hooked for one in of_rank if one.step in wanted]
-    known = [change for changed in passes for change in changed.values() if change.kind]  # the others are too small
+    known = [change for changed in passes for change in changed.values() if change.kind]  # others are too small
     if not known or not parameters or not all(changed.keys() >= set(parameters) for changed in passes):
         return []
     for factor, words in ((size, f"{size} (the world size)"), (1 / size, f"1/{size} (one over the world size)")):
@@ -246,9 +246,9 @@ def judge_scaled_by_hooks(
 
 
 def _hooked_in_modules(hooked: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
-    """The same, of backward hooks of modules: by a factor that each rank has for itself, the same one in each step.
+    """Report module backward hooks that scale by a constant factor per rank (DDP310).
 
-    Another one in each step may be of the samples: so it would be in a single process.
+    A factor that changes between steps may depend on the samples, as in a single process.
     """
     by_step = [{one.step: one.factors for one in of_rank if one.step in steps} for of_rank in hooked]
     for name in dict.fromkeys(name for of_rank in by_step for factors in of_rank.values() for name in factors):
@@ -262,13 +262,13 @@ def _hooked_in_modules(hooked: Sequence[Sequence[GradientsHooked]], steps: Seque
 
 
 _Hooked = Mapping[int, Mapping[str, HookedGradient]]
-"""What hooks have changed on a rank, by step and by name of a parameter."""
+"""Gradient changes by hooks on one rank, by step and parameter name."""
 _AS_IT_WAS = HookedGradient("scaled", 1.0)
 _FEWEST_HOOKED = 2  # steps
 
 
 def _hooked_apart(of_ranks: Sequence[HookedGradient]) -> str:
-    """How hooks have changed a gradient otherwise on each rank; empty where they have not, or it is not known."""
+    """Return how hooks change a gradient differently between ranks, or '' if unknown."""
     kinds = {one.kind for one in of_ranks}
     if "limited" in kinds:
         return "limited"
@@ -282,9 +282,9 @@ def _hooked_apart(of_ranks: Sequence[HookedGradient]) -> str:
 
 
 def _are_weights(by_step: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
-    """Whether a rank has one factor for all its gradients, and others in other steps: how much its batch counts.
+    """Check if each rank scales all gradients by one changing factor: batch weights.
 
-    What they add up to may be divided out after the average. A factor for one gradient alone may be of what that is.
+    The script may divide by the sum of weights after the average. A factor on one gradient may have another purpose.
     """
     weights: list[list[float]] = []
     for step in steps:
@@ -334,11 +334,10 @@ def _finding_of_hooks(
 
 
 def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
-    """DDP303: averaged gradients that a script divides by the number of ranks once more, or multiplies by it.
+    """Report averaged gradients scaled by the world size or its inverse (DDP303).
 
-    The measured factor decides, and a line of the script says that it is that number: half of a gradient may be meant
-    otherwise. Where the loss is scaled by it as well, that is what it is for. Optimizers whose steps do not depend on
-    the scale of gradients are left out.
+    Needs a measured factor and a line that scales by the world size, because a factor such as 1/2 may be intended.
+    Losses that are also scaled by the world size, and optimizers invariant to gradient scale, are left out.
     """
     every = [one for of_rank in losses for one in of_rank]
     if size < 2 or not all(used) or not every or any(one.scaled for one in every):
@@ -370,9 +369,9 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
 
 
 def _factor_of(step: OptimizerStep, left: ReplicaCaptured) -> float | None:
-    """The one factor between gradients that an optimizer uses and those that a reduction has left, where it is known.
+    """Return the constant factor from reduced to used gradients, or None.
 
-    By those of few elements, whose norm the sketch has exactly.
+    Only small gradients count, because their sketches have exact norms.
     """
     factors = [factor for factor in _factors(step, left) if factor > 0]
     alike = bool(factors) and max(factors) - min(factors) <= _TOLERANCE * max(factors)

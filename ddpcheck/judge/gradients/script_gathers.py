@@ -1,4 +1,4 @@
-"""DDP309, DDP303: losses over the features of all ranks of which a part of the gradient is lost."""
+"""DDP309, DDP303: losses over all ranks' features that lose a part of the gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddpcheck.findings.wording import counted, join_names, one_finding, plural_v
 from ddpcheck.judge.gradients.script_alone import short
 
 _FEWEST = 2  # steps
-_NEAR = 1e-3  # relative, of numbers that are equal but for rounding
-_APART = 0.1  # relative, of gradients of other losses
+_NEAR = 1e-3  # relative rounding tolerance
+_APART = 0.1  # relative difference of gradients of different losses
 
 
 def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
-    """At most one finding; `uses` by rank. Every rank has to do it, in several steps.
+    """Report gathered features that a loss treats as constants; at most one finding.
 
-    In one, if parameters get no gradient: DDP raises in the next one, where it does not look for those.
+    Needs all ranks (`uses` by rank) in `_FEWEST` steps, or in one if parameters get no gradient: DDP raises next.
     """
     steps = [{one.step for one in of_rank} for of_rank in uses]
     common = set.intersection(*steps) if len(uses) > 1 else set()
@@ -56,11 +56,11 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
 def judge_own_parts(
     parts: Sequence[Sequence[OwnPartPutBack]], losses: Sequence[Sequence[LossDifferentiated]], *, scale_matters: bool
 ) -> list[Finding]:
-    """DDP303 or DDP309: the gradient of what was gathered goes on to the rank's own features as it arrives; by rank.
+    """Report gathered features that pass on local gradients only (DDP303, DDP309); by rank.
 
-    Where the same gradient arrives on every rank, each has the loss of all rows: their own parts add up to the gradient
-    of that, and DDP divides by the number of ranks. That matters if steps depend on the scale of gradients, or if the
-    loss takes the features by another way, too. Where it differs, what the losses of others ask of a feature is lost.
+    If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
+    gradient, and DDP divides the sum by the world size. The factor matters if steps depend on gradient scale, or the
+    loss also uses the features directly. If gradients differ, gradients from other ranks' losses are lost.
     """
     by_step = [{one.step: one for one in reversed(of_rank)} for of_rank in parts]
     steps = [[of_rank[step] for of_rank in by_step] for step in sorted(set.intersection(*map(set, by_step)))]
@@ -111,7 +111,7 @@ def judge_own_parts(
 
 
 def _difference(sketches: Sequence[Sequence[float]]) -> float:
-    """How far (relative) that of some rank is from that of the first."""
+    """Return the largest relative distance of a sketch from the first rank's."""
     first, *others = sketches
     if any(len(other) != len(first) for other in others):
         return math.inf

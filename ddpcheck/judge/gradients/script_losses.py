@@ -1,9 +1,9 @@
-"""DDP303, 305 and 514: losses that a script scales by the world size, or divides by a number of each rank's own.
+"""DDP303, 305 and 514: loss scales and rank-local divisors.
 
-The severity of DDP305 for a mean of means is that of all doors, by the size of its effect. A mean over each rank's own
-elements gives an element of a rank that has fewer of them more weight. Where the counts differ by chance, as with
-sequences of about one length, no rank is preferred in the long run, and many train so on purpose: a warning. It is an
-error where it is large, or where it is always the same rank whose elements count more.
+All entry points rate DDP305 for a mean of means by the size of its effect. If each rank takes the mean of its own
+elements, elements on ranks with fewer elements weigh more. Random differences in counts, as of sequences of similar
+length, favour no rank in the long run and are often intended: a warning. A large effect, or always the same favoured
+rank, is an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ddpcheck.findings.wording import group_by, one_finding
 from ddpcheck.judge.gradients.script_weights import judge_own_weights
 
 LEAST_OF_GRADIENT = 0.05
-"""How far (relative) a gradient is from that of the global batch in some step where it is an error."""
+"""Relative error against the global batch from which a mismatch is an error."""
 
-_TWICE = 2.0  # as much as another does an element count, in half of the steps
-_ALWAYS = 1.1  # as much as one of another rank, on average, and more in each step
-_FEWEST = 5  # steps, in which one of two ranks is ahead by chance in every sixteenth loop
+_TWICE = 2.0  # ratio of element weights in half of the steps
+_ALWAYS = 1.1  # ratio of average weights between ranks, with the same order in each step
+_FEWEST = 5  # steps; one of two ranks leads in all by chance with probability 1/16
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """The severity of weights: in each step that was measured, that of an element on each rank, up to a factor."""
+    """Return the severity of unequal element weights, by step and rank up to scale."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
@@ -41,13 +41,13 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
     return Severity.ERROR if always and average[most] >= _ALWAYS * average[least] else Severity.WARNING
 
 
-FEWEST_PASSES = 3  # that are compared
+FEWEST_PASSES = 3  # backward passes to compare
 _TOLERANCE = 1e-3
-_UNEQUAL = 0.02  # in parts of the smallest count
-_WHOLE = 0.02  # from the next whole number
-_LARGEST = 1e5  # of which the inverse in float32 tells whether it is whole
-_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # of a term of a loss of several
-SCALE_FREE = (  # optimizers whose steps do not depend on the scale of gradients
+_UNEQUAL = 0.02  # relative to the smallest count
+_WHOLE = 0.02  # distance from the nearest integer
+_LARGEST = 1e5  # largest count recognizable as an integer from a float32 inverse
+_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
+SCALE_FREE = (  # optimizers invariant to gradient scale
     *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
 )
 
@@ -57,10 +57,10 @@ Losses = Sequence[Sequence[LossDifferentiated]]  # by rank, in order
 def judge_losses(
     losses: Losses, whole: Sequence[Container[int]] = (), *, together: int = 1, summed: bool = False
 ) -> list[Finding]:
-    """The findings on losses of which DDP averages the gradients.
+    """Judge losses whose gradients DDP averages.
 
-    Under tensor parallelism, of one rank of each model; `whole` are the steps, by rank, in which its loss is that of
-    all ranks, and its gradient a part of theirs.
+    Under tensor parallelism, `losses` are of one rank per model. `whole` has the steps, by rank, whose loss covers all
+    ranks and whose gradient is a part of the total.
     """
     losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
     by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
@@ -73,7 +73,7 @@ def judge_losses(
 
 
 def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: int, summed: bool) -> list[Finding]:
-    """The findings on one of the losses of a script: that of a generator, or of a discriminator."""
+    """Judge one of several losses, such as of a generator or discriminator."""
     add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
     found = [] if add_up or summed else _judge_scale(passes, together) or _judge_shared(passes)
     found = found or _judge_counted_again(passes, together, summed=summed)
@@ -81,13 +81,12 @@ def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: in
 
 
 def are_for_sums(losses: Losses, wrapper: int) -> bool:
-    """Check if a step is right where the gradients of all losses of a wrapper are summed over the ranks, not averaged.
+    """Check if a wrapper's losses need gradients summed over ranks, not averaged.
 
-    Each is a sum that every rank divides by the same number, of what all ranks have, say; or a mean that is divided by
-    the number of ranks.
+    Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
     every = [one for of_rank in losses for one in of_rank if wrapper in one.wrappers or wrapper in one.put_off]
-    last = {one.step: one.number + 1 for one in every}  # how many micro-batches a step has
+    last = {one.step: one.number + 1 for one in every}  # micro-batches by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
     for one in every:
         terms.setdefault((one.step, one.number), []).extend(one.terms)
@@ -96,7 +95,7 @@ def are_for_sums(losses: Losses, wrapper: int) -> bool:
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
-    """Check if the terms of the ranks in one backward pass are; `count`: passes of a step on all ranks together."""
+    """Check the terms of a backward pass; `count`: passes per step over all ranks."""
     alike = len({round(term.factor, 9) for term in terms}) == 1
     return alike and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < _TOLERANCE for term in terms
@@ -104,7 +103,7 @@ def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
 
 
 def _judge_scale(passes: Losses, together: int) -> list[Finding]:
-    """DDP303: a mean, scaled by the world size or the ranks of one model, although DDP averages."""
+    """Report a mean scaled by the world size or model group size (DDP303)."""
     every = [one for of_ranks in passes for one in of_ranks]
     kinds = {term.kind for one in every for term in one.terms}
     if not kinds or not all(one.scaled and one.terms for one in every):
@@ -113,10 +112,10 @@ def _judge_scale(passes: Losses, together: int) -> list[Finding]:
     scales = {round(abs(_total(t)) * (one.number + 1), 4) for one in every for t in one.terms if t.kind == known}
     sizes = _sizes(len(passes[0]), together)
     for size in sizes:
-        divided = {round(1.0 / size, 4), *([float(size)] if known == "mean" else [])}  # of a sum by chance
+        divided = {round(1.0 / size, 4), *([float(size)] if known == "mean" else [])}  # a sum may match by chance
         by_it = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for one in every for t in one.terms)
         if by_it and len(scales) == 1 and scales <= divided and not any(one.number + 1 == size for one in every):
-            break  # else as many micro-batches as ranks may be what it is for
+            break  # else the divisor may be the number of micro-batches
     else:
         return []
     power = max(scales) - 1
@@ -134,7 +133,7 @@ def _judge_scale(passes: Losses, together: int) -> list[Finding]:
 
 
 def _sizes(replicas: int, together: int) -> dict[int, str]:
-    """The numbers of ranks by which a loss may be scaled, in words."""
+    """Return the numbers of ranks that may scale a loss, with descriptions."""
     words = {replicas * together: "the world size"}
     if together > 1:
         words.setdefault(together, "the number of ranks that compute one model together")
@@ -143,7 +142,7 @@ def _sizes(replicas: int, together: int) -> dict[int, str]:
 
 
 def _judge_shared(passes: Losses) -> list[Finding]:
-    """DDP303: sums that every rank divides by a number of all ranks, and DDP by the number of ranks again."""
+    """Report sums divided by a global number, and by DDP again (DDP303)."""
     lines = [_divided_by(of_ranks) for of_ranks in passes]
     if not all(lines):
         return []
@@ -164,9 +163,9 @@ def _judge_shared(passes: Losses) -> list[Finding]:
 
 
 def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list[Finding]:
-    """DDP303: sums that are divided by a number which counts each element once for each rank of one model.
+    """Report sums divided by a count that includes each model group's duplicates (DDP303).
 
-    Or, where gradients are averaged, by the number of elements: the models are counted once more then.
+    If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of models again.
     """
     steps: dict[int, list[LossDifferentiated]] = group_by(itertools.chain.from_iterable(passes), lambda one: one.step)
     compared = [
@@ -202,9 +201,9 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
 
 
 def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
-    """The sum of what the ranks have reduced by which all sums in their losses are divided, and its line.
+    """Return the reduced total that divides all sums, and its line.
 
-    A mean times what a rank has given to it is a sum, too. Last, whether there are means besides.
+    A mean times the rank's own addend counts as a sum. The third item is True if other terms are means.
     """
     size = float(len(of_ranks))
     if any(one.hooked for one in of_ranks):
@@ -231,21 +230,21 @@ def _is_among(number: float, others: Sequence[float]) -> bool:
 
 
 def _is_all_known(term: ScaledTerm) -> bool:
-    """Check if the numbers by which a term is divided and multiplied make its factor."""
+    """Check if a term's divisors and multipliers explain its factor."""
     known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
     return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
 
 def is_near(one: float, other: float) -> bool:
-    """Compare two numbers, but for rounding."""
+    """Check if two numbers are equal within rounding."""
     return abs(one - other) < _TOLERANCE * abs(one)
 
 
 def judge_accumulated(losses: Losses) -> list[Finding]:
-    """DDP514: means over micro-batches that are added up, and not divided by their number.
+    """Report micro-batch means that are added up without division (DDP514).
 
-    These are micro-batches where each has a backward pass from the same line, and either the wrapper is told to average
-    only after the last of them, or the script has taken a batch for each.
+    Backward passes are micro-batches if all come from one line, and either the wrapper averages only after the last
+    pass or the script takes a batch for each pass.
     """
     steps: dict[int, list[list[LossDifferentiated]]] = {}
     for rank, of_rank in enumerate(losses):
@@ -257,7 +256,7 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
         (of_ranks, before.get(step - 1))
         for step, of_ranks in steps.items()
         if all(
-            # the batches are known: there is no loader, one is taken for each pass, or those before are
+            # known batch counts: no loader, one batch per pass, or the previous step was recorded
             len(passes) > 1 and (not passes[-1].batches or step - 1 in before or passes[0].batches < passes[-1].batches)
             for passes in of_ranks
         )
@@ -289,9 +288,9 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
 
 
 def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
-    """Check if the backward passes of a step are of micro-batches, and each of a whole mean.
+    """Check if backward passes are micro-batches whose losses are undivided means.
 
-    `before`: how many batches had been taken when the step began; more where another epoch has begun since then.
+    `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
     """
     last, wrappers = passes[-1], set(passes[-1].wrappers)
     kinds = {tuple(term.kind for term in one.terms) for one in passes}
@@ -300,7 +299,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
     taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
     put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
-    fetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # all before the first pass
+    fetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
     if not own or not (taken or fetched if last.batches else put_off):
         return False
     weights = [max(one.weighed or map(abs, map(_total, one.terms)), default=0.0) for one in passes]
@@ -314,7 +313,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """The numbers that multiply a mean on the way to the loss, if all are known; a sum may be divided by its rows."""
+    """Return the scales of a mean (or sum over rows), if all are known."""
     rows = next((by for by in term.divisors if by > 1 and not term.count % by), 1.0) if term.kind == "sum" else 1.0
     by = [number for number in term.divisors if number not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(by) / rows, abs(term.factor))
@@ -324,22 +323,22 @@ def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
 
 
 def _divides(scales: Sequence[float], count: int) -> bool:
-    """Check if some of the numbers divide by the count together."""
+    """Check if a product of some scales is 1 / `count`."""
     chosen = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
     return any(is_near(1 / count, math.prod(some)) for some in chosen)
 
 
 def _total(term: ScaledTerm) -> float:
-    """The weight of all elements of a term together."""
+    """Return the total weight of a term's elements."""
     return term.factor * (term.count if term.kind == "sum" else 1)
 
 
 def _judge_counts(passes: Losses) -> list[Finding]:
-    """DDP305: sums that each rank divides by a number of its own."""
+    """Report sums that each rank divides by its own number (DDP305)."""
     for weight in _WEIGHTS:
         every = [_own_counts(of_ranks, weight) for of_ranks in passes]
         unequal = [counts for counts in every if counts]
-        distinct = len({tuple(counts) for counts in unequal})  # else a weight makes them whole by chance
+        distinct = len({tuple(counts) for counts in unequal})  # else a weight may yield integers by chance
         if (
             len(unequal) >= FEWEST_PASSES
             and 2 * len(unequal) > len(passes)
@@ -368,7 +367,7 @@ def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Seque
 
 
 def _line_of_sums(of_ranks: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
-    """The line of an all_reduce over some ranks that makes the number by which each rank divides."""
+    """Return the all_reduce over some ranks that makes each rank's divisor."""
     for numbers in zip(*([number for number in one.reduced if number.members] for one in of_ranks), strict=False):
         sums = [sum(one.value for rank, one in enumerate(numbers) if rank in own.members) for own in numbers]
         line: Location | None = numbers[0].location
@@ -378,7 +377,7 @@ def _line_of_sums(of_ranks: Sequence[LossDifferentiated], counts: Sequence[float
 
 
 def _line_of_counts(passes: Losses) -> Location | None:
-    """The line of the only term whose number of elements or factor differs between ranks."""
+    """Return the line of the only term whose count or factor differs."""
     lines = {
         terms[0].location
         for of_ranks in passes
@@ -389,7 +388,7 @@ def _line_of_counts(passes: Losses) -> Location | None:
 
 
 def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
-    """The whole numbers by which ranks divide a sum of this weight, if they differ."""
+    """Return the integer divisors of a sum by rank, if ranks differ."""
     of_samples = set().union(*map(_of_samples, of_ranks))
     for terms in zip(*(one.terms for one in of_ranks), strict=False):
         if any(term.head in of_samples for term in terms):
@@ -402,13 +401,13 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[f
 
 
 def _of_samples(one: LossDifferentiated) -> set[int | None]:
-    """The heads whose terms, as those of a sample each, are divided by numbers of their own."""
+    """Return heads whose per-sample terms have different divisors."""
     by_head = group_by((term for term in one.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """The number that divides a sum, or a mean, but for the `factor` that the first rank has."""
+    """Return the divisor of a sum, or of a mean relative to `factor`."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0

@@ -1,8 +1,8 @@
-"""DDP305: terms of a loss that each rank multiplies by a number of its own, which it keeps from step to step.
+"""DDP305: loss terms scaled by a rank-local number that persists between steps.
 
-Numbers that are drawn or computed anew in each step (the weight of a mixture, of a step of a diffusion, of what a batch
-holds) differ between ranks by right, and are now larger on one, now on the other. A number that a rank adapts by its
-own samples (a coefficient, a running average), or that it has computed once from its own part of the data, is not.
+Numbers drawn or computed in each step (weights of mixtures or diffusion steps, counts of a batch) may differ between
+ranks, and no rank's number stays larger. A number that a rank adapts to its own samples (a coefficient, a running
+average), or computes once from its own shard of the data, is a defect.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import one_finding
 
-_FEWEST, _FEWEST_ADAPTED = 3, 8  # passes, where the ratio is the same in all, or goes on from one to the next
+_FEWEST, _FEWEST_ADAPTED = 3, 8  # backward passes with a constant ratio, or a drifting ratio
 _NEAR = 1e-4  # relative
-_APART = 0.01  # of the logarithm of a ratio, before that matters
-_SMOOTH = 0.25  # of it, that it may change from one pass to the next
+_APART = 0.01  # smallest relevant log ratio
+_SMOOTH = 0.25  # relative change of the log ratio between passes
 
 
 def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Finding]:
-    """At most one finding; `passes` each on all ranks."""
+    """Return at most one finding; `passes` are backward passes, each by rank."""
     shapes = {tuple(term.kind for term in one.terms) for of_ranks in passes for one in of_ranks}
     for place in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
         terms = [[one.terms[place] for one in of_ranks] for of_ranks in passes]
@@ -47,7 +47,7 @@ def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Fi
 
 
 def _weight(term: ScaledTerm) -> float:
-    """By what a term is multiplied, where constants of the program make that; else 0."""
+    """Return the factor of a term if made of program constants, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
     return known if abs(known - abs(term.factor)) < _NEAR * known else 0.0
 
@@ -57,7 +57,7 @@ def _of_element(term: ScaledTerm) -> float:
 
 
 def _goes_on(numbers: Sequence[Sequence[float]]) -> bool:
-    """Whether those of some rank are always more than the first rank's, or always less, and by about as much again."""
+    """Check if a rank's numbers stay above or below rank 0's by similar ratios."""
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(of_ranks[rank] / of_ranks[0]) for of_ranks in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]

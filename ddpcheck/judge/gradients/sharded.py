@@ -1,4 +1,4 @@
-"""DDP111, 301, 302, 303, 306, 502 under `fully_shard`: the gradients that it has left, gathered from their shards."""
+"""DDP111, 301, 302, 303, 306, 502 under `fully_shard`: gradients gathered from shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_COMPARED = (
 
 
 def why_not_updated(item: ShardedStep) -> str:
-    """Why parameters after a step are not compared with those of a step on the whole; empty where all are."""
+    """Return why updates are not compared with an unsharded step, or ''."""
     lost = [bad.name for bad in item.against_whole if bad.bad and bad.name not in item.updated_alone]
     if item.uncompared or not lost:
         return item.uncompared
@@ -42,17 +42,17 @@ _SWITCHES = {
 
 
 def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
-    """The findings on the gradients under `fully_shard`."""
+    """Judge gradients, loaded state and updates under `fully_shard`."""
     facts = ReducerFacts.of(evidence, known)
     found = explain_by_ignored_parameters(facts) + first_explanation(EXPLANATIONS, facts)
     return found + judge_loaded_state(evidence) or judge_updates(facts)
 
 
 def judge_updates(facts: ReducerFacts) -> list[Finding]:
-    """DDP306: a step on shards leaves other parameters than the same step on the whole, from the same gradients.
+    """Report optimizer steps on shards that differ from the unsharded step (DDP306).
 
-    Only where each rank's shard is what the step leaves of it alone: what orthogonalises a matrix, say, may lose so
-    much to rounding that any two ways to compute it differ.
+    Only parameters whose update depends on the local shard alone count: rounding in matrix orthogonalisation, for
+    example, may be as large as the difference.
     """
     wrong = []
     for step, items in group_by_step(facts.evidence).items():
@@ -81,7 +81,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
 
 
 def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306: each rank scales the reduced gradients of its shards by a factor of its own; `steps` of one optimizer."""
+    """Report one optimizer's reduced shard gradients scaled by rank-dependent factors (DDP306)."""
     for of_ranks in steps:
         factors = [_factor([*one.shard_scales.values()]) for one in of_ranks]
         known = [factor for factor in factors if factor is not None]
@@ -107,7 +107,7 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP521 of a recipe: the state with which its optimizer begins is that of one rank on all of them."""
+    """Report a recipe's optimizer state loaded from one rank on all (DDP521)."""
     first = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
     return state_of_one_rank(
         [item.loaded for item in first],
@@ -119,9 +119,9 @@ def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
 def state_of_one_rank(
     states: Sequence[Mapping[str, float]], where: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
 ) -> list[Finding]:
-    """DDP521: all ranks have the same state for what should be other parts of the parameters; `states`: by rank.
+    """Report equal optimizer state on all ranks for different shards (DDP521).
 
-    Counted steps are no parts, and the same on all ranks. What the parts of several parameters hold is not, in norm.
+    `states` are norms by rank. Step counters are replicated and ignored; norms of different shards differ.
     """
     held = [{name: size for name, size in one.items() if size and not name.endswith(": step")} for one in states]
     if len(held) < 2 or len(set(held[0].values())) < 2 or any(one != held[0] for one in held):
@@ -146,13 +146,13 @@ _THE_SAME = 1e-4
 
 
 def _factor(scales: Sequence[float]) -> float | None:
-    """The one factor in all of these, which are at least two; `None` where they have several."""
+    """Return the common factor of at least two scales, or `None`."""
     one = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
     return sum(scales) / len(scales) if one else None
 
 
 def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """DDP502: optimizer steps for which no shard has a gradient, or not that of the last backward pass."""
+    """Report optimizer steps that miss gradients because reduction is off (DDP502)."""
     told = [(item, one) for item in evidence for one in Ledger(item.events).used_unreduced]
     if not told:
         return []
@@ -176,9 +176,9 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
 
 
 def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
-    """DDP502: the reduction was switched off by the last call that decides on it.
+    """Report a reduction switched off by the last relevant call (DDP502).
 
-    Before the others: what is not reduced is neither equal on the ranks nor their average.
+    Runs first: unreduced gradients are neither equal on all ranks nor the average.
     """
     wrong = list(dict.fromkeys((*facts.not_synchronised, *facts.wrong)))
     off = _switched_off(facts.evidence[0].events)
@@ -196,7 +196,7 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
 
 
 def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
-    """The last call of a switch that has left it off."""
+    """Return the last call of a switch that left reduction off."""
     last = {event.kind: event for event in events if event.kind in _SWITCHES}
     return next((event for event in last.values() if not event.synchronises), None)
 
@@ -209,4 +209,4 @@ EXPLANATIONS = (
     explain_by_constant_factor,
     judge_unexplained_mismatch,
 )
-"""Of the gradients of parameters that `fully_shard` holds; the first that knows the pattern counts."""
+"""Explanations, in order, of gradient mismatches under `fully_shard`."""

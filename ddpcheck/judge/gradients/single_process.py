@@ -1,4 +1,4 @@
-"""DDP303, 305, 307 to 310, 312, 514: averaged gradients that are not those of the global batch, by their pattern."""
+"""DDP303, 305, 307 to 310, 312, 514: gradients that differ from the global batch's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ddpcheck.judge.replicas.descriptions import judge_program_data, judge_progr
 def judge_single_process(
     differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
 ) -> list[Finding]:
-    """DDP303, 304, 305, 309, 310, 312, 514 and 516: averaged gradients that are not those of the global batch.
+    """Explain averaged gradients that differ from the global batch's, by pattern.
 
-    The first of `EXPLANATIONS` that knows the pattern counts; a difference that none of them knows is DDP312. The
-    differences are by step, and the analysis is of the first step that differs.
+    Reports the first match of `EXPLANATIONS` (DDP216, 303, 304, 305, 309, 310, 312, 514 or 516), else DDP312.
+    `differences` are by step; `analysis` is of the first mismatched step.
     """
     bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
     bad = {step: items for step, items in bad.items() if items}
@@ -55,9 +55,9 @@ def judge_single_process(
 
 
 def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP310: something on the way of the gradients changes them, by what they are or by the rank that they are on.
+    """Report gradients changed in backward by value or by rank (DDP310).
 
-    Comes first: a gradient that backward has changed fits no pattern of losses, or a wrong one.
+    Runs first: a gradient that backward has changed fits no loss pattern, or a wrong one.
     """
     known = facts.known
     names = [item.name for item in facts.wrong]
@@ -82,9 +82,9 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP514: gradients are accumulated, and not divided by the number of micro-batches, which a rank has fewer of.
+    """Report accumulation without dividing by the number of micro-batches (DDP514).
 
-    Before the other factors, for the backward passes are counted, and their number is the factor.
+    Runs before other factors, because the counted backward passes match the factor.
     """
     alone, here = facts.known.local.backwards
     ratio = facts.analysis.against_global.ratio
@@ -100,9 +100,9 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP304 where the global batch has the ranks' gradient once its batch statistics are those of each shard.
+    """Report coupling if per-shard batch statistics explain the ranks' gradient (DDP304).
 
-    Before all that is only likely: where ranks exchange tensors beside, shards alone do not show this.
+    Runs before causes that are only likely: if ranks also exchange tensors, running shards alone hides coupling.
     """
     fits, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
     exact = max(abs(fits.ratio - 1), fits.residual) <= max(facts.tolerance, EXACT_FIT)
@@ -110,10 +110,10 @@ def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303 or 305 where all is one factor away, from the shards' gradients or from the global batch's.
+    """Report one factor on all gradients, of shards or global batch (DDP303, 305).
 
-    Where shards alone give other gradients or cannot be run, the values of the loss must tell who applies the factor.
-    Before what differs between ranks, for the factor is the same on all of them.
+    If shards alone give different gradients or cannot be run, loss values show the source of the factor. Runs before
+    differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, named = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
@@ -140,9 +140,9 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP216 or 516: ranks hold other values, or compute another loss from their samples than a single process.
+    """Report ranks whose program values or losses differ (DDP216, 516).
 
-    Before weights of ranks and collectives, for a value that is seen to differ is the cause, and they its effect.
+    Runs before rank weights and collectives: an observed difference in values is the cause of both.
     """
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
@@ -155,14 +155,14 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: every rank's gradient is that of its shard, times a factor that depends on the rank.
+    """Report shard gradients scaled by a rank-dependent factor (DDP303).
 
-    Before collectives, since weights that leave no difference cannot be the result of another computation.
+    Runs before collectives, because an exact fit of weights rules out another computation.
     """
     if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
         return []
     if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
-        return []  # those of the global batch: what differs is something else
+        return []  # weights fit the global batch: another cause
     share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
     return facts.one_finding(
         "DDP303",
@@ -173,14 +173,14 @@ def _explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP309: a collective without derivative stands on the way, and shards alone give something else.
+    """Report a non-differentiable collective in forward that changes the gradients (DDP309).
 
-    After all patterns that fit exactly, for that the collective is the cause is only likely.
+    Runs after all patterns that fit exactly, because the collective is only a likely cause.
     """
     suspects = facts.suspect_calls
     if not suspects:
         return []
-    if facts.known.local.choices:  # which may be all that differs, as where k-means begins a codebook at random
+    if facts.known.local.choices:  # may explain the whole difference, such as random k-means initialization
         return loss_terms.judge_unexplained(facts)
     calls = list(dict.fromkeys(map(str, suspects)))
     ratio = facts.analysis.against_global.ratio
@@ -218,7 +218,7 @@ _IGNORE = (
     "Adam)."
 )
 FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
-"""Advice on a tensor that is summed over ranks in place, and of which all ranks compute the same."""
+"""Fix for a non-differentiable sum that all ranks use in the same way."""
 _WITH_GRADIENT = (
     "all_reduce",
     "all_gather",
@@ -232,7 +232,7 @@ _WITH_GRADIENT = (
 
 
 def fix_without_gradient(calls: Sequence[Call]) -> str:
-    """Advice on collectives through which no gradient flows; empty where torch has no function instead."""
+    """Return advice on non-differentiable collectives, or '' if torch has no replacement."""
     names = dict.fromkeys(call.operation for call in calls)
     instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
     if not all(instead):
@@ -247,9 +247,9 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
 
 
 def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP303: the ranks communicate, and some terms of the loss come out times a factor, others do not.
+    """Report factors on some loss terms if ranks communicate (DDP303).
 
-    After a collective without derivative, which may leave any factor on a term.
+    Runs after non-differentiable collectives, which may leave any factor on a term.
     """
     analysis = facts.analysis
     off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
@@ -306,7 +306,7 @@ def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
-    """Whether the losses on the ranks are nearer to `ratio` times those of the shards alone than to the same."""
+    """Check if `together` is closer to `ratio * alone` than to `alone`."""
     pairs = [(a, t) for a, t in zip(alone, together, strict=False) if a * t > 0]
     if not pairs or ratio <= 0:
         return False
@@ -325,14 +325,14 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     _explain_by_factors_of_terms,
     loss_terms.explain_by_terms,
 )
-"""In the order in which they are asked; each says in its docstring why it stands where it does."""
+"""Explanations in order (reasons in their docstrings); the first with findings is reported."""
 
 
 ALL_MISSING = "no gradient is there, of zeros either"
 
 
 def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[GradientState] = ()) -> list[Finding]:
-    """DDP307 when every gradient was zero or missing."""
+    """Report that every gradient was zero or missing (DDP307)."""
     every = set(states)
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):
@@ -347,7 +347,7 @@ def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[Gradient
 
 
 def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
-    """DDP308 when the same step, run twice on a rank from the same state, gave other gradients (by rank)."""
+    """Report a step that is not reproducible on a rank (DDP308); by rank."""
     bad = {rank: [item for item in items if item.bad] for rank, items in differences.items()}
     ranks = tuple(sorted(rank for rank, items in bad.items() if items))
     if not ranks:

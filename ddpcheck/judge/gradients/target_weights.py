@@ -1,8 +1,8 @@
-"""DDP305 and 514: the weights of targets in an optimizer step.
+"""DDP305 and 514: weights of targets in an optimizer step.
 
-The gradient that the optimizer gets ought to be that of a mean over all targets (tokens, say) of the step. Where each
-micro-batch, or each rank, divides by its own number of targets, and these differ, it is a mean of means: a target
-counts the more the fewer there are beside it. (huggingface/transformers#34191 mended this in one trainer.)
+The gradient of an optimizer step should be that of a mean over all targets (such as tokens). If each micro-batch or
+rank divides by its own number of targets, and the numbers differ, the result is a mean of means: a target weighs more
+if its micro-batch or rank has fewer targets. (huggingface/transformers#34191 fixed this in one trainer.)
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ddpcheck.findings.wording import group_by, make_finding
 from ddpcheck.judge.gradients.script_losses import severity_of_weights
 from ddpcheck.stream.rank_report import MicroBatch
 
-_SAME = 0.02  # what rounding to half precision may do
-_SIMILAR = 0.15  # how far a loss's own count may be from ours
-_NEARLY = 0.05  # how far a weight may be off for anyone to care
-_OFTEN = 3  # steps after which what could be chance in one of them is none
+_SAME = 0.02  # relative rounding error of half precision
+_SIMILAR = 0.15  # relative difference between the loss's own count and ours
+_NEARLY = 0.05  # smallest relevant relative error of a weight
+_OFTEN = 3  # consecutive steps that rule out chance
 _Step = Sequence[tuple[MicroBatch, ...]]  # one head in one optimizer step, by rank
 
 
 def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
-    """Findings on the weights of targets (DDP305, DDP514).
+    """Report unequal weights of targets (DDP305, DDP514).
 
-    A step is enough evidence where the weights are in inverse proportion to numbers of targets, and some targets do not
-    count. Where the loss seems to count a little differently, or where batches only have other sizes, as the last one
-    of an epoch may, several steps have to say the same. All ranks have measured the optimizer steps.
+    One step is enough if weights are inversely proportional to target counts, and some targets are ignored. If the loss
+    seems to count differently, or only batch sizes differ (as in the last batch of an epoch), `_OFTEN` steps have to
+    agree. All ranks have to measure the same optimizer steps.
     """
     for head in dict.fromkeys(item.head for item in ranks[0]):
         often: list[_Unequal] = []
@@ -43,7 +43,7 @@ def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
 
 
 def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None = None) -> Severity:
-    """How severe it is that a target counts more on one rank than on another, in all steps that were measured."""
+    """Return the severity of unequal target weights between ranks, over all steps."""
     steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
     for rank, items in enumerate(ranks):
         for item in dict.fromkeys(items):
@@ -59,11 +59,11 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None 
 
 @dataclass(frozen=True, slots=True)
 class _Unequal:
-    """A step whose targets have unequal weights, of which the number of targets is the reason."""
+    """A step whose target weights differ because target counts differ."""
 
     code: str
     step: _Step
-    factor: float  # of the largest weight to the smallest
+    factor: float  # largest weight / smallest weight
     exact: bool
 
     def finding(self, severity: Severity) -> Finding:
@@ -100,7 +100,7 @@ _MESSAGES = {
 
 
 def _unequal(step: _Step) -> _Unequal | None:
-    """The fault, if it is one: weights that differ, each times the number of targets that it belongs to alike."""
+    """Return the fault of a step if weights are inversely proportional to counts."""
     everything = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
     weights = [item.weight for _, item in everything]
     if len({rank for rank, _ in everything}) < len(step) or min(weights) <= 0:
@@ -118,7 +118,7 @@ def _unequal(step: _Step) -> _Unequal | None:
         groups = [[item for _, item in group] for group in group_by(everything, group_of).values()]
         if max(_gap(item.weight for item in group) for group in groups) > _SAME:
             continue
-        for more in (0, 1):  # in a sequence: a loss may count the first token, which nothing predicts
+        for more in (0, 1):  # a loss may count the first token of a sequence, which is never predicted
             sums = [sum(item.counted + more * item.sequences for item in group) for group in groups]
             gap = _gap(group[0].weight * total for group, total in zip(groups, sums, strict=True))
             if gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
@@ -127,11 +127,11 @@ def _unequal(step: _Step) -> _Unequal | None:
 
 
 def _gap(values: Iterable[float]) -> float:
-    """The distance of the largest from the smallest, in parts of the smallest."""
+    """Return the relative spread (max - min) / min."""
     values = list(values)
     return max(values) / min(values) - 1
 
 
 def _by_size_alone(step: _Step) -> bool:
-    """Whether nothing is left out or padded: batches have other sizes, as the last one of an epoch may have."""
+    """Check if only batch sizes differ: no target is ignored or padding."""
     return _gap(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME / 100

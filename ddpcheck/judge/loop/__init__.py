@@ -1,1 +1,1 @@
-"""The training loop: passes, reductions, `no_sync`, optimizer steps; and all of it on each wrapper."""
+"""Judges of the training loop: passes, reductions, `no_sync`, optimizer steps, wrappers."""

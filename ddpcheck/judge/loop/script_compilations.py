@@ -1,7 +1,7 @@
-"""DDP522: functions that ranks compile differently (`torch.compile`), or another number of times.
+"""DDP522: functions compiled differently, or unequally often, on some ranks (`torch.compile`).
 
-That ranks compile again at different times is healthy: each learns by its own batches which sizes change, and comes to
-the same code in the end. So is what one rank alone compiles: an evaluation, say.
+Recompilation at different times is healthy: each rank learns dynamic sizes from its own batches and ends with the same
+code. So is a function that one rank compiles, e.g. for evaluation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ddpcheck.findings.wording import format_ranks, group_by, join_names, make_f
 OfRanks = Sequence[Sequence[FunctionCompiled]]  # compilations of one function, by rank
 
 _REST = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
-_AGAIN = 2  # times that a guard has failed: torch does not take the size or the number for one that changes
+_AGAIN = 2  # failures of one guard: torch does not treat the size or the number as dynamic
 _MOST_SHOWN = 3
 _MOST_NAMES = 8  # of operations
 
 
 def judge_compilations(compiled: OfRanks) -> list[Finding]:
-    """The findings on all that ranks have compiled which train the same model."""
+    """Return findings on the compilations of ranks that train the same model."""
     return judge_recompilations(trained_functions(compiled)) + judge_graphs(compiled)
 
 
 def trained_functions(compiled: OfRanks) -> list[OfRanks]:
-    """Those that every rank has compiled for training."""
+    """Return the functions that every rank compiled for training."""
     trained = [[one for one in of_rank if one.trains] for of_rank in compiled]
     by_rank = [group_by(of_rank, lambda one: (one.function, one.defined)) for of_rank in trained]
     common = [key for key in (by_rank[0] if by_rank else ()) if all(key in known for known in by_rank)]
@@ -35,7 +35,7 @@ def trained_functions(compiled: OfRanks) -> list[OfRanks]:
 
 
 def judge_recompilations(functions: Iterable[OfRanks]) -> list[Finding]:
-    """What is compiled again and again on some ranks, and on others is not; or is given up on some of them."""
+    """Detect functions that some ranks recompile repeatedly or give up compiling."""
     found = []
     for of_ranks in functions:
         given_up = {rank for rank, of_rank in enumerate(of_ranks) if any(one.given_up for one in of_rank)}
@@ -87,9 +87,9 @@ def _times(numbers: Mapping[int, int], ranks: Sequence[int]) -> str:
 
 
 def judge_graphs(compiled: OfRanks) -> list[Finding]:
-    """Other operations on some ranks, for inputs of the same shapes, each time that they compile a function for these.
+    """Detect different operations between ranks in graphs for inputs of the same shapes.
 
-    Functions in which the graph breaks are not compared: their parts may be others where ranks print, say.
+    Skips functions with graph breaks: the parts may differ, e.g. if some ranks print.
     """
     found = []
     broken = {match["name"] for of_rank in compiled for match in _rests(of_rank)}
@@ -131,6 +131,6 @@ def _rests(of_rank: Sequence[FunctionCompiled]) -> Iterator[re.Match[str]]:
 
 
 def _named(one: FunctionCompiled) -> str:
-    """A function, as the code has it."""
+    """Return the function name as in the source code."""
     rest = _REST.match(one.function)
     return f"{rest['name']} after line {rest['line']}" if rest else one.function

@@ -1,4 +1,4 @@
-"""DDP223, 306, 309, 504, 507, 508, 517, 518: the optimizers of a script and what they are given."""
+"""DDP223, 306, 309, 504, 507, 508, 517, 518, 521: optimizers of a script and their inputs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ddpcheck.judge.gradients.sharded import state_of_one_rank
 from ddpcheck.judge.gradients.single_process import FIX_OF_SUM
 from ddpcheck.judge.replicas.descriptions import judge_options
 
-_FEWEST_STEPS = 8  # of a schedule without an end, counting those at once as one
-_FEWEST_TURNS = 3  # of one that comes to its end
+_FEWEST_STEPS = 8  # of an endless schedule; steps made at once count as one
+_FEWEST_TURNS = 3  # of a schedule that reaches its end
 _ABOUT = 0.1
-_OF_SCHEDULES, _OF_CALLBACKS = 1e-6, 1e-4  # relative: metrics that are the same on ranks; these compare, those save
+_OF_SCHEDULES, _OF_CALLBACKS = 1e-6, 1e-4  # relative tolerance of equal metrics
 _LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP223 or 507: options that are not the same on every rank, in the first step in which that is so.
+    """DDP223 or 507: options that differ between ranks, at the first such step.
 
-    Not of an optimizer on parameters that ranks train apart from each other; nor in a step that ranks make after more
-    and fewer averaged backward passes (DDP508), for a schedule has other rates then.
+    Skips optimizers of parameters that ranks train separately, and steps with unequal numbers of averaged backward
+    passes (DDP508), in which a schedule has different rates.
     """
     if steps and are_local(steps):
         return []
@@ -79,13 +79,13 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def _without_ranks(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Without the options by which each rank keeps its own number."""
+    """Drop options whose value is the rank itself."""
     numbers = {name for name in options[0] if all(of.get(name) == str(rank) for rank, of in enumerate(options))}
     return [{name: value for name, value in of.items() if name not in numbers} for of in options]
 
 
 def _restored_on_some(of_ranks: Steps) -> dict[int, Location]:
-    """By rank, the line that has given its optimizer a state, where that is so on some ranks only."""
+    """Return the line that loaded optimizer state, by rank; {} if on all ranks."""
     restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
     return restored if len(restored) < len(of_ranks) else {}
 
@@ -95,9 +95,9 @@ def _loaded_on(restored: Iterable[int]) -> str:
 
 
 def judge_parts(first: Steps) -> list[Finding]:
-    """DDP223: ranks step on other parameters of the wrappers, which have come to differ between them.
+    """DDP223: optimizers with different parameters on ranks, after the parameters have diverged.
 
-    An optimizer that is sharded by hand steps so too; then what a rank has stepped on is sent to the others.
+    A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
     """
     held = [{"its parameters": ", ".join(sorted(map(short, one.held)))} for one in first]
     if not all(one.held for one in first):
@@ -106,7 +106,7 @@ def judge_parts(first: Steps) -> list[Finding]:
 
 
 def _rate_line(of_ranks: Steps) -> Location | None:
-    """The line that decides the learning rate: of the schedule's step where not every rank has come to it as often."""
+    """Return the line that sets the rate, or steps the schedule if unequal."""
     schedules = [one.schedule for one in of_ranks if one.schedule is not None]
     if len({schedule.steps for schedule in schedules}) > 1:
         return max(schedules, key=lambda schedule: schedule.steps).location
@@ -114,11 +114,11 @@ def _rate_line(of_ranks: Steps) -> Location | None:
 
 
 def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
-    """DDP507: a schedule that makes as many steps at once as there are ranks, each time, and so ends too early.
+    """DDP507: schedule stepped world_size times at once, which ends too early.
 
-    Some count the steps of all ranks by right: then the schedule has as many to make. So it is a fault only where the
-    rate has come to its end, or to its lowest, in that part of the training; or where the source says that the steps
-    are those of the ranks, and nothing of the schedule counts with them.
+    Some schedules are sized for the steps of all ranks. A finding requires that the rate reached its end or minimum at
+    that part of the training, or that the source steps by the world size and no number of the schedule counts all
+    ranks.
     """
     schedules = [end.schedule for end in ends if end.schedule is not None]
     if world_size < 2 or len(schedules) < max(1, len(ends)):
@@ -158,7 +158,7 @@ def _out_of_step(of_ranks: Steps) -> list[Finding]:
 
 
 def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
-    """DDP508: a rank that has made fewer or more optimizer steps than the others between averaged backward passes."""
+    """DDP508: unequal optimizer steps per averaged backward pass between ranks."""
     for of_ranks in steps:
         reductions = [one.reductions for one in of_ranks]
         if min(reductions) >= 0 and len(set(reductions)) > 1:
@@ -177,7 +177,7 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
 
 
 def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequence[str]) -> list[Finding]:
-    """At the line that decides whether a step is made, where there is one such, else at that of the step."""
+    """Create a DDP508 at the line that decides on the step, if unique."""
     step, lines = of_ranks[0].location, of_ranks[0].left_out_at
     decides = f"this line decides if the step at {step} is made"
     return one_finding(
@@ -191,11 +191,11 @@ def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequen
 
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306: momentum and the like that differ on ranks, whose gradients are the same."""
-    alike: int | None = None  # the last step in which there was one, and it did not differ
+    """DDP306: optimizer state (e.g. momentum) that differs although gradients are equal."""
+    alike: int | None = None  # last step in which all ranks had equal state
     for of_ranks in steps:
         if any_gradient_differs(of_ranks):
-            return []  # ranks that train apart, whose parameters are averaged perhaps
+            return []  # ranks train separately, and may average parameters
         states = [one.states for one in of_ranks]
         if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
             continue  # sharded
@@ -245,7 +245,7 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP306 and 521: a state of the optimizer's parts that was loaded on some ranks only, or is that of one rank."""
+    """DDP306 and 521: sharded optimizer state loaded on, or from, some ranks only."""
     for of_ranks in steps:
         states, first = [one.shard_states for one in of_ranks], of_ranks[0]
         loaded = [one.restored_at for one in of_ranks]
@@ -284,7 +284,7 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
-    """DDP504: an optimizer of tensors that no module has, and parameters of a wrapper that no optimizer moves."""
+    """DDP504: optimizer of tensors in no module, and wrapped parameters never updated."""
     unknown = steps[-1][0].unknown if steps else ()
     left = [name for name, yes in moved.items() if not yes and name not in held]
     if not unknown or not left:
@@ -300,7 +300,7 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
 
 
 def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
-    """DDP518: a schedule or a callback to which each rank gives a value of its own; `metrics` by rank, in order."""
+    """DDP518: schedule or callback with a per-rank metric; `metrics` by rank, in order."""
     found: dict[str, list[Finding]] = {}
     for of_ranks in zip(*metrics, strict=False):
         first, values = of_ranks[0], [one.value for one in of_ranks]
@@ -331,7 +331,7 @@ def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
 
 
 def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
-    """DDP517: gradients that are zeroed again and again between two steps of an optimizer; of one rank."""
+    """DDP517: gradients zeroed several times between two optimizer steps; of one rank."""
     if not zeroed:
         return []
     return one_finding(
@@ -347,11 +347,11 @@ def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
 def judge_reduced_in_place(
     of_ranks: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
 ) -> list[Finding]:
-    """DDP309: backward through what a collective has overwritten.
+    """DDP309: backward through a tensor that a collective has overwritten.
 
-    One number that is only logged is harmless: its gradient is what it would have been. Divided by the world size, it
-    is not; `accumulates` says that the script may divide by its micro-batches. Where each rank computes the same of a
-    sum, as the loss of Barlow Twins does, a factor is all that is wrong; of an average, not even that.
+    A single logged number is harmless (unchanged gradient), unless divided by the world size; `accumulates`: the script
+    may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
+    factor is wrong; from an average, nothing.
     """
     for place, one in ((place, one) for uses in of_ranks for place, one in enumerate(uses)):
         scaled = one.factor is not None and math.isclose(one.factor * world_size, 1.0, rel_tol=1e-5)

@@ -1,4 +1,4 @@
-"""DDP504, 508, 520: steps that shift between ranks, gradients that are used twice, and parameters that nobody moves."""
+"""DDP504, 508, 520: steps that shift between ranks, stale gradients, parameters never updated."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
 from ddpcheck.judge.gradients.script_alone import short
 
-_USUAL = 0.8  # of the reductions have the same before them, or there is no regular pace
-_MOST_LEFT_OUT = 3  # turns of a loop, one after the other
+_USUAL = 0.8  # least share of reductions with the most common pace
+_MOST_LEFT_OUT = 3  # consecutive skipped iterations
 _FEWEST_UNMOVED = 3  # steps
 _ZERO = {"0", "0.0", None}
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: ranks that leave out backward passes, each another one, so that the same reduction is of other steps."""
+    """DDP508: backward passes skipped in different steps per rank; reductions mix steps."""
     totals = {one.reductions for one in paces}
     if len(paces) < 2 or len(totals) > 1:
-        return []  # what has hung, or ended otherwise, is told as that
+        return []  # reported as a hang or a failure
     return _shifts(
         paces,
         lambda run: run.forwards,
@@ -53,7 +53,7 @@ def _shifts(
         ((turn, often),), ((batches, _),) = counts.most_common(1), taken.most_common(1)
         if not turn or often < _USUAL * pace.reductions:
             return []
-        # a rank that leaves out a backward pass has taken another batch, if there is a loader
+        # a skipped backward pass takes one more batch, if there is a loader
         odd = [one for one in pace.lengths() if number(one[0]) > turn and (one[0].batches > batches or not batches)]
         more = {run.first + n: run for run, length in odd if number(run) % turn == 0 for n in range(length)}
         skipped = {step: number(run) // turn - 1 for step, run in more.items()}
@@ -63,8 +63,8 @@ def _shifts(
     everywhere = set.intersection(*(set(of_rank.items()) for of_rank in unusual))
     own = [{step: n for step, n in of_rank.items() if (step, n) not in everywhere} for of_rank in unusual]
     if sum(map(bool, own)) < 2:
-        return []  # one rank alone comes to another number, and is told by that
-    lines += [pace.runs[0].location for pace in paces]  # all were skipped after the last reduction
+        return []  # a single rank is reported by its number of steps
+    lines += [pace.runs[0].location for pace in paces]  # if all skips follow the last reduction
     line = next(filter(None, lines), None)
     return one_finding(
         "DDP508",
@@ -83,7 +83,7 @@ def _shifts(
 
 
 def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
-    """DDP520: gradients that were used, or are of another loss, and that a step uses again; of one rank."""
+    """DDP520: stale gradients of earlier steps or another loss, on one rank."""
     for one in left:
         names = [*map(short, one.names)]
         of_them = f" of {join_names(names)}" if names else ""
@@ -119,7 +119,7 @@ def judge_left(left: Sequence[GradientsLeft]) -> list[Finding]:
 def judge_unheld(
     moved: Mapping[str, bool], held: Iterable[str], *, made: Location | None, in_vain: bool = False
 ) -> list[Finding]:
-    """DDP504: parameters of wrappers that get gradients in each step, and that no optimizer holds and nothing moves."""
+    """DDP504: wrapped parameters with gradients that no optimizer holds or updates."""
     held = set(held)
     left = [name for name, yes in moved.items() if not yes and name not in held]
     if (
@@ -127,7 +127,7 @@ def judge_unheld(
         or not (held or (in_vain and len(left) == len(moved)))
         or any(not yes for name, yes in moved.items() if name in held)
     ):
-        return []  # nothing moves: a rate of zero
+        return []  # e.g. a learning rate of zero
     names = [name.partition("/")[2] or name for name in left]
     are, get = plural_verb("is", "are", names), plural_verb("it gets", "they get", names)
     return one_finding(
@@ -145,7 +145,7 @@ def judge_unheld(
 
 
 def judge_unmoved(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
-    """DDP504: parameters that an optimizer of the script's own holds and leaves as they are."""
+    """DDP504: parameters that a custom optimizer holds and never updates."""
     if len(steps) < _FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
         return []
     first, options = steps[0][0], [of_ranks[0].options for of_ranks in steps]

@@ -1,4 +1,4 @@
-"""DDP408: asynchronous collectives for which nothing waits, or whose tensors are written before that."""
+"""DDP408: asynchronous collectives without wait(), or with tensors written before wait()."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding, unless_all
 
-OF_GRADIENTS = "of gradients"  # tag of a DDP408: what an optimizer steps by is not known to be the result
+OF_GRADIENTS = "of gradients"  # tag: the optimizer's gradients may not be the result
 
 _Told = WorkDropped | TensorOfWorkWritten
 
@@ -18,9 +18,9 @@ def judge_works(
     used: Sequence[Iterable[WorkUsed]],
     written: Sequence[Sequence[TensorOfWorkWritten]],
 ) -> list[Finding]:
-    """One finding a line; each argument by rank.
+    """Return one finding per line; each argument by rank.
 
-    A line whose handles are asked at all is no such line: the last one may be left over at the end of a loop.
+    Ignores lines where any handle was waited on: the last handle may be left over at the end of a loop.
     """
     asked = {one.location for of_rank in used for one in of_rank}
     lines: dict[Location, list[tuple[int, _Told]]] = {}

@@ -1,6 +1,6 @@
-"""The wrappers of a script: what a watch would have found, had the ranks asked each other; and what they were made of.
+"""Findings on the wrappers of a script, from the logs of all ranks.
 
-From the logs of all ranks to findings: parameters, replicas, the reducer and the loop, step by step.
+Judges parameters, replicas, the reducer and the loop step by step after the run, as a watch does during the run.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from ddpcheck.stream.entries import (
 )
 from ddpcheck.stream.rank_report import RankReport
 
-_FEWEST_AGREE = 2  # steps of an optimizer with the same gradient on all ranks, which is not zero
-_FEWEST_MARKS = 3  # of ranks that train apart: where that began, and after two steps
+_FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
+_FEWEST_MARKS = 3  # of ranks that train separately: at the beginning, and after two steps
 
 
 def judge_begun(facts: ScriptFacts) -> list[Finding]:
-    """The findings on what the ranks were about to wrap, each at the line that a user edits."""
+    """Return findings on modules about to be wrapped, each at the line to edit."""
     found = []
     for finding in judge_constructions(facts.of(WrapperBegun)):
         if COUNTED in finding.tags and finding.location is not None:
@@ -69,7 +69,7 @@ def judge_begun(facts: ScriptFacts) -> list[Finding]:
 
 
 def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
-    """The findings on every wrapper, in all its steps."""
+    """Return findings on every wrapper, over all steps."""
     found = []
     for wrapper in facts.wrappers:
         findings = _judge_wrapper(facts, wrapper)
@@ -77,7 +77,7 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
             findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501", "DDP502")]
         if sums_rightly(wrapper):
             findings = [finding for finding in findings if finding.code != "DDP303"]
-        if wrapper.made.by_library:  # advice on its options is for somebody else than who wrote the script
+        if wrapper.made.by_library:  # its options are not set by the script
             findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         if len(facts.wrappers) > 1:
             made = wrapper.made
@@ -90,9 +90,9 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
 
 
 def sums_rightly(wrapper: WatchedWrapper) -> bool:
-    """Whether what a wrapper leaves is the sum of the ranks' gradients, by a hook or a setting, and its loss is for it.
+    """Return True if a wrapper sums gradients and the loss is scaled for sums.
 
-    A loss of which nothing is known (it is compiled, say) is taken to be, where a call of the script's sets the factor.
+    An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
     """
     captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step).values()
     complete = [everyone for everyone in captured if len(everyone) == len(wrapper.ranks)]
@@ -106,10 +106,10 @@ def sums_rightly(wrapper: WatchedWrapper) -> bool:
 
 
 def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
-    """DDP301: groups of ranks that shard the same model, each over a mesh of its own, and train it apart.
+    """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
-    A warning: some train several models of one start on purpose. Ranks that send tensors to each other have a stage of
-    a model each. `same`: one model of a script, by group of its ranks.
+    A warning: some scripts train several models from one start on purpose. Ranks that send tensors to each other are
+    skipped as pipeline stages. `same`: one model of a script, by group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in same]
     if any(entries_of(rank, PeerReceived) for wrapper in same for rank in wrapper.ranks):
@@ -129,7 +129,7 @@ def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Findin
 def judge_apart_meshes(
     ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], made: Location | None
 ) -> list[Finding]:
-    """DDP301 of meshes, by the `ranks` of each: what all of them hold, mesh by mesh, in some steps."""
+    """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
     if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
         return []
     apart = _shards_that_differ(by_step[max(by_step)])
@@ -151,7 +151,7 @@ def judge_apart_meshes(
 
 
 def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]:
-    """The parameters of which groups of ranks have other values in the same shard."""
+    """Return the parameters with mismatched values in the same shard of different groups."""
     by_shard = group_by(chain.from_iterable(groups), lambda one: one.shard).values()
     values = ([one.state.values.parameters for one in replicas] for replicas in by_shard)
     return set(chain.from_iterable(map(differing_names, values)))
@@ -230,9 +230,9 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
 
 
 def _at_condition(finding: Finding, facts: ScriptFacts) -> Finding:
-    """DDP502 at the innermost `if` around the line that enters `no_sync`, if no loop is inside of it."""
+    """Move a DDP502 to the innermost `if` around `no_sync`, if no loop is inside."""
     line = str(finding.location or "")
-    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # a setting decides by its value
+    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # the value of a setting decides
     if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line or not enters:
         return finding
     around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
@@ -244,14 +244,14 @@ _DECIDES = ("branch", "loop", "function")
 
 
 def _step_of(facts: ScriptFacts, name: str) -> Location | None:
-    """Where the optimizer that holds a parameter steps."""
+    """Return the line of the optimizer step of a parameter."""
     return next(
         (one.steps[0][0].location for one in facts.optimizers if one.steps and name in one.steps[0][0].held), None
     )
 
 
 def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Whether optimizers are given the same gradients on all ranks of parameters that a wrapper knows nothing of."""
+    """Return True if parameters outside of the wrapper get equal gradients on all ranks."""
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
         steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if name in of_ranks[0].alone]
         agree = sum(gradients_agree(of_ranks, name) for of_ranks in steps)
@@ -261,7 +261,7 @@ def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> boo
 
 
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: Sequence[Finding], step: int) -> None:
-    """Add to `more` the buffers that differ from `step` on, where others were reported that did before."""
+    """Add to `more` buffers that differ from `step` on, after other buffers were reported."""
     told = {name for one in reported if one.code in _OF_BUFFERS for name in one.subjects}
     for one in found if told else ():
         for name in one.subjects if one.code in _OF_BUFFERS else ():
@@ -270,7 +270,7 @@ def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: 
 
 
 def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
-    """A finding on buffers, with those of which it is known since a later step."""
+    """Add buffers that differ since a later step to a finding on buffers."""
     names = [name for name in more if finding.code in _OF_BUFFERS and name not in finding.subjects]
     if not names:
         return finding
@@ -282,7 +282,7 @@ _OF_BUFFERS = ("DDP214", "DDP215")
 
 
 def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:
-    """A finding at the one line by which every rank has loaded the same file; else where the model was made."""
+    """Move a finding to the line that loads one file on all ranks."""
     read = [{(use.path, use.location) for use in of_rank if use.by_torch and not use.writes} for of_rank in uses]
     alike = set.intersection(*read)
     if len({line for _, line in alike}) != 1:
@@ -298,7 +298,7 @@ def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Loc
 
 
 def judge_apart(apart: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
-    """DDP306: ranks that train apart (post-local SGD), whose parameters were never the same again, nor are at last."""
+    """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
     last = [of_rank[-1] for of_rank in apart if of_rank]
     if len(last) < len(apart) or any(len(one.marks) < _FEWEST_MARKS for one in last):
         return []
@@ -310,7 +310,7 @@ def judge_apart(apart: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
 
 
 def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[int, Sequence[RankReport]]]) -> Severity:
-    """By all steps that were measured, where a watch has only those until the finding."""
+    """Return the DDP305 severity from all measured steps."""
     by_rank = [
         [report for step in reports.values() for report in step.get(rank.started.rank, ())] for rank in wrapper.ranks
     ]
@@ -318,7 +318,7 @@ def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[in
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
-    """Findings on the reports of one step; a rank that began its backward pass and reports nothing has all of it."""
+    """Judge the reports of one step; no report means nothing is missing."""
     found = []
     for turn in range(max(map(len, reports.values()))):
         theirs = []
@@ -328,12 +328,12 @@ def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequen
                 theirs.append(reports[number][turn])
             elif rank.counts[wrapper.number][0] > step:
                 theirs.append(RankReport(StepEvidence(number, step, {})))
-        found += judge_reports(theirs, wrapper.made.context, settled=False)  # which all steps to the end say
+        found += judge_reports(theirs, wrapper.made.context, settled=False)  # the closing reports are settled
     return found
 
 
 def are_rounded(wrapper: WatchedWrapper) -> bool:
-    """Whether parameters of a wrapper differ between ranks by rounding in one of its steps; see `without_rounding`."""
+    """Return True if parameters differ by rounding in any step; see `without_rounding`."""
     by_step = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
     complete = [everyone for everyone in by_step.values() if len(everyone) == len(wrapper.ranks)]
     return any(without_rounding(everyone) != everyone for everyone in complete)

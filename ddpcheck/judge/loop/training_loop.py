@@ -1,4 +1,4 @@
-"""DDP501, 502, 504, 505, 509, 510, 515, 517, 519: the training loop, as far as a recipe shows it."""
+"""DDP501, 502, 504, 505, 509, 510, 515, 517, 519: the training loop of a recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Found = Sequence[tuple[DdpStepEvidence, Contribution]]
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP515: parameters that DDP had made equal, and that `wrap` changed on some ranks after that."""
+    """DDP515: parameters that `wrap` changed on some ranks after DDP synchronized them."""
     known = [name for name in differing_names(now) if all(name in of_rank for of_rank in start)]
     names = [name for name in known if len({of_rank[name] for of_rank in start}) == 1]
     if not names:
@@ -36,11 +36,11 @@ def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mappi
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """DDP505 and 519: samples that several ranks train on, and samples that none does, in one step.
+    """DDP505 and 519: samples of a step on several ranks, or on no rank.
 
-    DDP505 only where gradients show it, since ranks may well do different things with the same samples; and before
-    DDP519, which is the other side of the same shards. `gradients_differ` says that the ranks' average is another
-    gradient than the global batch's.
+    DDP505 requires evidence in the gradients, since ranks may use the same samples differently. It goes before DDP519,
+    which has the same shards as cause. `gradients_differ`: the average over ranks is not the gradient of the global
+    batch.
     """
     step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
     batch = Counter(local[0].global_sample_fingerprints)
@@ -48,7 +48,7 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
         return []
     on_ranks = Counter(sample for samples in rows for sample in samples)
     repeated = {sample for sample, count in on_ranks.items() if 0 < batch[sample] < count}
-    missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0  # unless ranks make others
+    missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0  # else ranks create samples
     left_out = f"{missing} of {batch.total()} samples of the global batch are on no rank"
     gradients_alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
     if repeated and (gradients_differ or gradients_alike):
@@ -79,7 +79,7 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
 
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
-    """DDP510: random numbers for each sample, of which every rank drew the same (by rank, in order)."""
+    """DDP510: per-sample random numbers equal on all ranks; `draws` by rank, in order."""
     shared = [
         calls[0]
         for calls in zip(*draws, strict=False)
@@ -102,9 +102,9 @@ def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
 
 
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
-    """DDP501, 502, 509 and 517: what has become of the gradients of each backward pass, by the ledger of each rank.
+    """DDP501, 502, 509 and 517: lost or unreduced gradients, by rank ledgers.
 
-    Some only where gradients are `unequal` on the ranks, or not their average.
+    DDP501, 509 and unreduced steps only if gradients are `unequal` between ranks, or not averaged.
     """
     ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
     found = _judge_discarded(ledgers)
@@ -114,14 +114,14 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
 
 def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
-    """The events; an older version told of steps under `no_sync` without the passes in it."""
+    """Return the events, with passes that an older version omitted under `no_sync`."""
     if [event.kind for event in events] == ["enter no_sync", "step"]:
         return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
     return events
 
 
 def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
-    """DDP517: gradients that are zeroed before an optimizer has used them."""
+    """DDP517: gradients zeroed before any optimizer step used them."""
     found = [(item, one) for item, ledger in ledgers for one in ledger.lost]
     if not found:
         return []
@@ -139,11 +139,11 @@ def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
 
 
 BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
-"""Evidence of a DDP502 that no `no_sync()` has caused."""
+"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
 
 
 def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
-    """DDP502: a step on what backward passes have added after the reduction, or without any."""
+    """DDP502: optimizer step on gradients added after the reduction, or never reduced."""
     found = [(item, one) for item, ledger in ledgers for one in ledger.used_unreduced if one.forward is not None]
     if not found:
         return []
@@ -190,7 +190,7 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
 
 
 def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
-    """DDP501: a step on gradients of a backward pass around the wrapper, as a rank has told of it."""
+    """DDP501: optimizer step on gradients of a backward pass that bypassed the wrapper."""
     found = [one for _, ledger in ledgers for one in ledger.used_unreduced if one.backward.kind in AROUND]
     if not found:
         return []
@@ -212,7 +212,7 @@ def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
 
 
 def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
-    """DDP509: a backward pass of the wrapper's output after the one that ended the reduction."""
+    """DDP509: backward pass of the wrapper's output after the end of the reduction."""
     found = [(item, one) for item, ledger in ledgers for one in ledger.unpaired]
     if not found:
         return []
@@ -230,7 +230,7 @@ def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
 
 
 def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
-    """DDP502: `no_sync` that changes nothing, since it encloses no forward."""
+    """DDP502: `no_sync` without effect, because it encloses no forward."""
     for _, ledger in ledgers:
         for event, message in (
             *((one, "no_sync() is called and its context never entered") for one in ledger.not_entered),
@@ -253,9 +253,9 @@ def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
 def judge_optimizer(
     wrapped: Sequence[WrappedModule], evidence: Sequence[DdpStepEvidence], names: Names
 ) -> list[Finding]:
-    """DDP504: parameters that get gradients in every step, and that no optimizer holds nor moves.
+    """DDP504: parameters with gradients in every step that no optimizer holds or updates.
 
-    A parameter that moves is none of them: an optimizer may keep copies of its own and write them back.
+    Skips parameters that change: an optimizer may keep its own copies and write the values back.
     """
 
     def stays(name: str, item: DdpStepEvidence) -> bool:

@@ -24,24 +24,24 @@ _MOST_STEPS = 8
 
 
 def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settled: bool) -> list[Finding]:
-    """Findings on parameters, their changes and the loop in the steps since the last reports.
+    """Return findings on parameters, parameter changes and the loop since the last reports.
 
-    The reports are of every rank that answered; `settled`: enough steps have been seen to judge what an option allows.
+    `reports`: of every rank that answered. `settled`: enough steps have been seen to judge what an option allows.
     """
-    if context.wrapper.find_unused_parameters:  # what is frozen for a while (a GAN's other half) is unused to DDP
+    if context.wrapper.find_unused_parameters:  # temporarily frozen (GAN) is unused to DDP
         reports = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in reports]
     changed = {name for report in reports for name in report.changes}
     evidence = _evidence(reports, context, changed, settled=settled)
     wrapper = context.wrapper
-    opaque = any(report.probed.output_type for report in reports)  # told before backward, of nothing else
-    if reports[0].step == 0 and not opaque:  # what DDP waits for after step 0 under static_graph, it does not tolerate
+    opaque = any(report.probed.output_type for report in reports)  # reported before backward, without other facts
+    if reports[0].step == 0 and not opaque:  # static_graph does not tolerate gradients that DDP awaits here
         wrapper = replace(wrapper, static_graph=False)
     seen = tuple(sorted({step for report in reports for step in report.missing}))
     findings = []
     for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
         if finding.code == "DDP109" and not settled:
             continue
-        if wrapper.sharded and not settled and finding.code in _ON_NO_RANK:  # of a branch, or an idle expert
+        if wrapper.sharded and not settled and finding.code in _ON_NO_RANK:  # an untaken branch or idle expert
             continue
         if finding.code in _ABSENT and not finding.steps and not (context.wrapper.goes_on_without and settled):
             finding = replace(finding, steps=seen)
@@ -58,7 +58,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     return findings + judge_normalisation([report.micro_batches for report in reports])
 
 
-_FEW = 4  # steps in which a parameter that no forward pass has read may belong to an idle branch or expert
+_FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
 _IDLE = (
     "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
     "times its output in idle steps. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
@@ -71,13 +71,13 @@ _ABSENT = (*_ON_NO_RANK, "DDP104", "DDP105", "DDP513")
 def _evidence(
     reports: Sequence[RankReport], context: WatchContext, changed: set[str], *, settled: bool
 ) -> list[StepEvidence]:
-    """The reports as evidence for the judges of parameters: every rank in each step with a missing parameter."""
+    """Return the reports as evidence: every rank in each step with a missing parameter."""
     trainable = [name for name in context.trainable if name not in changed]
     steps = sorted({step for report in reports for step in report.missing})[:_MOST_STEPS]
     if context.wrapper.goes_on_without and settled:
         steps = [step for step in range(reports[0].step + 1) if is_probed(step)]
     elif steps and steps[0] > 0:
-        steps.insert(0, steps[0] - 1)  # in which they took part
+        steps.insert(0, steps[0] - 1)  # in which the parameters took part
     evidence = []
     for report in reports:
         for index, step in enumerate(steps or [report.step]):
@@ -97,7 +97,7 @@ def _evidence(
 def judge_replica_states(
     states: Sequence[ReplicaState], context: WatchContext, step: int, *, after_backward: bool, first: bool
 ) -> list[Finding]:
-    """Findings on differences between replicas: DDP2xx, 301 to 303, 306, 214 and 215."""
+    """Return findings on mismatched replicas (DDP2xx, 301 to 303, 306)."""
     values = [item.values for item in states]
     facts = JudgeContext(
         context.names,
@@ -124,19 +124,19 @@ def judge_replica_states(
         ]
         changed_early |= {name for finding in start for name in finding.subjects}
         changed = []
-        for item in values:  # forward or backward has changed the others
+        for item in values:  # the other values changed in forward or backward
             others = {name: value for name, value in item.parameters.items() if name not in changed_early}
             changed.append(replace(item, parameters_before_optimizer=others, parameters={}))
         state = judge_state(changed, facts, gradients_differ=True)
     elif step == 0:
-        early = not after_backward and not context.broadcasts_buffers  # then nothing has had a reason to part buffers
+        early = not after_backward and not context.broadcasts_buffers  # buffers have no reason to differ yet
         start = descriptions.judge_values_after_wrapping(
             [item.parameters for item in values], [item.buffers if early else {} for item in values]
         )
         start = [f if first or f.code != "DDP208" else replace(f, **_UNAVERAGED) for f in start]
         kept = [replace(item, parameters={}, buffers=item.buffers if after_backward else {}) for item in values]
         state = judge_state(kept, facts, gradients_differ=True)
-    else:  # the values are those that the optimizer's last step has left
+    else:  # values after the last optimizer step
         start = []
         state = judge_state([replace(item, step=step - 1) for item in values], facts, gradients_differ=bool(gradients))
         state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
@@ -147,9 +147,9 @@ def judge_replica_states(
 
 
 def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
-    """Whether a communication hook may leave ranks their own gradients, which the loop or the optimizer averages.
+    """Return True if a comm hook may leave gradients for the script to average.
 
-    Then parameters stay the same on all ranks. After the first backward pass they still are, whatever the hook does.
+    Parameters then stay equal on all ranks. In step 0, parameters are equal with any hook.
     """
     if not (context.wrapper.comm_hook and descriptions.differing_names([one.gradients for one in values])):
         return False
@@ -158,7 +158,7 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
 
 
 def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """DDP306 for ranks that had not been compared before: the step and the cause of the difference are not known."""
+    """Reword a DDP306 of ranks not compared before: step and cause are unknown."""
     parted = descriptions.differing_names([item.parameters for item in values])
     ranks = {rank for ranks in parted.values() for rank in ranks}
     minority = len(values) > 2 and 2 * len(ranks) < len(values)

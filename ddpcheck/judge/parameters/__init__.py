@@ -1,1 +1,1 @@
-"""Parameters and the loss: unused, detached, conditional, zero."""
+"""Judges of parameters in the loss: unused, detached, conditional, zero gradients."""

@@ -1,4 +1,4 @@
-"""Where parameters are missing from the loss; DDP104, 105 and 513 on those that are on some ranks or in some steps."""
+"""DDP104, 105 and 513: parameters missing from the loss on some ranks or in some steps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ADVICE_UNDER_SHARDING = (
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The facts on the parameters of a module."""
+    """Use of a module's parameters on all ranks in all steps."""
 
-    evidence: Sequence[StepEvidence]  # of every rank in every step
+    evidence: Sequence[StepEvidence]  # evidence of every rank and step
     wrapper: WrapperFacts  # the arguments of the wrapper
-    names: Names  # of the parameters, with their aliases and lines
-    ends_here: bool  # whether the run ends with the last of these steps
-    trainable: Sequence[str]  # all parameters that require grad, in the order in which they are registered
-    # where each of them did not contribute; without those that another finding accounts for
+    names: Names  # parameter names with aliases and lines
+    ends_here: bool  # True if the run ends with the last of these steps
+    trainable: Sequence[str]  # parameters that require grad, in registration order
+    # absences by parameter, except those explained by another finding
     missing: Mapping[str, Sequence[StepEvidence]]
 
     @classmethod
@@ -51,7 +51,7 @@ class ParameterFacts:
         ends_here: bool = True,
         explained: Collection[str] = (),
     ) -> ParameterFacts:
-        """Collect where parameters were missing, leaving out those whose absence is `explained`."""
+        """Collect the absences of parameters, except of `explained` names."""
         missing: dict[str, list[StepEvidence]] = {}
         for item in evidence:
             for name, state in item.states.items():
@@ -65,21 +65,21 @@ class ParameterFacts:
 
     @property
     def steps(self) -> list[int]:
-        """All steps that were run."""
+        """Steps that were run, in order."""
         return sorted({item.step for item in self.evidence})
 
     @property
     def sometimes_missing(self) -> list[str]:
-        """The parameters that contributed on some ranks or in some steps, and not in all."""
+        """Parameters that contributed on some ranks or in some steps only."""
         return [name for name in self.trainable if 0 < len(self.missing.get(name, ())) < len(self.evidence)]
 
     def others_take_turns(self, names: Sequence[str]) -> bool:
-        """Whether each of these stands in a list of which others contribute on some ranks or in some steps only."""
+        """Return True if other items of the same lists contribute in some places."""
         of_others = set(map(_in_any_place, self.sometimes_missing))
         return all(_in_any_place(name) in of_others for name in names)
 
     def family_of(self, name: str, missing: Collection[str]) -> str:
-        """The outermost module around `name` of which all parameters are `missing`, alike for every block of a list."""
+        """Return the outermost module around `name` with all parameters missing (list index: `*`)."""
         top, parts = name, name.split(".")
         for size in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:size]) + "."
@@ -89,13 +89,13 @@ class ParameterFacts:
 
 
 def _in_any_place(name: str) -> str:
-    """A name without the places in lists that are parts of it."""
+    """Replace the list indices in a name by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 @dataclass(frozen=True, slots=True)
 class MissingOn:
-    """Parameters that did not contribute on the same ranks, in the same steps."""
+    """Parameters missing on the same ranks in the same steps."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -104,20 +104,20 @@ class MissingOn:
 
 @dataclass(frozen=True, slots=True)
 class ConditionalUse:
-    """Parameters that are used together, under some condition."""
+    """Parameters used together under a condition."""
 
-    parameters: Sequence[str]  # their names
-    absences: Sequence[MissingOn]  # where they were missing, in order
-    all_at_once: bool  # whether they are all parameters of the module, missing in the same places
-    facts: ParameterFacts  # on all parameters
+    parameters: Sequence[str]  # parameter names
+    absences: Sequence[MissingOn]  # ranks and steps without these parameters, in order
+    all_at_once: bool  # True if all trainable parameters are missing in the same places
+    facts: ParameterFacts  # facts on all parameters
 
     @property
     def steps(self) -> list[int]:
-        """The steps in which they were missing on any rank."""
+        """Steps in which the parameters were missing on any rank."""
         return sorted({step for absence in self.absences for step in absence.steps})
 
     def one_finding(self, code: str, message: str, evidence: Sequence[str], ranks: Sequence[int] = ()) -> list[Finding]:
-        """A finding on these parameters, with what it means under the options of the wrapper."""
+        """Report these parameters, with the consequences under the wrapper's options."""
         facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
         ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
         sparse = any(name in wrapper.sparse for name in self.parameters)
@@ -139,10 +139,10 @@ class ConditionalUse:
 
 
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
-    """One finding for each family of parameters that are missing on some ranks, or in some steps.
+    """Report each family of parameters missing on some ranks or in some steps.
 
-    Under `find_unused_parameters` DDP goes on without them, except for sparse gradients; `fully_shard` does where no
-    rank has them, or where it was told to reduce zeros in their place.
+    `find_unused_parameters` tolerates missing gradients except sparse gradients; `fully_shard` tolerates parameters
+    missing on all ranks, or reduces zeros instead if configured.
     """
     names = facts.sometimes_missing
     if facts.wrapper.tolerates_absence:
@@ -159,9 +159,9 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
 
 
 def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
-    """DDP104: in some step the parameters are missing on some ranks only.
+    """DDP104: parameters missing on some ranks only in the same step.
 
-    Before the question in which steps, for it is what stops DDP: ranks wait for each other.
+    Judged before DDP105, since ranks that wait for each other stop DDP.
     """
     partial = [absence for absence in use.absences if len(absence.ranks) < use.facts.world_size]
     if not partial:
@@ -180,7 +180,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
 
 
 def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
-    """DDP105, or 513 under `static_graph`: the parameters are missing on every rank, in some steps."""
+    """DDP105, or 513 under `static_graph`: parameters missing on every rank in some steps."""
     facts, steps = use.facts, use.steps
     evidence = _evidence(use)
     subjects = join_names(facts.names.subjects(use.parameters))
@@ -195,7 +195,7 @@ def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
 
 
 def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
-    """Where `names` were missing, those together that were missing on the same ranks in the same steps."""
+    """Group the absences of `names` by ranks and steps."""
     places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name in names:
         for step, items in group_by(facts.missing[name], lambda item: item.step).items():
@@ -208,7 +208,7 @@ _MOST_ABSENCES = 6
 
 
 def _evidence(use: ConditionalUse) -> list[str]:
-    """Where the parameters did not contribute, and why."""
+    """Describe where and why the parameters did not contribute."""
     facts = use.facts
     lines = [
         f"{format_steps(absence.steps)}: {join_names(facts.names.subjects(absence.names))} did not contribute on "
@@ -221,7 +221,7 @@ def _evidence(use: ConditionalUse) -> list[str]:
 
 
 def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, do: str) -> str:
-    """The first step in which ranks disagree, in a sentence; `do`: what the others do with the gradient."""
+    """Describe the first step in which ranks disagree (`do`: other ranks' action)."""
     parts = [
         f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
         for item in absences
@@ -233,7 +233,7 @@ def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, do: 
 
 
 def _reasons(use: ConditionalUse) -> list[str]:
-    """Why the gradients were missing where they were, each reason once."""
+    """Return the distinct reasons for missing gradients, at most three."""
     ends = [item.path_ends.get(name) for name in use.parameters for item in use.facts.missing[name]]
     them = plural_verb("it", "them", use.parameters)
     reasons = []

@@ -1,4 +1,4 @@
-"""DDP1xx: parameters that do not take part in the loss as DDP expects, with cause, ranks, steps and lines."""
+"""DDP1xx: parameters missing from the loss, with cause, ranks, steps and lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def judge_parameters(
     zero_ends: Mapping[str, PathEnd] | None = None,
     ends_here: bool = True,
 ) -> list[Finding]:
-    """All findings on the parameters of a module."""
+    """Judge all parameters of a module."""
     changed = judge_changed_in_forward(evidence, wrapper, names)
     explained = {name for finding in changed for name in finding.subjects}
     facts = ParameterFacts.of(evidence, wrapper, names, ends_here=ends_here, explained=explained)
@@ -45,7 +45,7 @@ def judge_parameters(
 
 
 def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
-    """DDP101, 102 and 103: parameters that contribute in no step on no rank, one finding for each cause and place."""
+    """DDP101, 102 and 103: parameters that never contribute, one finding per cause and place."""
     names = [name for name in facts.trainable if len(facts.missing.get(name, ())) == len(facts.evidence)]
     missing = frozenset(names)
 
@@ -62,7 +62,7 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 
 
 def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -> list[Finding]:
-    """A finding on parameters that are missing for one cause, and what it means under the options of the wrapper."""
+    """Report parameters missing for one cause, with consequences under the wrapper's options."""
     wrapper, steps, them = facts.wrapper, len(facts.steps), plural_verb("it", "them", group)
     evidence = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
     if evidence and steps == 1 and facts.ends_here:
@@ -110,7 +110,7 @@ def _fix_of_cut(reason: str) -> str:
 
 
 def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
-    """Code, message and evidence for why no gradient reaches `subjects`."""
+    """Return code, message and evidence for the missing gradient of `subjects`."""
     names = join_names(subjects)
     inside = f" (in module {end.module})" if end.module else ""
     if end.cause == "unused":
@@ -136,14 +136,14 @@ _CHANGES = {
 
 
 def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
-    """DDP503: parameters that a forward pass replaces, removes, freezes, unfreezes or casts after DDP has seen them."""
+    """DDP503: parameters that forward replaces, removes, freezes, unfreezes or casts after wrapping."""
     if not wrapper.is_ddp:
         return []
     groups: dict[tuple[ParameterChange, int], dict[str, set[int]]] = {}
     first: dict[str, tuple[ParameterChange, int]] = {}
     for item in sorted(evidence, key=lambda item: item.step):
         for name, change in item.changed.items():
-            idle = change.kind in ("removed", "frozen")  # nothing is lost where DDP looks who is unused
+            idle = change.kind in ("removed", "frozen")  # harmless if DDP searches for unused parameters
             if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
                 continue
             key = first.setdefault(name, (change, item.step))
@@ -170,9 +170,9 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
 
 
 def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
-    """DDP108: parameters that backward reaches, and for which a function returns None.
+    """DDP108: parameters that backward reaches, for which a function returns None.
 
-    Compiled code does that for parameters that do not contribute as it is written: that is DDP101, 102 or 103.
+    Compiled code also returns None for parameters that do not contribute in eager mode: DDP101, 102 or 103.
     """
     lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
     for name in facts.trainable:
@@ -210,9 +210,9 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
 def judge_zero_gradients(
     facts: ParameterFacts, nonzero_when_perturbed: frozenset[str], ends: Mapping[str, PathEnd]
 ) -> list[Finding]:
-    """DDP107: gradients that are exactly zero everywhere, and stay so for other values of the parameters.
+    """DDP107: gradients that are exactly zero, also for perturbed parameters.
 
-    Where every gradient is zero, nothing can be compared at all: that is DDP307.
+    If every gradient is zero, nothing can be compared: DDP307.
     """
     zero = zero_everywhere(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
@@ -240,17 +240,17 @@ def judge_zero_gradients(
 
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
-    """The parameters whose gradient was exactly zero on every rank in every step."""
+    """Return parameters with exactly zero gradients on every rank in every step."""
     if not evidence:
         return []
     return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
 
 
-MADE_IN_FORWARD = "made in forward"  # tag of a DDP106 on parameters that DDP could not know of when it was constructed
+MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed
 
 
 def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
-    """DDP106: tensors that receive gradient and are no parameters of the module that DDP was given."""
+    """DDP106: tensors that receive gradient but are no parameters of the wrapped module."""
     found: dict[str, UnregisteredTensor] = {}
     ranks: dict[str, set[int]] = {}
     for item in facts.evidence:
@@ -298,7 +298,7 @@ def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], 
 
 
 def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
-    """DDP109: `find_unused_parameters=True` where every parameter always contributes."""
+    """DDP109: `find_unused_parameters=True` although every parameter always contributes."""
     if not facts.wrapper.find_unused_parameters or facts.missing or not facts.evidence:
         return []
     return one_finding(
@@ -311,7 +311,7 @@ def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
 
 
 def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
-    """DDP110 for lazy parameters that have no shape when the module is about to be wrapped (names by rank)."""
+    """DDP110: lazy parameters without a shape when the module is wrapped (names by rank)."""
     found = sorted({name for of_rank in names for name in of_rank})
     if not found:
         return []
@@ -325,11 +325,11 @@ def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
 
 
 def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
-    """DDP112: DDP finds no tensor in what forward returned, and so searches nothing."""
+    """DDP112: forward outputs in which DDP finds no tensor to search from."""
     output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
     if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
         return []
-    static = facts.wrapper.static_graph  # with which DDP makes no search for unused parameters
+    static = facts.wrapper.static_graph  # static_graph=True disables the search for unused parameters
     return one_finding(
         "DDP112",
         (output_type,),
@@ -346,7 +346,7 @@ def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
 
 
 def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
-    """DDP406: DDP's search takes parameters for unused that contribute."""
+    """DDP406: contributing parameters that DDP's search marks as unused."""
     hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
     if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
         return []

@@ -1,1 +1,1 @@
-"""What has to be the same on every rank: modules, values, buffers, options, copies."""
+"""Judges of state that ranks replicate: modules, values, buffers, options, copies."""

@@ -1,6 +1,6 @@
-"""DDP2xx, 503 and 516: modules, options and data of the program that are not the same on every rank.
+"""DDP2xx, 503 and 516: modules, wrapper options and program data that differ between ranks.
 
-DDP pairs parameters and buffers by position, checks little of what it relies on, and hangs or aborts on the rest
+DDP pairs parameters and buffers by position, verifies few of its assumptions, and hangs or aborts on the rest
 (https://docs.pytorch.org/docs/stable/notes/ddp.html).
 """
 
@@ -32,11 +32,11 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.judge.judge_context import SingleProcessFacts
 
-MODE = "training mode"  # what differs, in a finding on modules some of which train and some evaluate
+MODE = "training mode"  # differing attribute in DDP222 messages on train() versus eval()
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
-    """Findings on modules that are not built alike on all ranks (one description a rank)."""
+    """Compare the module descriptions of all ranks (one description per rank)."""
     if descriptions.count(descriptions[0]) == len(descriptions):
         return []
     compiled = [_compiled_in(description) for description in descriptions]
@@ -63,12 +63,12 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
 
 
 def _compiled_in(description: ModuleDescription) -> frozenset[str]:
-    """The names of the modules that `torch.compile` has compiled: it puts each into another one, as `_orig_mod`."""
+    """Return the names of modules compiled by `torch.compile`, which nests each as `_orig_mod`."""
     return frozenset(plain_module(name) for name, *_ in description.modules if name.rpartition(".")[2] == "_orig_mod")
 
 
 def _as_written(description: ModuleDescription) -> ModuleDescription:
-    """A description with the names that the modules have where nothing is compiled."""
+    """Return the description with uncompiled names (`_orig_mod` removed)."""
     return replace(
         description,
         parameters=tuple(replace(one, name=plain_name(one.name)) for one in description.parameters),
@@ -80,7 +80,7 @@ def _as_written(description: ModuleDescription) -> ModuleDescription:
 
 
 def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
-    """DDP222: modules that some ranks compile, and others do not; by rank, the names of those that are compiled."""
+    """DDP222: modules compiled on some ranks only (`compiled`: compiled module names by rank)."""
     names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
     ranks = [rank for rank, of_rank in enumerate(compiled) if not of_rank.isdisjoint(names)]
     return one_finding(
@@ -95,9 +95,9 @@ def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
 
 
 def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
-    """DDP206, 211, 212 and 213 of modules that were alike on all ranks until the forward pass of `step`.
+    """DDP206, 211, 212 and 213: layouts that diverge between ranks during `step`.
 
-    Those on buffers only where the wrapper `broadcasts` them, so that they have to agree.
+    Buffers are compared only if the wrapper `broadcasts` buffers.
     """
     parameters = [description.parameters for description in descriptions]
     found = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
@@ -194,7 +194,7 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
     inner = {name for name in modes for other in modes if name != other and (not other or name.startswith(f"{other}."))}
     findings = []
     for what, differing in (
-        ("class or options", {} if explained else classes),  # other shapes, which are the cause, show in the options
+        ("class or options", {} if explained else classes),  # a reported mismatch also shows in the options
         (MODE, {name: values for name, values in modes.items() if name not in inner}),
     ):
         if names := list(differing):
@@ -210,7 +210,7 @@ def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool
 
 
 def _odd_modes(differing: Sequence[Sequence[str]]) -> list[int]:
-    """The ranks with another mode than most; where as many have each, those that evaluate, for the others train."""
+    """Return the ranks in the rarer mode; on a tie, in eval mode."""
     odd = set(minority_of_any(differing))
     for of_name in differing:
         if 2 * of_name.count("evaluating") == len(of_name):
@@ -240,19 +240,19 @@ def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def differing_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The names that all ranks have with values that are not the same, each with the values by rank."""
+    """Return names whose values differ between ranks, with the values by rank."""
     shared = [name for name in by_rank[0] if all(name in values for values in by_rank)]
     values = {name: [of_rank[name] for of_rank in by_rank] for name in shared}
     return {name: of_name for name, of_name in values.items() if len(set(of_name)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
-    """The names whose value is not the same on all ranks, each with the ranks in the minority."""
+    """Return names whose values differ between ranks, with the minority ranks."""
     return {name: minority_ranks(of_name) for name, of_name in differing_values(values).items()}
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
-    """DDP208: parameters that the ranks have built with other values, each rank's part of which `fully_shard` keeps."""
+    """DDP208: parameters built with different values per rank before `fully_shard`."""
     found = differing_values(before)
     differing = {name: values for name, values in found.items() if now.get(name) not in values}
     if not differing:
@@ -273,7 +273,7 @@ def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mappi
 def judge_values_after_wrapping(
     parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
 ) -> list[Finding]:
-    """DDP208 and 214: parameters and buffers (fingerprints, by rank) that the wrapper should have synchronised."""
+    """DDP208 and 214: parameters and buffers that differ after wrapping (fingerprints by rank)."""
     findings = []
     for code, values in (("DDP208", parameters), ("DDP214", buffers)):
         differing = differing_names(values)
@@ -291,14 +291,14 @@ def judge_values_after_wrapping(
 
 
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
-    """One finding when `options` (of the wrapper: DDP221, of the optimizer: DDP223) are not the same on every rank."""
+    """DDP221 (wrapper) or DDP223 (optimizer): options that differ between ranks."""
     names = sorted(set(itertools.chain.from_iterable(options)))
     values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
     differing = [name for name in names if len(set(values[name])) > 1]
     if not differing:
         return []
     if "class" in differing:
-        differing = ["class"]  # another class has other options, too
+        differing = ["class"]  # a different class implies different options
     others = {f"{name.removesuffix(' parameters')} order" for name in differing if name.endswith(" parameters")}
     differing = [name for name in differing if name not in others]  # the order differs because the parameters do
     harmless = are_harmless(differing, options)
@@ -313,7 +313,7 @@ def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) ->
 
 
 def _differences(name: str, values: Sequence[str]) -> list[str]:
-    """`values`; of long lists of parameters only the names that not all ranks have, or the first place that differs."""
+    """Shorten parameter lists to the differing names or the first differing position."""
     if not name.endswith((" parameters", " order")):
         return list(values)
     lists = [value.split(", ") for value in values]
@@ -327,9 +327,9 @@ def _differences(name: str, values: Sequence[str]) -> list[str]:
 
 
 def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP216 and 516: plain values that differ between ranks whose gradients are not those of their shards.
+    """DDP216 and 516: plain values that differ between ranks with wrong gradients.
 
-    A value that the steps have changed is state, and not data.
+    A value that changes during the steps is state (DDP216), otherwise data (DDP516).
     """
     data = facts.known.program_data
     values = differing_values(data) if data else {}
@@ -359,7 +359,7 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
-    """DDP516: ranks that make another global batch than the others each time (fingerprints of its tensors by rank)."""
+    """DDP516: ranks whose `batch(step)` consistently differs (tensor fingerprints by rank)."""
     ranks = minority_ranks(batches)
     return one_finding(
         "DDP516",
@@ -372,10 +372,9 @@ def judge_batches(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding
 
 
 def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP516: ranks that compute another loss on their shard than a process does that is no rank.
+    """DDP516: ranks that compute a different loss on their shard than a single process.
 
-    A warning where `find_unused_parameters` allows for parameters that take part on some ranks only, as someone sets it
-    who knows that the ranks do different things.
+    A warning under `find_unused_parameters`, which suggests that ranks use different parameters on purpose.
     """
     losses, alone = facts.known.local.losses, facts.analysis.shard_losses
     if len(losses) != len(alone):
@@ -395,7 +394,7 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def _is_the_rank(values: Sequence[str]) -> bool:
-    """Whether each value is its rank, or a word with it ("cuda:1"), which a program may well know."""
+    """Return True if each value is its rank or contains it ("cuda:1")."""
     spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
     return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
 
@@ -404,7 +403,7 @@ _LONGEST_VALUE = 120
 
 
 def _around_difference(values: Sequence[str]) -> list[str]:
-    """`values`; of long ones only the part around the first difference."""
+    """Shorten long values to the part around the first difference."""
     if max(map(len, values)) <= _LONGEST_VALUE:
         return list(values)
     place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
@@ -413,7 +412,7 @@ def _around_difference(values: Sequence[str]) -> list[str]:
 
 
 def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
-    """DDP503: what happened to parameters since the wrapper's construction ("frozen", "added"), by name and rank."""
+    """DDP503: parameter changes since wrapping ("frozen", "added"), by name and rank."""
     found = dict.fromkeys((name, what) for of_rank in changes for name, what in of_rank.items())
     if not found:
         return []

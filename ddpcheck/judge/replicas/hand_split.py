@@ -1,7 +1,7 @@
-"""DDP301: what ranks have alike that compute one model together, by layers that a script splits without DTensor.
+"""DDP301: replicated parameters of models that a script splits over ranks without DTensor.
 
-DDP averages over other groups: those of the ranks with the same part. That ranks compute one model shows by what is
-recorded: collectives inside of autograd functions go across these groups, over ranks that are given the same inputs.
+DDP averages over the groups of ranks with the same part. Ranks that compute one model are detected by collectives
+inside autograd functions across these groups, over ranks with the same inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FEWEST_STEPS = 3
 
 
 def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
-    """The ranks that compute one model together, of each, with the line of the collective by which they do."""
+    """Map each group of ranks of one model to the line of its collective."""
     made, place = same[0].made, {n: place for place, one in enumerate(same) for n in one.made.ranks}
     ranks = {rank.started.rank: rank for one in same for rank in one.ranks}
     alike = all(
@@ -47,9 +47,9 @@ def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[in
 
 
 def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
-    """The ranks that compute one model together, of each, where a recipe's `model` splits layers; empty without such.
+    """Return groups of ranks of one model, if a recipe's `model` splits layers.
 
-    They have the same samples and other parameters, and call a collective of a function of autograd together.
+    Such ranks have the same samples, different parameters, and a common collective in an autograd function.
     """
     together = {call.members for item in local for call in item.forward_calls if call.differentiable}
     found = [
@@ -67,7 +67,7 @@ def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
 
 
 def compare_hand_split(facts: ScriptFacts) -> Verdicts:
-    """The findings on all wrappers, and what was compared."""
+    """Judge the hand-split layers of all wrappers."""
     by_number = group_by(facts.wrappers, lambda one: one.number)
     split = [same for same in by_number.values() if not facts.model_groups and hand_split(same, facts.world_size)]
     found = [finding for same in split for finding in judge_hand_split(same, facts.world_size)]
@@ -76,10 +76,10 @@ def compare_hand_split(facts: ScriptFacts) -> Verdicts:
 
 
 def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
-    """DDP301: parameters that begin alike on ranks which compute one model together, and that each trains for itself.
+    """DDP301: parameters that start equal on ranks of one model but get different gradients.
 
-    Only where others do not begin alike, which are the parts, and only what is no constant at first: that of a part
-    may be the same on all ranks by right.
+    Reported only if other parameters, the split parts, start different. Constant initial values are ignored: split
+    parts may start constant, too.
     """
     number, ranks = same[0].number, {rank.started.rank: rank for one in same for rank in one.ranks}
     groups = hand_split(same, world_size)
@@ -109,7 +109,7 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
 
 
 def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
-    """The parameters that begin alike, and then never are, with gradients that differ; of the ranks of one model."""
+    """Return parameters that start equal on ranks of one model, then always differ."""
     steps = sorted(set(captured[0]).intersection(*captured))
     if len(steps) < _FEWEST_STEPS:
         return []

@@ -1,4 +1,4 @@
-"""DDP208, 301, 306, 504 and 516 under tensor parallelism: what ranks have alike that compute one model together."""
+"""DDP208, 301, 306, 504 and 516: ranks that compute one model together (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FEWEST = 3  # steps
 def judge_model_parts(
     steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
 ) -> list[Finding]:
-    """The findings on one optimizer."""
+    """Judge the steps of one optimizer."""
     return (
         ([] if wrapped else judge_unheld_parts(steps, ranks, split))
         or judge_values(steps, ranks, split)
@@ -37,7 +37,7 @@ def judge_model_parts(
 
 
 def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP504: an optimizer that was made before the model was split, and holds what the parts have replaced."""
+    """DDP504: an optimizer constructed before the model was split, with the old parameters."""
     for of_ranks in steps[-1:]:
         first = of_ranks[0]
         if all(one.unheld and not one.split for one in of_ranks):
@@ -55,7 +55,7 @@ def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: 
 
 
 def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP208: parameters that are not split begin with other values."""
+    """DDP208: replicated parameters with different initial values on ranks of one model."""
     names = list(differing_names([one.values for one in steps[0]])) if steps and not steps[0][0].count else []
     if not names:
         return []
@@ -73,7 +73,7 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 
 
 def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
-    """DDP306: gradients that are the same but for a factor, one on each rank: by a norm of its own parts."""
+    """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
     found = [(of_ranks, factors) for of_ranks in steps if (factors := _factors(of_ranks)) is not None]
     if not found or 2 * len(found) <= len(steps):
         return []
@@ -98,7 +98,7 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
 
 
 def _factors(of_ranks: PartSteps) -> list[float] | None:
-    """By rank, the one factor between the gradients of what is not split and the first rank's; `None` without any."""
+    """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
     first = of_ranks[0]
     names = [name for name, there in first.gradients.items() if math.hypot(*there) > LEAST]
     if len(names) < 2 or any(one.gradients.keys() != first.gradients.keys() for one in of_ranks):
@@ -119,7 +119,7 @@ def _factors(of_ranks: PartSteps) -> list[float] | None:
 
 
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
-    """DDP301: gradients of what is not split that the ranks have for themselves."""
+    """DDP301: gradients of replicated parameters that differ between ranks of one model."""
     apart = [(of_ranks, names) for of_ranks in steps if (names := _differing(of_ranks))]
     if not apart or 2 * len(apart) <= len(steps):
         return []
@@ -163,7 +163,7 @@ def _differing(of_ranks: PartSteps) -> list[str]:
 
 
 def _draw_apart(steps: Sequence[PartSteps]) -> bool:
-    """Whether the states of random numbers differ at each step, and change on each rank from one to the next."""
+    """Return True if generator states differ between ranks and advance in every step."""
     states = list(zip(*([one.random for one in of_ranks] for of_ranks in steps), strict=True))
     moves = all(one != other for of_rank in states for one, other in itertools.pairwise(of_rank[:_FEWEST]))
     return moves and all(len({one.random for one in of_ranks}) > 1 for of_ranks in steps)
@@ -173,9 +173,9 @@ def _draw_apart(steps: Sequence[PartSteps]) -> bool:
 
 
 def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
-    """DDP306: gradients are clipped by a norm that counts what is not split once for each rank that has it.
+    """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
 
-    Then that norm is the same in each step that was clipped, and the norm of the whole is not.
+    The wrong norm is then the same in all clipped steps, and the norm of the whole model is not.
     """
     wrong, right = [], []
     size = len(ranks[0])
@@ -208,7 +208,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
 
 
 def _squares(name: str, at: Sequence[PartSteps]) -> float:
-    """The square of the norm of the whole gradient of a parameter, of which ranks have replicas or parts."""
+    """Return the squared norm of a parameter's whole gradient, summed over its parts."""
     total = 0.0
     for of_ranks in at if name in at[0][0].sharded else at[:1]:
         for one in of_ranks if name in of_ranks[0].split else of_ranks[:1]:
@@ -226,7 +226,7 @@ def judge_batches(
     split: ModelSplit,
     others: Sequence[Sequence[LoaderPass]] = (),
 ) -> list[Finding]:
-    """DDP516: ranks that compute one model together are given other samples."""
+    """DDP516: ranks of one model with different samples."""
     first = [next((one for one in of_rank if one.trains and one.indices), None) for of_rank in passes]
     known = [one for one in first if one is not None]
     size = min((len(one.indices) for one in known), default=0)
@@ -264,7 +264,7 @@ def judge_batches(
 
 
 def how_split(models: Sequence[tuple[int, ...]]) -> str:
-    """A sentence on the ranks that compute a model together, and on what a recipe's `shard` is given then."""
+    """Describe which ranks compute a model together, and the arguments of `shard`."""
     several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
     return (
         f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
@@ -274,7 +274,7 @@ def how_split(models: Sequence[tuple[int, ...]]) -> str:
 
 
 def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) -> list[Finding]:
-    """DDP516: a recipe's `shard` gives ranks that compute one model together other samples."""
+    """DDP516: a recipe's `shard` returns different samples on ranks of one model."""
     apart = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
     if not apart:
         return []
@@ -293,7 +293,7 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
 
 
 def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[tuple[int, ...]]) -> list[Finding]:
-    """DDP306 of a recipe: `judge_counted_norms` on what its optimizer has left of the gradients in each step."""
+    """DDP306: `judge_counted_norms` on the gradient norms of a recipe's steps."""
     by_step: dict[int, dict[int, PartStep]] = {}
     for item in evidence:
         if isinstance(item, ShardedStep) and item.norms:
@@ -306,7 +306,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 
 
 def compare_groups(facts: ScriptFacts) -> Verdicts:
-    """The findings on all groups, and what was compared, by check line."""
+    """Judge all groups of ranks of one model; return verdicts by check line."""
     groups = list(facts.model_groups)
     steps = [facts.part_steps(ranks) for ranks in groups]
     wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
@@ -330,7 +330,7 @@ def compare_groups(facts: ScriptFacts) -> Verdicts:
 
 
 def _of_groups(found: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """The findings of the first group of ranks that has some, with the ranks of the other groups of which they hold."""
+    """Return the first group's findings, with the ranks of groups with equal codes."""
     first = next(filter(None, found), ())
     codes = {finding.code for finding in first}
     alike = [of_group for of_group in found if {finding.code for finding in of_group} == codes]

@@ -1,6 +1,6 @@
-"""DDP306, 508, 515, 521, 214, 215 and 216: parameters, buffers and other state that differ between ranks after a step.
+"""DDP306, 508, 515, 521, 214, 215 and 216: parameters, buffers and other state that diverge between ranks.
 
-Or shards of parameters that are the same where each rank should hold another one (DDP521).
+DDP521 is the opposite: equal shards on ranks that should have different shards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ddpcheck.stream.entries import ReplicaCaptured
 
 
 def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
-    """DDP521: ranks have the same values where each should have another part of the parameters.
+    """DDP521: ranks have equal shards of parameters that should differ.
 
-    Of all parameters whose shards have values of several kinds: zeros and ones are the same by right, and a model may
-    have single parameters that are made of equal blocks.
+    Reported only if all shards with non-constant values are equal: zeros and ones are equal by design, and a single
+    parameter may consist of equal blocks.
     """
     count = len({one.shard for one in everyone})
     names = list(dict.fromkeys(name for one in everyone for name in one.parts))
@@ -41,19 +41,19 @@ def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""The buffers of torch's normalisation layers."""
+"""Names of the buffers of torch's normalisation layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """The facts on the state of the ranks after each step."""
+    """State of the ranks after each step."""
 
-    by_step: Mapping[int, Sequence[DdpStepEvidence]]  # the evidence of every rank, by step, in order
-    start: Sequence[Mapping[str, int]]  # by rank, fingerprints of the parameters before the first step
-    known: JudgeContext  # the facts beside these
+    by_step: Mapping[int, Sequence[DdpStepEvidence]]  # evidence of all ranks by step, in order
+    start: Sequence[Mapping[str, int]]  # parameter fingerprints before the first step, by rank
+    known: JudgeContext  # other facts of the check
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
-        """The names whose fingerprint differs between ranks, with the first step after which it does."""
+        """Return names whose fingerprints differ between ranks, with the first differing step."""
         found: dict[str, int] = {}
         for step, items in self.by_step.items():
             if items[0].apart:
@@ -70,9 +70,9 @@ def judge_state(
     gradients_differ: bool,
     start: Sequence[Mapping[str, int]] = (),
 ) -> list[Finding]:
-    """DDP306 (508, 515), 214, 215 and 216: parameters, buffers and the rest after the steps; see `ReplicaFacts`.
+    """DDP306 (508, 515), 214, 215 and 216: state that diverges between ranks in the steps.
 
-    Where gradients are known to differ (`gradients_differ`), that accounts for parameters that do.
+    Differing gradients (`gradients_differ`) already explain diverged parameters.
     """
     facts = ReplicaFacts(group_by_step(evidence), start, known)
     return [
@@ -85,7 +85,7 @@ def judge_state(
 
 
 def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
-    """DDP515: parameters that differ between ranks before the optimizer's first step has touched them."""
+    """DDP515: parameters that differ between ranks before the optimizer's first step."""
     first, known = min(facts.by_step), facts.known
     differing = differing_names([item.parameters_before_optimizer for item in facts.by_step[first]])
     names = [name for name in differing if name not in known.differing_at_start]
@@ -109,7 +109,7 @@ _DEPARTURES = {
 
 
 def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
-    """DDP306, 508 or 515: parameters or optimizer state that differ between ranks after a step with equal gradients."""
+    """DDP306, 508 or 515: parameters or optimizer state that diverge despite equal gradients."""
     parameters = facts.first_steps(lambda item: item.parameters)
     optimizer = facts.first_steps(lambda item: item.optimizer)
     diverged = parameters or optimizer
@@ -136,9 +136,9 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
 
 
 def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
-    """DDP306: a communication hook lets ranks train apart (post-local SGD), and nothing averages the parameters.
+    """DDP306: ranks train apart under a hook (post-local SGD), and nothing averages parameters.
 
-    Where the optimizer may, in a step that was not looked at, nothing is said.
+    Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
     apart = {step: items for step, items in facts.by_step.items() if items[0].apart}
     if not apart or not facts.known.plain_optimizer or steps_that_end_alike(apart):
@@ -161,7 +161,7 @@ AVERAGE_THEM = (
 
 
 def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
-    """A sentence on parameters that differ after each of so many steps from the first on, in which a hook begins."""
+    """Describe parameters that differ after each of `steps` steps starting at `first`."""
     how = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
@@ -170,7 +170,7 @@ def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> s
 
 
 def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
-    """The steps after which all ranks have the same parameters, at the latest in the backward pass of the next one."""
+    """Return steps with equal parameters on all ranks before the next update."""
     after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
     before = {
         step - 1
@@ -183,11 +183,11 @@ def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
 def judge_departure(
     items: Sequence[DdpStepEvidence], previous: Mapping[int, Mapping[str, int]], names: Sequence[str]
 ) -> tuple[str, tuple[int, ...], str]:
-    """The cause of parameters that come to differ between ranks in a step: its code, ranks, and a sentence."""
+    """Find why parameters diverge in a step: code, ranks and a sentence."""
     after = {item.rank: item.parameters_after_backward for item in items}
     names = [name for name in names if all(name in now for now in after.values())]
     if not names or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in names):
-        return "DDP306", (), ""  # they differed before the step
+        return "DDP306", (), ""  # different before the step
     if any(len({now[name] for now in after.values()}) > 1 for name in names):
         before = {rank: {**now, **previous.get(rank, {})} for rank, now in after.items()}
         changed = tuple(rank for rank, now in after.items() if any(now[n] != before[rank][n] for n in names))
@@ -201,7 +201,7 @@ def judge_departure(
 
 
 def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
-    """DDP214 or 215: buffers that differ between ranks, and what the wrapper does about that."""
+    """DDP214 or 215: buffers that differ between ranks; 215 if the wrapper broadcasts buffers."""
     known, differing = facts.known, facts.first_steps(lambda item: item.buffers)
     if not differing:
         return []
@@ -225,7 +225,7 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
 
 
 def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
-    """Evidence on buffers: the wrapper's option for them, and statistics of a rank's own samples."""
+    """Explain differing buffers by the wrapper's option and per-rank running statistics."""
     facts = []
     if known.wrapper.is_ddp and not known.broadcasts_buffers:
         facts.append(f"{known.wrapper_class or 'DistributedDataParallel'}.broadcast_buffers is False")
@@ -240,9 +240,9 @@ def _why_buffers_differ(names: Sequence[str], known: JudgeContext) -> list[str]:
 
 
 def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
-    """DDP216: unregistered tensors of the first step that differ between ranks, and that no later step changes.
+    """DDP216: unregistered tensors of the first step that differ between ranks and never change.
 
-    Asked only where gradients are not those of the global batch: a cache of a rank's own samples does no harm.
+    Judged only if gradients differ from the global batch: a cache of a rank's own samples is harmless.
     """
     first, *others = facts.by_step.values()
     names = [
@@ -268,7 +268,7 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
 
 
 def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
-    """DDP216: unregistered tensors that were there before the first step, and come to differ between ranks."""
+    """DDP216: unregistered tensors from before the first step that diverge between ranks."""
     names = list(facts.first_steps(lambda item: item.state))
     if not names:
         return []

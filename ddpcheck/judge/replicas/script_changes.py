@@ -1,4 +1,4 @@
-"""DDP208, 214, 215, 222, 306, 503, 515: the line that has changed a wrapped module, for what is noticed later."""
+"""DDP208, 214, 215, 222, 306, 503, 515: source lines that changed a wrapped module, for later findings."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _OF_VALUES = ("values", "written")
 _OTHERS = (*_OF_VALUES, "stepped", "buffer", "scale", "hook", "ignored", "module")
 _OF_REDUCTION = ("DDP301", "DDP302", "DDP303")
 REPLACED = "replaced"
-_ORDER = ("load_state_dict", "apply")  # what sets values for sure, and what may; then what writes parameters in place
+_ORDER = ("load_state_dict", "apply")  # load_state_dict sets values, apply may; in-place writes come last
 
-Changes = Sequence[Sequence[ModuleChanged]]  # of one wrapper, by rank
+Changes = Sequence[Sequence[ModuleChanged]]  # changes of one wrapper, by rank
 
 
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
-    """A finding at the line that has made the change, if it is one on a change; `made`: the line that wraps."""
+    """Relocate a finding to the line of the change (`made`: the wrapping line)."""
     if finding.code == "DDP503":
         every = [one for of_rank in changes for one in of_rank]
-        loads = [one for one in every if one.how == "load_state_dict"]  # with assign=True, say
+        loads = [one for one in every if one.how == "load_state_dict"]  # e.g. with assign=True
         found = _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
         return replace(found, fix=_LOAD) if found.location in {one.location for one in loads} else found
     if finding.code in _OF_REDUCTION:
@@ -54,7 +54,7 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
 
 
 def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
-    """A finding on values that differ from the start, at the line that seeds their construction by rank."""
+    """Relocate DDP208 to the line that seeds the model differently per rank."""
     seeds = [one.seed for one in first]
     if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
         return finding
@@ -67,7 +67,7 @@ _LOAD = "Load before wrapping, or without assign=True, which replaces the parame
 
 
 def judge_ignored(changes: Changes) -> list[Finding]:
-    """DDP503: `.data` of shards was assigned, to no effect: a DTensor goes on to hold the part that it had."""
+    """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
     ignored = (one for one in itertools.chain.from_iterable(changes) if one.what == "ignored")
     found = []
     for where, same in group_by(ignored, lambda one: one.location).items():
@@ -85,7 +85,7 @@ def judge_ignored(changes: Changes) -> list[Finding]:
 
 
 def judge_replaced(changes: Changes) -> list[Finding]:
-    """DDP503: a parameter was assigned in the place of a shard: the next forward pass puts the shard back, or fails."""
+    """DDP503: parameters assigned over shards, which the next forward pass restores or rejects."""
     replaced = (one for one in itertools.chain.from_iterable(changes) if one.what == REPLACED)
     found = []
     for (where, later), same in group_by(replaced, lambda one: (one.location, bool(one.forwards))).items():
@@ -95,10 +95,10 @@ def judge_replaced(changes: Changes) -> list[Finding]:
 
 
 def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP515: shards were written before the first forward pass on some ranks, and the others go on with what they had.
+    """DDP515: shards written before the first forward pass on some ranks only.
 
-    Each rank has another shard, so that what one writes tells the others nothing. `kept`: by rank, the parameters that
-    still have the values with which they were sharded.
+    Each rank has a different shard, so ranks cannot compare their values. `kept`: by rank, the parameters that still
+    have their values from sharding.
     """
     early = [
         [one for one in of_rank if one.what in _OF_VALUES and not one.forwards and one.names] for of_rank in changes
@@ -128,7 +128,7 @@ def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> 
 
 
 def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:
-    """The finding on parameters that were replaced; `later`: not before the first forward pass, which fails on them."""
+    """Report parameters replaced after `fully_shard` (`later`: after the first forward pass)."""
     was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
     gathers = f"fully_shard gathers {them} no longer: the first forward pass fails on a plain tensor"
     if later:
@@ -159,7 +159,7 @@ def _stepped_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
 
 
 def _at_reduction(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
-    """At the last call that decides how these gradients are reduced; a finding on a hook may be on that by its name."""
+    """Relocate to the last call that decides how these gradients are reduced."""
     theirs = [one for one in calls if one.what != "scale" or not set(one.names).isdisjoint(finding.subjects)]
     if not theirs:
         return finding
@@ -168,7 +168,7 @@ def _at_reduction(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
 
 
 def _at_mode(finding: Finding, changes: Changes) -> Finding:
-    """At the call of `eval` since which ranks are in eval mode: the last of their own, else the one of all ranks."""
+    """Relocate to the last `eval` call on the finding's ranks, else everywhere."""
     until = finding.steps[0] if finding.steps else 0
     calls: dict[Location | None, list[tuple[int, ModuleChanged]]] = {}
     for rank, of_rank in enumerate(changes):
@@ -186,12 +186,12 @@ def _at_mode(finding: Finding, changes: Changes) -> Finding:
 
 
 def _covers(path: str, subjects: Iterable[str]) -> bool:
-    """Whether all these modules are in the one with this path."""
+    """Return True if all `subjects` are inside the module `path`."""
     return not path or all(one == path or one.startswith(f"{path}.") for one in subjects)
 
 
 def _at_write(finding: Finding, changes: Changes) -> Finding:
-    """At the line that updates a buffer; with the ranks on which it has changed, if nothing brings it to the others."""
+    """Relocate to the buffer's update; DDP214 also gets the updating ranks."""
     for name in finding.subjects:
         on = {
             rank: one
@@ -217,7 +217,7 @@ def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:
 
 
 def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
-    """At a line that sets values: one that not every rank has come to, else one that all have."""
+    """Relocate to a line that sets values, preferably on some ranks only."""
     ranks: dict[tuple[str, Location | None], list[int]] = {}
     names: dict[tuple[str, Location | None], set[str]] = {}
     for rank, of_rank in enumerate(changes):
@@ -227,7 +227,7 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
                 ranks.setdefault((one.how, one.location), []).append(rank)
                 names.setdefault((one.how, one.location), set()).update(one.names)
     some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
-    if after_forward and not some:  # what all ranks call later is no reason to differ, if they do not write by hand
+    if after_forward and not some:  # calls made by all ranks explain no difference, except writes by hand
         by_hand = [key for key in ranks if key[0] not in _ORDER]
         written = [key for key in by_hand if names[key] >= set(finding.subjects)]
         if not written and set(finding.subjects) <= {name for key in by_hand for name in names[key]}:

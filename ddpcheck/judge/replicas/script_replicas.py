@@ -1,4 +1,4 @@
-"""The replicas of a script as its ranks have captured them in a step: values, gradients, and the shards of replicas."""
+"""Captured replicas of a script's ranks: values, gradients and replicated shards."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 _Value = TypeVar("_Value")
 
-_ROUNDINGS = 16  # in units of the machine epsilon: of two sums in a step, and of a sketch
+_ROUNDINGS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
 _EPS = 2.0**-23  # of float32
-_TOLERANCE = 1e-3  # of a sketch in float32, whose sums of many elements are rounded
+_TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
 
 def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
-    """The captured of all ranks, with one fingerprint for a parameter that differs between them by rounding alone.
+    """Give parameters that differ between ranks by rounding only the same fingerprint.
 
-    So does one that each rank moves by numbers of its own and takes back before the optimizer's step, as SAM does:
-    `p + e - e` is not quite `p`. What rounding leaves in one step stays, and adds up like a random walk.
+    For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
+    exactly `p`. Rounding accumulates over the steps like a random walk.
     """
     growth = _ROUNDINGS * math.sqrt(everyone[0].step + 1)
     rounded = {}
@@ -47,9 +47,9 @@ def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCap
 def without_alike_later(
     everyone: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
-    """The captured of all ranks, without buffers that differ in a step and are alike when the next one begins.
+    """Drop buffers that differ in a step but are equal before the next step.
 
-    `later`: by rank, with which buffers it goes on; where that is not known of all ranks, what differs is kept.
+    `later`: buffers at the start of the next step, by rank; nothing is dropped if unknown on some rank.
     """
     if len(later) < len(everyone):
         return everyone
@@ -66,10 +66,10 @@ def _with_values(
 
 
 def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
-    """The findings on what all ranks of a wrapper have captured of a step; `first`: the first such step."""
+    """Judge a step captured on all ranks (`first`: the first captured step)."""
     if everyone[0].shard >= 0:
         return _judge_shards(made, step, everyone, first=first)
-    if len({frozenset(one.eps) for one in everyone}) > 1:  # a rank has compiled its module, and the others have not
+    if len({frozenset(one.eps) for one in everyone}) > 1:  # only some ranks have compiled the module
         everyone = [*map(_as_written, everyone)]
     states = [one.state for one in everyone]
     differences = _differences(everyone)
@@ -88,7 +88,7 @@ def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptu
 
 
 def _as_written(one: ReplicaCaptured) -> ReplicaCaptured:
-    """What a rank has captured, by the names that parameters and buffers have where nothing is compiled."""
+    """Rename captured tensors to uncompiled names (`_orig_mod` removed)."""
 
     def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
         return {plain_name(name): value for name, value in values.items()}
@@ -100,7 +100,7 @@ def _as_written(one: ReplicaCaptured) -> ReplicaCaptured:
 
 
 def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
-    """What all ranks have alike under `fully_shard`, what was reduced onto each, and the shards that are replicas."""
+    """Judge `fully_shard`: state common to all ranks, reduced gradients, replicated shards."""
     whole = [
         replace(
             one,
@@ -127,7 +127,7 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
             )
             for one in replicas
         ]
-        ranks = [one.state.values.rank for one in theirs]  # of which findings and their evidence have the places
+        ranks = [one.state.values.rank for one in theirs]  # finding.ranks are indices into this list
         for finding in judge_captured(made, step, theirs, first=first) if len(theirs) > 1 else []:
             known = apart.get(finding.code)
             most = finding if known is None or len(known.subjects) < len(finding.subjects) else known
@@ -141,12 +141,12 @@ def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptur
 
 
 def against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """By rank, how far what was reduced onto it is from the average of the ranks' own gradients."""
+    """Return by rank how far reduced gradients are from the ranks' average."""
     if everyone[0].shard < 0:
         return _differences(everyone)
     return [
         _differences(
-            [  # of the others, what was reduced is that of other parts
+            [  # other ranks' reduced gradients belong to other shards
                 replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
                 for other in everyone
             ]
@@ -156,13 +156,13 @@ def against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference
 
 
 def _own_of(one: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
-    """The sketches of the parts of a rank's own gradients that are reduced onto one shard."""
+    """Return sketches of a rank's own gradients that are reduced onto `shard`."""
     parts = ((*name.partition("/"), numbers) for name, numbers in one.own.items())
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 
 
 def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """By rank, how far what the wrapper left is from the average of the ranks' own gradients, by their sketches."""
+    """Return by rank how far sketches of averaged gradients are from the average."""
     names = list(dict.fromkeys(name for one in everyone for name in one.own))
     owns = {name: [one.own[name] for one in everyone if name in one.own] for name in names}
     scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(everyone)) for name in names}
@@ -185,11 +185,11 @@ def _differences_of(
     found = []
     for name, want in wanted.items():
         scale = scales[name]
-        if one.hook:  # which may round away what is itself rounding: the gradient of a bias before a BatchNorm
+        if one.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
         got = one.averaged.get(name) or [0.0] * len(want)
         if not all(map(math.isfinite, (*want, *got))):
-            return []  # an overflow, which a gradient scaler skips
+            return []  # overflow: a gradient scaler skips the step
         tolerance = max(_TOLERANCE, (8 + world_size) * one.eps.get(name, 0.0))
         delta, norm = math.dist(got, want), math.hypot(*want)
         ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0

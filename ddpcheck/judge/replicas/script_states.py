@@ -1,6 +1,6 @@
-"""DDP306, 214, 217, 523: models that a script holds beside its wrappers and that drift apart; states not loaded.
+"""DDP306, 214, 217, 523: models outside wrappers that diverge between ranks; states not loaded.
 
-Also running statistics of each rank's own samples, by which it normalises the inputs of a wrapped module (DDP217).
+Also running statistics of a rank's own samples that normalise the inputs of a wrapped module (DDP217).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ddpcheck.findings.wording import (
     unless_all,
 )
 
-_FEWEST_CALLS = 2  # calls of forward before which it has moved so, on each rank
-_FEWEST_EQUATIONS = 3  # of all of these
-_ROUNDING = 1e-5  # relative to what inputs are divided by
+_FEWEST_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
+_FEWEST_EQUATIONS = 3  # over all these calls
+_ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 
 def judge_statistics(held: Sequence[Sequence[RunningStatistic]]) -> list[Finding]:
-    """At most one finding; `held` by rank.
+    """DDP217: running statistics of a rank's own samples that normalise forward inputs.
 
-    What is the same on every rank at one of the calls has been brought together, as has what was given to a collective:
-    with the statistics of all ranks, or of one, all inputs are normalised alike.
+    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
+    `held`: statistics by rank.
     """
     by_name = [group_by(of_rank, lambda one: (one.wrapper, one.name)) for of_rank in held]
     for name in by_name[0] if len(by_name) > 1 else ():
@@ -48,7 +48,7 @@ def judge_statistics(held: Sequence[Sequence[RunningStatistic]]) -> list[Finding
 
 
 def _is_followed(looks: dict[int, RunningStatistic]) -> bool:
-    """Whether it moves so more than by chance: mostly, where it has changed from one call of forward to the next."""
+    """Return True if most changes of the statistic follow the samples."""
     fitting = [one for one in looks.values() if one.equations]
     moves = [one for number, one in looks.items() if number - 1 in looks and looks[number - 1].values != one.values]
     return (
@@ -59,7 +59,7 @@ def _is_followed(looks: dict[int, RunningStatistic]) -> bool:
 
 
 def _distance(of_ranks: Sequence[RunningStatistic]) -> float:
-    """How far the values are apart, in units of what inputs are divided by."""
+    """Return the largest distance between ranks, in units of the inputs' divisor."""
     first = of_ranks[0]
     rows = [row for one in of_ranks[1:] for row in zip(one.values, first.values, first.scale, strict=False)]
     return max((abs(value - mine) / scale for value, mine, scale in rows if scale > 0), default=0.0)
@@ -86,18 +86,18 @@ def _finding_of_statistic(looks: Sequence[Sequence[RunningStatistic]], apart: fl
     )
 
 
-_FEWEST = 2  # looks, of which the last two have to differ
-_FAR = 0.02  # standard deviations, of running means of the same data
+_FEWEST = 2  # observations; the last two must differ between ranks
+_FAR = 0.02  # standard deviations between running means of the same data
 
 
-Changes = Sequence[Sequence[ModuleChanged]]  # what each rank writes into copies
+Changes = Sequence[Sequence[ModuleChanged]]  # writes into copies, by rank
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
-    """Copies of wrapped modules or of parts of them, buffers of a criterion, and other modules, that differ; by rank.
+    """DDP306 and 214: copies, criterion buffers and other modules that differ between ranks.
 
-    A copy that a rank holds, and neither changes nor calls, is not in use there: an EMA that only rank 0 updates, say.
-    It is at fault where it was made, or, if it was the same on every rank once, where it is written.
+    Copies that a rank neither changes nor calls are unused there (e.g. an EMA updated by rank 0 only). The finding is
+    at the line that made the copy or, if once equal on all ranks, at the line that writes the copy.
     """
     by_name = [_by_name(of_rank) for of_rank in states]
     found: list[Finding] = []
@@ -122,7 +122,7 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
 
 
 def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
-    """DDP523: a state without a key that fits, of which strict=False says nothing; `loads` by rank."""
+    """DDP523: `load_state_dict(strict=False)` calls without a matching key (`loads` by rank)."""
     first = next((one for of_rank in loads for one in of_rank), None)
     if first is None:
         return []
@@ -143,7 +143,7 @@ _Written = tuple[Location | None, list[str], tuple[int, ...]]
 
 
 def _written_at(changes: Changes, copy: str) -> _Written:
-    """The line that writes a copy on some ranks only, else the only one that does; evidence; and these ranks."""
+    """Return the line that writes a copy, preferably on some ranks; evidence; ranks."""
     ranks: dict[tuple[Location | None, str], list[int]] = {}
     for rank, of_rank in enumerate(changes):
         for one in of_rank:
@@ -161,11 +161,10 @@ def _written_at(changes: Changes, copy: str) -> _Written:
 def judge_uses(
     uses: Sequence[Sequence[StateUsed]], states: Sequence[Sequence[StateHeld]], changes: Changes = ()
 ) -> list[Finding]:
-    """DDP306: what several ranks evaluate from one line, with other weights on each; by rank.
+    """DDP306: weights that differ between the ranks that evaluate them at one line.
 
-    These are copies, and wrapped modules into which the script has put what it had kept: other values than training
-    left there. What one rank alone evaluates, or has received from the others before, is no fault. DDP214: with other
-    statistics, which each rank has estimated for itself.
+    The weights are copies, or wrapped modules with a loaded state. Evaluation on a single rank, or of weights received
+    from other ranks, is correct. DDP214: equal weights, but running statistics that each rank estimated separately.
     """
     by_use = [{(one.step, one.name, one.lines): one for one in of_rank} for of_rank in uses]
     kept = [{digest_of_values(one.values.values()): one for one in of_rank if one.copies} for of_rank in states]
@@ -182,7 +181,7 @@ def judge_uses(
 
 
 def _apart(statistics: Sequence[Sequence[float]]) -> float:
-    """How far running means are from each other, in standard deviations: 0.02, of parts of thousands of samples."""
+    """Return the largest distance between running means, in standard deviations."""
     half = len(statistics[0]) // 2
     if not half or any(len(one) != 2 * half for one in statistics):
         return 0.0
@@ -241,12 +240,12 @@ def _finding_of_use(
 
 
 def _differ(values: Sequence[Mapping[str, int]]) -> bool:
-    """Whether the same tensors have other values; a copy may be known by another wrapper where one is not gone yet."""
+    """Return True if the same tensors have different values on some ranks."""
     return all(one.keys() == values[0].keys() for one in values) and any(one != values[0] for one in values)
 
 
 def _come_together(looks: Sequence[Mapping[int, StateHeld]]) -> bool:
-    """Whether collectives bring a copy together after its ranks have gone apart: one that rank 0 keeps, say."""
+    """Return True if collectives synchronise a copy again after its ranks diverge."""
     common = sorted(set.intersection(*(set(of_rank) for of_rank in looks)))
     apart = [count for count in common if _differ([of_rank[count].values for of_rank in looks])]
     return all(of_rank[apart[-1]].together > of_rank[apart[0]].together for of_rank in looks)
@@ -258,7 +257,7 @@ def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, Sta
 
 
 def _finding(looks: Sequence[Sequence[StateHeld]], first: int, written: _Written) -> list[Finding]:
-    """A finding on `looks` at a copy, one after the other, of which those from the `first` on are apart."""
+    """Report a copy that diverges from index `first` of its observations `looks` on."""
     of_ranks, one = looks[first], looks[first][0]
     names = [name for name in one.values if len({other.values.get(name) for other in of_ranks}) > 1]
     ranks = minority_ranks([tuple(other.values.items()) for other in of_ranks]) if len(of_ranks) > 2 else ()

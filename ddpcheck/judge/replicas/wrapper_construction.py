@@ -1,6 +1,6 @@
-"""DDP201 to 207, 209, 211 to 213, 221 and 403: wrappers that ranks do not construct alike, and why.
+"""DDP201 to 207, 209, 211 to 213, 221 and 403: wrappers that ranks construct differently, and why.
 
-DDP compares little of what it is given, raises on one rank, aborts or hangs.
+DDP compares few of its arguments between ranks: it raises on one rank, aborts or hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_BUFFERS = ("DDP211", "DDP212", "DDP213")
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why modules are not alike: what to say, the line of it if it is known, and what to do."""
+    """Cause of a module mismatch: text, variable, line and fix."""
 
     text: str
     variable: SizedVariable | None = None
@@ -30,9 +30,9 @@ class Reason:
 
 
 def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
-    """The findings on what each rank has given to DDP's constructor, in its order.
+    """Compare the arguments of the DDP constructors on all ranks, in order.
 
-    The n-th wrapper of a process group is paired with the n-th of the group's other ranks, as their collectives are.
+    The n-th wrapper of a process group is paired with the n-th wrapper on the other ranks, like the collectives.
     """
     found: list[Finding] = []
     for members in dict.fromkeys(one.ranks for of_rank in ranks for one in of_rank):
@@ -48,9 +48,9 @@ def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
 
 
 def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
-    """DDP403: ranks construct their wrappers in another order, so that DDP pairs modules that are not the same."""
+    """DDP403: wrappers constructed in a different order, so that DDP pairs different modules."""
     if not all(ranks):
-        return []  # a rank that constructs none waits elsewhere, or has failed before
+        return []  # a rank without wrappers waits elsewhere, or has failed
     lines = [[str(one.location) for one in of_rank] for of_rank in ranks]
     permuted = len({tuple(sorted(of_rank)) for of_rank in lines}) == 1
     for number, together in enumerate(zip(*ranks, strict=False)):
@@ -60,7 +60,7 @@ def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
             parted = [rank for rank, one in enumerate(together) if one.location != first.location]
         if parted:
             if len({one.location.path if one.location else "" for one in together}) == 1:
-                # Who is further down has gone past the line that the others have stopped at.
+                # Ranks at a later line have skipped the line at which the other ranks wait.
                 line = min(one.location.line for one in together if one.location is not None)
                 parted = [rank for rank, one in enumerate(together) if one.location and one.location.line == line]
             told = [f"{one.module} at {one.location}" for one in together]
@@ -78,7 +78,7 @@ def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
 
 
 def _is_another(one: WrapperBegun, first: WrapperBegun) -> bool:
-    """Whether what is wrapped is another thing, and not the same one that is built in another way."""
+    """Return True if `one` wraps an unrelated module, not a variant of `first`."""
     if one.module == first.module or one.description == first.description:
         return False
     mine, theirs = ({(p.name, p.shape) for p in of.description.parameters} for of in (one, first))
@@ -86,7 +86,7 @@ def _is_another(one: WrapperBegun, first: WrapperBegun) -> bool:
 
 
 def judge_construction(together: Sequence[WrapperBegun]) -> list[Finding]:
-    """What is not the same in one wrapper on the ranks of its group."""
+    """Compare the options and modules of one wrapper between ranks."""
     broadcasts = any(one.options.get("broadcast_buffers") != "False" for one in together)
     codes = _OF_TENSORS + (_OF_BUFFERS if broadcasts else ())
     found = judge_options("DDP221", [one.options for one in together], "DistributedDataParallel")
@@ -96,7 +96,7 @@ def judge_construction(together: Sequence[WrapperBegun]) -> list[Finding]:
 
 
 def _explained(finding: Finding, together: Sequence[WrapperBegun]) -> Finding:
-    """A finding with why it is so, where that is known, and with the line."""
+    """Add the cause, if known, and the source line to a finding."""
     reason = _EXPLANATIONS[finding.code](finding, together) if finding.code in _EXPLANATIONS else None
     path = _top_that_differs(finding, together) if finding.code in _EXPLANATIONS else ""
     made = next((line for one in together if (line := line_of(one, path)) and _has(one, path)), None)
@@ -112,11 +112,11 @@ def _explained(finding: Finding, together: Sequence[WrapperBegun]) -> Finding:
 
 
 COUNTED = "counted by a variable"
-"""A tag: the tag after it names the variable, and the finding's location is a line after it has got its value."""
+"""Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 
 def line_of(one: WrapperBegun, name: str) -> Location | None:
-    """The line that registered `name`, else that of the nearest module around it."""
+    """Return the line that registered `name`, else the line of its nearest parent."""
     while name:
         if name in one.lines:
             return one.lines[name]
@@ -130,7 +130,7 @@ def _has(one: WrapperBegun, path: str) -> bool:
 
 
 def _top_that_differs(finding: Finding, together: Sequence[WrapperBegun]) -> str:
-    """The outermost module around the first subject that is not on every rank, or is of another class; else that."""
+    """Return the outermost differing module around the first subject, else the subject."""
     name = finding.subjects[0] if finding.subjects else ""
     kinds = [{path: kind for path, kind, *_ in one.description.modules} for one in together]
     parts = name.split(".")
@@ -145,7 +145,7 @@ def _top_that_differs(finding: Finding, together: Sequence[WrapperBegun]) -> str
 
 
 def explain_size(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
-    """A size of a parameter or buffer is what a variable counts, and that is not the same on every rank."""
+    """Explain a size mismatch by a variable whose value differs between ranks."""
     for name in finding.subjects:
         shapes = [_record(one, name).shape for one in together]
         if len({len(shape) for shape in shapes}) == 1:
@@ -156,7 +156,7 @@ def explain_size(finding: Finding, together: Sequence[WrapperBegun]) -> Reason |
 
 
 def explain_set(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
-    """A module is on some ranks only or of another class there; or a list of modules has as many as a variable says."""
+    """Explain missing modules by a count variable or a differing module class."""
     path = _top_that_differs(finding, together)
     above = path.rpartition(".")[0]
     counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in one.description.modules) for one in together]
@@ -173,7 +173,7 @@ def explain_set(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | 
 
 
 def explain_order(finding: Finding, together: Sequence[WrapperBegun]) -> Reason | None:
-    """The children of a module stand in the order of a set of their names, which each process has of its own."""
+    """Explain an order mismatch by iteration over a set (per-process hash seed)."""
     for path in together[0].from_sets:
         inside = any(not path or name.startswith(f"{path}.") for name in finding.subjects)
         if inside and all(path in one.from_sets for one in together):
@@ -200,7 +200,7 @@ def _record(one: WrapperBegun, name: str) -> TensorRecord:
 
 
 def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) -> Reason | None:
-    """The variable whose size is the same on each rank as what differs, but for an offset that all ranks share."""
+    """Find a variable whose size equals `sizes` up to a common offset."""
     by_name = [group_by(one.sizes, lambda variable: variable.name) for one in together]
     found: list[tuple[int, bool, int, SizedVariable, str]] = []
     for place, (name, of_first) in enumerate(by_name[0].items()):
@@ -228,7 +228,7 @@ def _counted(sizes: Sequence[int], together: Sequence[WrapperBegun], what: str) 
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """The value of each rank in one phrase: "a on rank 0 and b on rank 1"."""
+    """Format values by rank: "a on rank 0 and b on rank 1"."""
     groups = group_by(range(len(values)), lambda rank: values[rank])
     return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
 

@@ -1,1 +1,1 @@
-"""Data loaders: samples, orders, random numbers."""
+"""Recorders of data loaders: samples, orders, random numbers."""

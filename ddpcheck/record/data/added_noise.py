@@ -1,4 +1,4 @@
-"""What a script adds to the samples of a loader before a model is given them, from whatever generator."""
+"""Detection of noise that a script adds to samples before the forward pass."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.recipe.pytree import tree_tensors
 
-_MOST_ELEMENTS = 1 << 24  # of a tensor of a batch
+_MOST_ELEMENTS = 1 << 24  # max elements of a batch tensor
 _MOST_TENSORS = 4
 _FEWEST_COLUMNS = 4
-_ROUNDING = 1e-6  # relative, of the numbers that a model is given
+_ROUNDING = 1e-6  # relative rounding error of the forward inputs
 
 
 def kept_samples(batch: Any) -> list[torch.Tensor]:
-    """Copies of the tensors of a batch that may be samples: the script may write into these."""
+    """Return copies of possible sample tensors of a batch, safe from in-place writes."""
     found = [tensor for tensor in tree_tensors(batch) if _are_samples(tensor)]
     return [tensor.detach().clone() for tensor in found[:_MOST_TENSORS]]
 
 
 def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
-    """A sketch of what is added to the first of `samples` that has the shape of a tensor in `given`; `()` for nothing.
+    """Return a sketch of the noise in `given` relative to `samples`, or `()`.
 
-    That is without what is the same for all samples, and what a factor and an offset for each sample explain.
+    The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
     """
     for tensor in tree_tensors(given):
         for one in samples if _are_samples(tensor) and tensor.is_floating_point() else ():

@@ -1,6 +1,6 @@
-"""The lines of a script that construct what chooses its samples, and those that seed its random numbers.
+"""Lines of a script that construct samplers, datasets and loaders, or seed.
 
-They are noted as soon as torch is there: programs make their data, and seed, before they join a process group too.
+Recorded from the import of torch on: programs may create data and seed before they join a process group.
 
 This module is light: it never imports torch.
 """
@@ -33,41 +33,41 @@ _CLASSES = {
 }
 _SEEDS = {"random": ("seed", "setstate"), "torch.random": ("manual_seed", "set_rng_state")}
 _SEEDS |= {"numpy.random": ("seed", "set_state")}
-_MOST = 4096  # objects; of the samplers of a search, say
+_MOST = 4096  # max objects; a search may create many samplers
 _MOST_HISTORIES = 64
 _MOST_GENERATORS = 8
 
 _made: dict[int, tuple[ref[Any], Location, int]] = {}
 _seeded: dict[str, tuple[Location, str]] = {}
 generators: list[tuple[Any, Location]] = []
-"""The first generators of numpy's that the program has made for itself, and where."""
+"""First NumPy generators created by the program, with lines."""
 
 
 def made_at(thing: object) -> Location | None:
-    """The line of the program that has constructed a loader, a sampler or a `Subset`, as far as that was seen."""
+    """Return the line that constructed a loader, sampler or `Subset`, or None."""
     living, line, _ = _made.get(id(thing), (lambda: None, None, 0))
     return line if living() is thing else None
 
 
 def drawn_before(thing: object) -> int:
-    """A digest of what the global generators had given when it was constructed; 0 where that is not known."""
+    """Return a digest of earlier draws at an object's construction; 0 if unknown."""
     living, _, drawn = _made.get(id(thing), (lambda: None, None, 0))
     return drawn if living() is thing else 0
 
 
 def seeded_at(generator: str) -> Location | None:
-    """The line that has last seeded or restored a global generator: "torch", "python" or "numpy"."""
+    """Return the line that last seeded or restored "torch", "python" or "numpy"."""
     return _seeded.get(generator, (None, ""))[0]
 
 
 def restored_by(generator: str) -> str:
-    """The function that has last restored a state of it there; empty if it was seeded."""
+    """Return the function that restored a generator's state; '' if seeded."""
     name = _seeded.get(generator, (None, ""))[1]
     return name if "state" in name else ""
 
 
 def follow(module: ModuleType) -> None:
-    """Note what is constructed or seeded by a module that has just been imported; with torch's, Python's own too."""
+    """Patch the constructors and seed functions of a newly imported module."""
     if module.__name__ == "torch.random":
         with contextlib.suppress(Exception):
             generator_history.begin("python")
@@ -75,7 +75,7 @@ def follow(module: ModuleType) -> None:
         generator = "python" if one is random else module.__name__.partition(".")[0]
         for name in _SEEDS.get(one.__name__, ()):
             Patch(one, name, functools.partial(_noting_seed, generator=generator))
-    if module.__name__ == "numpy.random":  # torch's cannot be asked while it is imported
+    if module.__name__ == "numpy.random":  # torch's generator is not available during its import
         Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
             generator_history.begin("numpy")
@@ -87,7 +87,7 @@ def follow(module: ModuleType) -> None:
 def _noting(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+        with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
                 drawn = generator_history.history() if len(_made) < _MOST_HISTORIES else 0
                 _made[id(self)] = ref(self), line, drawn
@@ -100,8 +100,8 @@ def _noting_seed(original: Any, generator: str) -> Any:
     @functools.wraps(original)
     def seed(*arguments: Any, **named: Any) -> Any:
         if "state" in original.__name__ and not is_user_file(sys._getframe(1).f_code.co_filename):
-            return original(*arguments, **named)  # torch puts a state back that it has borrowed
-        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+            return original(*arguments, **named)  # torch restores a state that it saved itself
+        with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
                 _seeded[generator] = location_of(_that_decides(frame)), original.__name__
             generator_history.end(generator)
@@ -117,7 +117,7 @@ def _noting_generator(original: Any) -> Any:
     @functools.wraps(original)
     def default_rng(*arguments: Any, **named: Any) -> Any:
         made = original(*arguments, **named)
-        with contextlib.suppress(Exception):  # of ours; there is no log yet to tell it in
+        with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
                 generators.append((made, location_of(_that_decides(frame))))
                 generator_history.made(made)
@@ -127,7 +127,7 @@ def _noting_generator(original: Any) -> Any:
 
 
 def _line_of_construction(thing: object, frame: FrameType | None) -> Location | None:
-    """Where the program constructs it; not where a class of the program's calls that of its base."""
+    """Return the program line that constructs an object, ignoring `super().__init__` calls."""
     frame = _frame_of_program(frame)
     while frame is not None and frame.f_code.co_name == "__init__" and _first_argument(frame) is thing:
         frame = _frame_of_program(frame.f_back)
@@ -135,7 +135,7 @@ def _line_of_construction(thing: object, frame: FrameType | None) -> Location | 
 
 
 def _that_decides(frame: FrameType) -> FrameType:
-    """The frame that chooses a seed: a function that is given it, and hands it on, does not."""
+    """Return the frame that chooses a seed, instead of passing an argument on."""
     caller = _frame_of_program(frame.f_back)
     while caller is not None and _hands_on(frame):
         frame, caller = caller, _frame_of_program(caller.f_back)
@@ -143,12 +143,12 @@ def _that_decides(frame: FrameType) -> FrameType:
 
 
 def _hands_on(frame: FrameType) -> bool:
-    """Whether the line at which a function stands calls something with one of its own arguments as it is."""
+    """Return True if a function's current line passes a parameter to a call."""
     code = frame.f_code
     given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         tree = ast.parse(linecache.getline(code.co_filename, frame.f_lineno).strip())
-    except SyntaxError:  # a part of a longer statement
+    except SyntaxError:  # part of a multi-line statement
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
@@ -159,4 +159,4 @@ def _first_argument(frame: FrameType) -> object:
     return variables_of(frame).get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
 
 
-_frame_of_program = functools.partial(user_frame, over_packages=True)  # also before `pass_over_packages` is called
+_frame_of_program = functools.partial(user_frame, over_packages=True)  # works before `pass_over_packages`

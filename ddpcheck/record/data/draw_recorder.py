@@ -1,4 +1,4 @@
-"""The random numbers that a script draws between two optimizer steps: by which call, from which state."""
+"""Recorder of random draws between optimizer steps, with the generator state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ddpcheck.record.data.generator_history import generator_bytes, generators_t
 from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.recording import Recording
 
-_MOST_INTERVALS = 7  # from the first wrapper, and between optimizer steps; training may have two in a step
-_MOST_CALLS = 1 << 18  # of any function; what comes after them in the interval is not followed
-_MOST_DRAWS = 32  # of an interval
+_MOST_INTERVALS = 7  # intervals start at the first wrapper and at optimizer steps; a step may have two optimizers
+_MOST_CALLS = 1 << 18  # max C calls per interval; later calls are ignored
+_MOST_DRAWS = 32  # per interval
 _NOISE = frozenset(
     {
         *("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"),
@@ -30,33 +30,33 @@ _NOISE = frozenset(
 _BACKWARD = "run_backward"
 _CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "random_"})
 NOT_OF_THE_STEP = ("torch.utils.data", "torch.nn.init", "torch.optim", "torch._dynamo", "torch._inductor")
-_PASSED_ON = "ddpcheck.record.parity."  # whose functions stand in the place of torch's, and hand calls on
+_PASSED_ON = "ddpcheck.record.parity."  # patches torch's functions and passes calls on
 _WRAPPER = "torch.nn.parallel.distributed"
-_KEYS = 624  # numbers in the state of a Mersenne Twister, which are made anew when all have been drawn
+_KEYS = 624  # state size of a Mersenne Twister, regenerated when used up
 
-_State = tuple[int, int]  # a digest, and the place in it of the next number
+_State = tuple[int, int]  # digest of the state, index of the next number
 _Pair = tuple[_State, _State]  # before and after
 
 
 class DrawRecorder(Recorder, subjects=("data",)):
-    """Follows the calls of some of the first intervals between optimizer steps.
+    """Recorder of C calls in some of the first intervals between optimizer steps.
 
-    Python's profile function is told of every call of C. Where the program has one of its own, nothing is followed.
+    Uses Python's profile function; if the program has set its own, nothing is recorded.
     """
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._intervals = self._calls = 0
-        self._draws: list[StepDraw] = []  # of this interval
-        self._used: int | None = None  # of these, by a backward pass that has begun
+        self._draws: list[StepDraw] = []  # of the current interval
+        self._used: int | None = None  # number of draws before the first backward pass
         self._began: Mapping[str, _State] = {}
-        self._own: list[bytes] = []  # the states of generators of the program's own, when it began
+        self._own: list[bytes] = []  # states of the program's own generators at the begin of the interval
         self._pending: tuple[Any, Mapping[str, _State]] | None = None
         self._profile = guarded(self._note_event)
         follow_steps(self)
 
     def begin(self) -> None:
-        """A wrapper is there: what comes before the first step may draw the order of all that follow."""
+        """Start recording at a wrapper: earlier draws may determine the sample order."""
         if not self._intervals:
             self._follow()
 
@@ -89,7 +89,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
         if not began:
             return
         self.close()
-        del self._draws[self._used or 0 :]  # what comes after backward is for gradients or weights: equal on all ranks
+        del self._draws[self._used or 0 :]  # draws after backward affect gradients or weights: equal on all ranks
         now = _states(others=True)
         for name in ("python", "numpy"):
             if name in began and name in now and began[name] != now[name]:
@@ -114,7 +114,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
                     self._used = len(self._draws)
         elif self._pending is not None and event in ("c_return", "c_exception"):
             called, before = self._pending
-            if called == function:  # a method of a tensor is another object each time
+            if called == function:  # bound methods are new objects in each call
                 self._pending = None
                 self._note_draw(frame, called.__name__, before)
 
@@ -139,7 +139,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
 
 
 def _states(*, others: bool = False) -> dict[str, _State]:
-    """Of torch's global generators; and of Python's and numpy's, which are not followed call by call."""
+    """Return the state of torch's generators; with `others` also Python's and numpy's."""
     found = {name: state_of(name) for name in (generators_there() if others else ["torch"])}
     if torch.cuda.is_initialized():
         state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -148,9 +148,9 @@ def _states(*, others: bool = False) -> dict[str, _State]:
 
 
 def _place(frame: FrameType) -> bool | None:
-    """Whether a wrapper's forward makes the call; `None` for one that is no part of the step, as of what it takes.
+    """Return True in a wrapper's forward, None if not part of a step.
 
-    That is: what a loader does, a new module or optimizer, and ddpcheck itself.
+    Excluded are data loaders, module and optimizer constructors, and ddpcheck itself.
     """
     in_forward, of_program = False, False
     for current in frames_from(frame):

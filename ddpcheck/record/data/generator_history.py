@@ -1,6 +1,6 @@
-"""What the global generators of random numbers have given so far: equal on two ranks that have drawn the same.
+"""History of the global random generators, equal on ranks with equal draws.
 
-One that the program makes for itself may give anything that its first state implies.
+A generator that the program creates is represented by its initial state.
 
 This module is light: it never imports torch.
 """
@@ -17,20 +17,20 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _MOST_SEEDS = 256
-_DEEPEST = 5  # attributes and items, one in the other
-_MOST_ITEMS = 64  # of a list, as of transforms
-_MOST_HELD = 512  # objects
+_DEEPEST = 5  # max nesting of attributes and items
+_MOST_ITEMS = 64  # max items of a list, such as transforms
+_MOST_HELD = 512  # max objects
 _PLAIN = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
 _NEXT = struct.Struct("<Q")
-_NEXT_AT = 16  # bytes into torch's state
+_NEXT_AT = 16  # byte offset in torch's state
 
 _seeds = 0
-_began: dict[str, tuple[int, int]] = {}  # states when last seeded, or first there; torch's is made later
-_drawn: dict[str, bytes] = {}  # and what was drawn before that
+_began: dict[str, tuple[int, int]] = {}  # state after seeding or import; torch's is set later
+_drawn: dict[str, bytes] = {}  # digest of earlier output
 
 
 def begin(generator: str) -> None:
-    """A generator is there, "torch", "python" or "numpy", or was seeded."""
+    """Record the state of a new or reseeded generator: "torch", "python" or "numpy"."""
     global _seeds
     _seeds += 1
     if _seeds <= _MOST_SEEDS:
@@ -38,27 +38,27 @@ def begin(generator: str) -> None:
 
 
 def end(generator: str) -> None:
-    """It is about to be seeded: what it has given until now would be forgotten."""
+    """Add a generator's output to the history before the generator is seeded."""
     if _seeds <= _MOST_SEEDS:
         _drawn[generator] = _given_by(generator)
 
 
 def made(generator: Any) -> None:
-    """The program has a generator of numpy's for itself."""
+    """Add a numpy generator that the program creates to the history."""
     _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
 
 
 def state_of_own(generator: Any) -> bytes:
-    """A digest of the state of such a generator."""
+    """Return a digest of the state of a numpy generator."""
     return _digest(repr(generator.bit_generator.state).encode())
 
 
 def held_generators(thing: Any) -> list[tuple[str, Any]]:
-    """The generators in the attributes of an object, and of what these hold, with the name of each attribute."""
+    """Return the generators in an object's attributes, recursively, with their attribute names."""
     found: list[tuple[str, Any]] = []
     pending: list[tuple[str, Any, int]] = [("", thing, 0)]
     seen = {id(thing)}
-    for name, one, depth in pending:  # which grows
+    for name, one, depth in pending:  # appended to in the loop
         if _held_state(one):
             found.append((name, one))
         elif depth < _DEEPEST:
@@ -70,7 +70,7 @@ def held_generators(thing: Any) -> list[tuple[str, Any]]:
 
 
 def state_of_held(generators: Iterable[Any]) -> int:
-    """A digest of the states of such generators; 0 without any."""
+    """Return a digest of the generators' states; 0 if there are none."""
     states = [_held_state(one) for one in generators]
     return _number(b"".join(states)) if states else 0
 
@@ -95,16 +95,16 @@ def _parts(thing: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def history() -> int:
-    """A digest of all that the generators have given; 0 where that is not known any more."""
+    """Return a digest of the generators' output so far; 0 if unknown."""
     if _seeds > _MOST_SEEDS:
         return 0
     given = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
-    given = {name: given[name] for name in sorted(given) if given[name]}  # numpy's is imported when it is first used
+    given = {name: given[name] for name in sorted(given) if given[name]}  # numpy is imported lazily
     return _number(repr(given).encode()) + 1
 
 
 def state_of(generator: str) -> tuple[int, int]:
-    """A digest of the state of a global generator, and which of the numbers in that is the next one."""
+    """Return a digest of a global generator's state, and its next index."""
     if generator == "python":
         of_python: Any = random.getstate()
         return _number(repr(of_python).encode()), of_python[1][-1]
@@ -115,12 +115,12 @@ def state_of(generator: str) -> tuple[int, int]:
 
 
 def generators_there() -> list[str]:
-    """The global generators that the program may have drawn from: numpy's is imported when it is first used."""
+    """Return the names of the available global generators (numpy is imported lazily)."""
     return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
 
 
 def _given_by(generator: str) -> bytes:
-    if generator not in _began:  # torch's, which cannot be asked while torch is imported
+    if generator not in _began:  # torch's, not available during its import
         torch = sys.modules["torch"]
         _began[generator] = _of_torch(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
     before, now = _drawn.get(generator, b""), state_of(generator)
@@ -133,7 +133,7 @@ def _of_torch(generator: Any) -> tuple[int, int]:
 
 
 def generator_bytes(generator: Any) -> bytes:
-    """The state of a generator of torch's; without numpy, which torch does not require."""
+    """Return the state of a torch generator, without requiring numpy."""
     state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
 
@@ -143,5 +143,5 @@ def _digest(state: bytes) -> bytes:
 
 
 def _number(state: bytes) -> int:
-    """A digest as a number of 56 bits."""
+    """Return a 56-bit digest."""
     return int.from_bytes(_digest(state)[1:], "big")

@@ -1,4 +1,4 @@
-"""What the forward passes of a wrapper are given: in sampled steps, and in the first passes without gradients."""
+"""Recorder of forward inputs of a wrapper in sampled steps and evaluations."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_finger
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.added_noise import added_to
 
-_MOST_PARTS = 16  # tensors that forward is given
-_MOST_EVALUATED = 64  # forward passes without gradients
+_MOST_PARTS = 16  # max tensors per forward input
+_MOST_EVALUATED = 64  # max forward passes without gradients
 
 
 class InputRecorder(Recorder, subjects=("data",)):
-    """Writes down the fingerprints of what one wrapper is given."""
+    """Recorder of fingerprints of a wrapper's forward inputs."""
 
     def __init__(
         self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Of the `number`-th wrapper; `samples` are those that a loader has given last."""
+        """Initialize; `number`: of the wrapper, `samples`: the last samples from a loader."""
         self._sink = sink
         self._number = number
         self._samples = samples
         self._evaluated = 0
 
     def trained(self, step: int, given: Any, line: Location | None) -> None:
-        """Write what the forward pass of a step was given."""
+        """Record the forward inputs of a training step."""
         if samples := _samples_of(given):
             tensors = itertools.islice(tree_tensors(given), _MOST_PARTS)
             parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
             self._sink(Inputs(self._number, step, samples, line, parts, added_to(self._samples(), given)))
 
     def evaluates(self, step: int, given: Any) -> None:
-        """Write what a forward pass without gradients is given, if it is one of the first."""
+        """Record the inputs of a forward pass without gradients, up to a limit."""
         if self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
             if samples := _samples_of(given):
@@ -48,6 +48,6 @@ class InputRecorder(Recorder, subjects=("data",)):
 
 
 def _samples_of(given: Any) -> tuple[int, ...]:
-    """Fingerprints of the samples that forward was given; none of indices alone: the module itself may hold those."""
+    """Return fingerprints of the input samples; () for index tensors only."""
     are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
     return () if are_indices else sample_fingerprints(given) or batch_fingerprint(given)

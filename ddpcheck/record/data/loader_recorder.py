@@ -1,4 +1,4 @@
-"""The passes of a script over its data loaders: which samples, in which order, from which random numbers."""
+"""Recorder of data loader passes: samples, their order, and random numbers."""
 
 from __future__ import annotations
 
@@ -33,56 +33,56 @@ from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import tables_of
 
-_MOST_INDICES = 1 << 16  # of a pass
-_MOST_PASSES = 3  # whose samples are looked at
-_MOST_ORDERS = 8  # whose indices are kept; of later ones the digest of their order
-_MOST_KEPT = 64  # batches of which copies are kept until the next one
-_MOST_BATCHES = 3  # of a pass, whose contents and random numbers are looked at
-_MOST_ROWS = 16  # of a batch
-_MOST_STEPS_OF_A_BATCH = 3  # of all optimizers
+_MOST_INDICES = 1 << 16  # per pass
+_MOST_PASSES = 3  # max passes with recorded samples
+_MOST_ORDERS = 8  # max passes with recorded indices; of later passes only a digest
+_MOST_KEPT = 64  # max batches copied until the next batch
+_MOST_BATCHES = 3  # max batches per pass with recorded contents and random numbers
+_MOST_ROWS = 16  # per batch
+_MOST_STEPS_OF_A_BATCH = 3  # max steps per batch in training, over all optimizers
 
 
 @dataclass(slots=True)
 class _Pass:
     entry: LoaderPass
-    steps: int  # of all optimizers, when it began
+    steps: int  # optimizer steps when the pass began
     map_style: bool
     order: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=8))
     batches: list[array[int]] = field(default_factory=list)
     kept: int = 0
     dataset: Any = None
     sampler: Any = None
-    draws: SampleDraws | None = None  # of the first passes
+    draws: SampleDraws | None = None  # first passes only
     rows: SampleRows = field(default_factory=SampleRows)
-    until: int = -1  # steps of all optimizers when another pass began after its last batch
-    used: int = -1  # how often a wrapper or an optimizer was, when it began; -1 when one has been since
-    unused: list[ref[Any]] = field(default_factory=list)  # the batches until then
+    until: int = -1  # optimizer steps when another pass began after the last batch
+    used: int = -1  # forward passes plus steps at the begin; -1 after the first use
+    unused: list[ref[Any]] = field(default_factory=list)  # batches before the first use
 
 
 class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
-    """Follows every `DataLoader` of this process."""
+    """Recorder of every `DataLoader` of this process."""
 
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
-        """Begin; `resumes` says where training is resumed, `on_pass` is told of each pass, and of its dataset."""
+        """Initialize; `resumes` records resumed training, `on_pass` gets each pass and its dataset."""
         self._run = run
         self._on_pass = on_pass
         self._kept = 0
         self._resumes = resumes
-        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # number of the loader, passes so far
+        self._numbers: dict[tuple[Any, ...], list[int]] = {}  # loader number, passes so far
         self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
-        self._orders: dict[int, list[int]] = {}  # of the epochs, by loader
-        self._started: dict[int, dict[str, Any]] = {}  # attributes of a dataset at the first pass, by loader
+        self._orders: dict[int, list[int]] = {}  # orders of epochs, by loader
+        self._started: dict[int, dict[str, Any]] = {}  # dataset attributes at the first pass, by loader
         self._draws: WeakKeyDictionary[Any, SampleDraws | None] = WeakKeyDictionary()
-        self._open: dict[int, _Pass] = {}  # by number of the loader
-        self._datasets: Any = WeakIdKeyDictionary()  # a dataset may be a tensor, which == compares element by element
+        self._open: dict[int, _Pass] = {}  # by loader number
+        self._datasets: Any = WeakIdKeyDictionary()  # keyed by id: a tensor dataset compares elementwise
         self._dataset_numbers = itertools.count()
         self._opening: _Pass | None = None
         patched(data.DataLoader, "__iter__", self._opens)
-        patched(_BaseDataLoaderIter, "_next_index", self._counts)  # private to torch; without it, no indices
+        patched(_BaseDataLoaderIter, "_next_index", self._counts)  # private to torch; if missing, no indices
         Patch(_BaseDataLoaderIter, "__next__", self._taken_by)
 
     def close(self) -> None:
-        """The script has ended: what is open has come to its end, too."""
+        """End the open passes; called when the script ends."""
         for one in list(self._open.values()):
             self._end(one, exhausted=False)
 
@@ -95,11 +95,11 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
                 iterator = yield
         finally:
             self._opening = outer
-        seed = getattr(iterator, "_base_seed", None)  # private to torch; without it, nothing is said of workers
+        seed = getattr(iterator, "_base_seed", None)  # private to torch; if missing, worker seeds are not recorded
         if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
             made.entry = replace(made.entry, worker_seed=seed)
-        with contextlib.suppress(TypeError):  # of another class, which a subclass returns
-            made.draws = self._draws.setdefault(iterator, draws)  # workers may stay from pass to pass
+        with contextlib.suppress(TypeError):  # a subclass may return another iterator class
+            made.draws = self._draws.setdefault(iterator, draws)  # persistent workers keep the iterator
             self._passes[iterator] = made
 
     def _counts(self, iterator: Any) -> Generator[None, Any, None]:
@@ -142,7 +142,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.taken = sum(one.entry.batches for one in self._open.values())
 
     def _follow_unused(self, one: _Pass, batch: Any) -> None:
-        """Count the batches that are gone before any is used, but for the last: that may be on a device by then."""
+        """Count batches freed before any use, except the last (possibly on a device)."""
 
         def gone(_batch: object) -> None:
             if self._used() == one.used:
@@ -158,7 +158,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         return self._run.steps + int(self._run.log.forwards)
 
     def _is_sampled(self) -> bool:
-        """Return if a wrapper is in a sampled step; a wrapper that rests may be in it for long."""
+        """Return True if a wrapper is in a sampled step (limited)."""
         sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._run.watches))
         self._kept += sampled
         return sampled
@@ -227,14 +227,14 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         return one
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
-        """Return if a dataset makes other samples than when its workers were started."""
+        """Return True if a dataset changed its samples since its workers were started."""
         now = {name: vars(dataset)[name] for name in state}
         before = self._started.setdefault(loader, now)
         changed = {name: before[name] for name in before.keys() & now if before[name] != now[name]}
         return bool(changed) and makes_others(dataset, size, changed)
 
     def _number_of(self, dataset: Any) -> int:
-        with contextlib.suppress(TypeError):  # without weak references
+        with contextlib.suppress(TypeError):  # no weak references
             if dataset not in self._datasets:
                 self._datasets[dataset] = next(self._dataset_numbers)
             return int(self._datasets[dataset])
@@ -247,7 +247,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         taken = one.batches[: one.entry.batches]
         indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
         order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
-        # a batch of validation now and then, of an iterator that stays open, is not trained on
+        # a validation batch now and then, from an iterator that stays open, is not training
         steps = (self._run.steps if one.until < 0 else one.until) - one.steps
         trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
         samples: dict[str, Any] = {n: tuple(getattr(one.rows, n)) for n in ("rows", "labels", "classes", "targets")}
@@ -261,7 +261,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         one.batches, one.dataset, one.sampler, self._run.samples = [], None, None, []
 
     def _shuffles(self, one: _Pass, order: int) -> bool:
-        """Return if a sampler that has repeated its order is to give another one in each epoch."""
+        """Return True if a sampler that repeated its order would shuffle by epoch."""
         orders = self._orders.setdefault(one.entry.loader, [])
         orders.append(order)
         has_epoch = one.entry.has_epoch or one.entry.epoch >= 0
@@ -271,10 +271,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
 
 
 def _note_index(one: _Pass, index: Any) -> None:
-    """Keep the indices of a batch, or of a sample where the loader makes no batches; the sampler has drawn them."""
+    """Record the indices of a batch, or of a sample without batching."""
     batch = index if isinstance(index, list | tuple) else [index]
     if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
-        one.map_style = False  # keys of another kind
+        one.map_style = False  # keys of another type
         return
     if one.draws is not None:
         one.draws.begin(one.entry.batches)
@@ -286,7 +286,7 @@ def _note_index(one: _Pass, index: Any) -> None:
 
 
 def _note_batch(one: _Pass, batch: Any) -> None:
-    """Fingerprints of the first samples of a batch, and of the random states around them, where these have changed."""
+    """Record fingerprints of the first samples of a batch, and changed random states."""
     if one.draws is not None and (drawn := one.draws.of(one.entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
         where = one.draws.seeded or seeded_at(name)
@@ -301,7 +301,7 @@ def _note_batch(one: _Pass, batch: Any) -> None:
     contents: dict[str, Mapping[int, int]] = dict(one.entry.contents)
     for place, tensor in enumerate(tree_tensors(batch)):
         if tensor.dim() == 1 and tensor.tolist() == list(indices):
-            continue  # of any dataset
+            continue  # the indices
         if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
             rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
             known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
@@ -316,13 +316,13 @@ def _note_batch(one: _Pass, batch: Any) -> None:
 
 
 def _batch_size(loader: Any) -> int:
-    """How many samples a batch has; 1 where a sampler of batches does not say."""
+    """Return the batch size of a loader; 1 if unknown."""
     sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """What chooses the samples, beneath the batch samplers of frameworks."""
+    """Return the innermost sampler below the batch samplers of frameworks."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
@@ -343,13 +343,13 @@ def _chooses(sampler: Any, size: int) -> bool:
 
 
 def _length(sized: Any) -> int:
-    with contextlib.suppress(Exception):  # of the user's
+    with contextlib.suppress(Exception):  # an error in user code
         return len(sized)
     return -1
 
 
 def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:
-    """The dataset beneath all of torch's `Subset`, and their indices."""
+    """Return the dataset below nested `Subset`s, and their indices."""
     subsets = []
     while type(dataset) is data.Subset:
         subsets.append(dataset.indices)

@@ -1,7 +1,7 @@
-"""The random numbers that a dataset draws for its samples, where it draws them: in this process, or in a worker.
+"""Recorder of random draws of a dataset, in this process or in workers.
 
-The states of the global generators, and of those that the dataset holds, are noted before the samples of a batch are
-made, and when they are put together: what `collate_fn` draws after that may be for the batch, and alike on all ranks.
+The states of the global generators, and of the dataset's own, are recorded before the samples of a batch are made and
+before collation: draws in `collate_fn` may be for the whole batch, and equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ddpcheck.record.source.source_scope import assignment_in_program
 HELD = "held"
 GENERATORS = (HELD, "torch", "python", "numpy")
 
-_NUMBERS = 2 * len(GENERATORS)  # of a batch: the states before, and after
+_NUMBERS = 2 * len(GENERATORS)  # per batch: states before and after
 
 
 class SampleDraws:
-    """What is drawn for the first batches of an iterator over a loader; of each of its workers, where it has some.
+    """Draws for the first batches of a data loader iterator, per worker.
 
-    It travels to the workers, forked or spawned, with the two functions of the loader that they call. What they note is
-    in memory that they share with this process, and is there before the batch is.
+    The object is sent to the workers, forked or spawned, as `collate_fn` and `worker_init_fn`. Workers write to memory
+    that is shared with this process, before they return the batch.
 
     Attributes:
-        seeded: The function that may seed the workers, where they have one.
-        held_at: The line that assigns the first of the generators that the dataset holds.
+        seeded: The worker_init_fn, which may seed the workers, or None.
+        held_at: Line that assigns the dataset's first own generator.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
-        """Begin; of each process that makes batches, so many are looked at."""
+        """Initialize; `batches`: number of batches recorded per process."""
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
         held = held_generators(loader.dataset)
         self.held_at = assignment_in_program(held[0][0]) if held else None
@@ -46,12 +46,12 @@ class SampleDraws:
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
         self._noted: Any = RawArray("q", count) if self._workers else [0] * count
-        self._places: list[int] = []  # of the batches that this process is about to make
+        self._places: list[int] = []  # indices of the next batches of this process
         self._before: Sequence[int] = ()
 
     @contextlib.contextmanager
     def followed(self, loader: Any) -> Iterator[None]:
-        """An iterator that the loader makes in the block calls ours in the place of its functions."""
+        """Replace the loader's functions while the loader creates an iterator in the block."""
         loader.collate_fn, loader.worker_init_fn = self._put_together, self._begin_worker
         try:
             yield
@@ -59,12 +59,12 @@ class SampleDraws:
             loader.collate_fn, loader.worker_init_fn = self._collate, self._init_worker
 
     def begin(self, number: int) -> None:
-        """A batch is about to be taken, of which this number were before; without workers, this process makes it."""
+        """Record the begin of batch `number` if there are no workers."""
         if not self._workers and number < self._most:
             self._begin([number])
 
     def of(self, number: int) -> Mapping[str, tuple[int, int]]:
-        """Of such a batch, which is there: by generator that was drawn from, its states before and after."""
+        """Return states before and after batch `number` by name of each used generator."""
         worker, place = (number % self._workers, number // self._workers) if self._workers else (0, number)
         begin = (worker * self._most + place) * _NUMBERS
         noted = self._noted[begin : begin + _NUMBERS] if place < self._most else []
@@ -76,14 +76,14 @@ class SampleDraws:
         self._before = self._states() if places else ()
 
     def _states(self) -> list[int]:
-        """Digests of the generators from which augmentations draw."""
+        """Return digests of the generators used by augmentations."""
         return [state_of_held(self._held), *(state_of(name)[0] for name in generators_there())]
 
     @passes_on
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
-        with contextlib.suppress(Exception):  # of ours, which nobody could be told in a worker
+        with contextlib.suppress(Exception):  # an error in ddpcheck, which a worker cannot report
             self._held = [one for _, one in held_generators(getattr(get_worker_info(), "dataset", None))]
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 

@@ -1,4 +1,4 @@
-"""Samples as a data loader gives them: fingerprints of the rows of batches, and what the dataset says of itself."""
+"""Fingerprints of batch rows, and of samples in dataset attributes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 
-_MOST_ROWS = 1 << 16  # of a pass
-_MOST_COLUMNS = 256  # numbers of a row, spread over it
-_MOST_PLAIN = 256  # items of an attribute of a dataset
-_MOST_ITEMS = 64  # samples of a dataset
-_MOST_PARTS = 16  # of an item
-_FEWEST_ITEMS, _DISTINCT = 8, 0.9  # by which samples are told apart
-_MANY = 8  # numbers of a row, which is a sample then
+_MOST_ROWS = 1 << 16  # per pass
+_MOST_COLUMNS = 256  # max columns of a row, evenly spaced
+_MOST_PLAIN = 256  # max items of a dataset attribute
+_MOST_ITEMS = 64  # max samples of a dataset
+_MOST_PARTS = 16  # max parts of an item
+_FEWEST_ITEMS, _DISTINCT = 8, 0.9  # criteria for distinct samples
+_MANY = 8  # min elements of a row that is a sample
 
 
 class SampleRows:
-    """The rows of one pass over a loader, and their labels, in the order in which they are taken."""
+    """Rows of a loader pass and their labels, in loading order."""
 
     def __init__(self) -> None:
         self._known = True
@@ -37,7 +37,7 @@ class SampleRows:
         self.rows, self.labels, self.classes, self.targets = array("q"), array("q"), array("q"), array("d")
 
     def note(self, batch: Any, count: int) -> None:
-        """Add a batch of `count` samples; after one that has no rows on the CPU none of the pass are known."""
+        """Add a batch of `count` samples; unusable rows discard the whole pass."""
         tensors = [t.detach() for t in tree_tensors(batch) if t.dim() and t.layout == torch.strided and t.numel()]
         size = max((len(t) for t in tensors), default=0)
         rows = [t for t in tensors if len(t) == size and not _is_label(t)]
@@ -60,9 +60,9 @@ class SampleRows:
 
 
 def uncollated(batch: Any, count: int) -> list[list[list[Any]]]:
-    """Of a batch that is not collated, as a detector's, what each of its `count` samples has: tensors and numbers.
+    """Return each sample's tensors and integers in an uncollated batch (detection).
 
-    It is a list of samples, or has lists with an item for each.
+    The batch is a list of samples, or contains lists with an item per sample.
     """
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     lists = [one for one in (batch, *parts) if isinstance(one, list | tuple) and len(one) == count]
@@ -91,7 +91,7 @@ def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
 
 
 def digests_of(dataset: Any) -> dict[str, int]:
-    """A digest of each tensor and list of plain values that a dataset holds."""
+    """Return digests of tensors and plain lists in a dataset's attributes."""
     found = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
@@ -106,12 +106,12 @@ def digests_of(dataset: Any) -> dict[str, int]:
 
 
 def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Fingerprints of the first items of what has one for each sample, and another for most: rows, names, indices.
+    """Return fingerprints of first items of attributes with an item per sample.
 
-    And whether some of these are the samples themselves: rows of many numbers, or files that are there. Datasets
-    beneath are looked into; a loader may be given a list, too.
+    Also return True if any attribute contains the samples themselves (rows of many numbers, or existing files). Nested
+    datasets are searched; a dataset may be a list.
     """
-    if type(dataset) is Subset:  # its indices are places, and no samples
+    if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
         return samples_of(whole, _length_of(whole), depth - 1) if depth else ({}, False)
     held = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
@@ -138,7 +138,7 @@ def _are_samples(values: Any) -> bool:
 
 
 def _file_of(value: Any) -> tuple[str, int] | None:
-    """The name of a file that is there, which a sample is or begins with, and its size."""
+    """Return path and size of the file that a sample names, or None."""
     first = value[0] if isinstance(value, tuple | list) and value else value
     if isinstance(first, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):
@@ -148,7 +148,7 @@ def _file_of(value: Any) -> tuple[str, int] | None:
 
 
 def _length_of(dataset: Any) -> int:
-    """Return the number of samples; 0 if the dataset does not say."""
+    """Return the number of samples, or 0 if unknown."""
     with contextlib.suppress(Exception):
         return len(dataset)
     return 0
@@ -169,7 +169,7 @@ def _items(values: Any) -> tuple[int, ...]:
 
 
 def _item(value: Any) -> int | None:
-    """A fingerprint of one sample, or of a part of it; `None` for what is neither tensors nor plain."""
+    """Return a fingerprint of a sample or part, or None if not plain."""
     if isinstance(value, torch.Tensor):
         return fingerprint(value.detach().cpu()) if value.layout == torch.strided else None
     if hasattr(value, "tobytes"):
@@ -183,7 +183,7 @@ def _item(value: Any) -> int | None:
 
 
 def state_of(dataset: Any) -> dict[str, int]:
-    """Digests of its plain values, and lists of them: what a program changes to tell it that another epoch begins."""
+    """Return digests of a dataset's plain attributes, which may change by epoch."""
     held = getattr(dataset, "__dict__", {})
     lists = {name: value[:_MOST_PLAIN] for name, value in held.items() if isinstance(value, list)}
     plain = {name: value for name, value in held.items() if isinstance(value, str | int | float)}
@@ -191,7 +191,7 @@ def state_of(dataset: Any) -> dict[str, int]:
 
 
 def rows_of_whole(dataset: Any) -> int:
-    """The rows of the array of which a dataset holds some; -1 if it holds names of files or texts; else 0."""
+    """Return the rows of a slice's base array; -1 for texts; else 0."""
     for value in getattr(dataset, "__dict__", {}).values():
         for one in value if isinstance(value, tuple) else (value,):
             whole = getattr(one, "_base", None) if isinstance(one, torch.Tensor) else getattr(one, "base", None)

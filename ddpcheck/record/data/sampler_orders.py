@@ -1,7 +1,4 @@
-"""The epochs of a sampler and of a dataset: copies are asked for what they give in another one.
-
-Also the lines of the program that begin an epoch, and that have the workers of a loader stay.
-"""
+"""Epochs of samplers and datasets, and lines of epoch loops and loader arguments."""
 
 from __future__ import annotations
 
@@ -26,26 +23,26 @@ from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.randomness import generators_kept
 from ddpcheck.recipe.pytree import tree_tensors
 
-_MOST_INDICES = 1 << 16  # of an order
-_MOST_SAMPLES = 4  # that a dataset is asked for
+_MOST_INDICES = 1 << 16  # max indices of an order
+_MOST_SAMPLES = 4  # max samples read from a dataset
 
 
 def epoch_of(sampler: Any) -> int:
-    """The epoch that a sampler is at, by its `epoch`, as torch's have it; negative where it does not say."""
+    """Return the `epoch` attribute of a sampler, or -1 if unknown."""
     value = getattr(sampler, "epoch", None)
     return value if type(value) is int else -1
 
 
 def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
-    """Return if copies of a sampler give other orders in two epochs; `False` if it cannot be copied.
+    """Return True if copies of a sampler have different orders in two epochs.
 
-    This runs the user's code, so it is for orders that look wrong only. Copies share the dataset and draw the same
-    random numbers; their collectives are answered as if all ranks said the same.
+    Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers; their
+    collectives return as if all ranks contributed the same values.
     """
     shared = [dataset, *(one for one in getattr(sampler, "__dict__", {}).values() if isinstance(one, Dataset))]
     orders = []
     for epoch in (0, 1):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # of the user's
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
             copied = copy.deepcopy(sampler, {id(one): one for one in shared})
             copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
@@ -53,10 +50,10 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 
 def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
-    """Return if a dataset makes other samples than with its attributes `before`; as above."""
+    """Return True if a dataset makes other samples with its attributes `before`."""
     made = []
     for state in (before, {}):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # of the user's
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
             copied = copy.copy(dataset)
             vars(copied).update(state)
             samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]
@@ -65,7 +62,7 @@ def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
 
 
 def epoch_line() -> Location | None:
-    """The head of the program's loop around the pass over a loader that begins, else the line that calls `iter`."""
+    """Return the head of the loop around a loader pass, or `iter`'s line."""
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
         at, file = location_of(frame), frame.f_code.co_filename
@@ -77,7 +74,7 @@ def epoch_line() -> Location | None:
 
 
 def argument_line(call: Location, name: str) -> Location:
-    """The line of a keyword argument of the call at a line; else that line."""
+    """Return the line of a call's keyword argument, else the call's line."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     words = (word for node in calls if node.lineno == call.line for word in node.keywords)
     return replace(call, line=next((word.value.lineno for word in words if word.arg == name), call.line))

@@ -1,1 +1,1 @@
-"""Evaluations: what loops count, exchange and show."""
+"""Recorders of evaluations: counters, exchanged results, shown metrics."""

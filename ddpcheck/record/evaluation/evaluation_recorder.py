@@ -1,4 +1,4 @@
-"""The evaluations of a script: what its loops count, what they exchange, and what the program shows of it."""
+"""Recorder of evaluations: counters of their loops, exchanged results, and shown metrics."""
 
 from __future__ import annotations
 
@@ -35,62 +35,62 @@ from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, 
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
 
-_MOST_PASSES = 3  # over a loader
+_MOST_PASSES = 3  # per loader
 _MOST_ROUNDS = 16
-_MOST_SHOWN = _MOST_EXCHANGED = 64  # a round
-_FEW = 64  # numbers of a tensor, which are kept as they are
-_LONGEST = 4096  # characters of what is printed
+_MOST_SHOWN = _MOST_EXCHANGED = 64  # per round
+_FEW = 64  # max elements of a tensor that is recorded in full
+_LONGEST = 4096  # max characters of a printed text
 _MOST_LABELS = 1 << 14
-_MOST_COLUMNS = 8  # of floating-point numbers
-_MOST_PARTS = 8  # of an object that is gathered
-_MOST_ROWS = 1 << 11  # of what is held for each sample
-_MOST_HELD = 4  # things of which there is one for each sample
-_ROUNDED = 7  # characters of a number that a program may have rounded
+_MOST_COLUMNS = 8  # of floating-point values per row
+_MOST_PARTS = 8  # max parts of a gathered object
+_MOST_ROWS = 1 << 11  # max samples with recorded per-sample values
+_MOST_HELD = 4  # max objects with a value per sample
+_ROUNDED = 7  # max characters of a number that may be rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
-_GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # the names of what goes into a collective
-_OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in the states of what is no model
-_WITH_RESULTS = ("reduce", "gather")  # in the names of collectives
+_GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # argument names of collective inputs
+_OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in states of optimizers, schedulers and scalers
+_WITH_RESULTS = ("reduce", "gather")  # in names of collectives
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _Entry = EvaluationPass | ResultExchanged | MetricShown | RowsCompared
 
 
 @dataclass(slots=True)
 class _Open:
-    """A pass over a loader that may turn out to be an evaluation."""
+    """Loader pass that may turn out to be an evaluation."""
 
     backwards: int
     numbers: Mapping[str, float]
-    counters: Mapping[str, bool]  # the variables that hold several numbers, and whether one of them is not zero
+    counters: Mapping[str, bool]  # variables with several numbers: True if any is nonzero
     exchanged: list[ResultExchanged] = field(default_factory=list)
 
 
 class EvaluationRecorder(Recorder, subjects=("evaluation",)):
-    """Follows the passes over loaders without backward, and what is exchanged and shown after them.
+    """Recorder of loader passes without backward, and of results exchanged and shown.
 
     Attributes:
-        awaits_backward: Whether a pass has begun or ended since the last backward pass.
+        awaits_backward: True if a pass began or ended since the last backward pass.
     """
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         self._sink = sink
         self.awaits_backward = False
         self._round = 0
-        self._evaluated = False  # in this round
+        self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0
-        self._left = [0, 0]  # exchanges and numbers shown that are still written in this round
+        self._left = [0, 0]  # remaining exchanges and shown numbers to write in this round
         self._open: dict[tuple[int, int], _Open] = {}
-        self._ended: tuple[int, int] | None = None  # the last evaluation
-        self._late: tuple[_Open, EvaluationPass] | None = None  # it, while its last batch may be on its way
-        self._references: set[int] = set()  # loaders whose datasets have been looked at
-        self._record: Any = None  # the last one of `logging`
-        self._size = self._samples = 0  # of the dataset that was evaluated last, and how many of it this rank has
+        self._ended: tuple[int, int] | None = None  # last evaluation
+        self._late: tuple[_Open, EvaluationPass] | None = None  # an evaluation whose last batch may be in progress
+        self._references: set[int] = set()  # loaders whose datasets were recorded
+        self._record: Any = None  # last record of `logging`
+        self._size = self._samples = 0  # dataset size and samples on this rank, of the last evaluation
         self._comparisons = ComparisonRecorder(sink)
         patched(builtins, "print", self._prints)
         patched(logging.Handler, "handle", self._logs)
         patched(torch, "save", self._saves)
 
     def note_backward(self, _loss: Any) -> None:
-        """A backward pass of the script begins: it trains."""
+        """Start a new round after an evaluation; called when a backward pass begins."""
         self.awaits_backward = False
         self._backwards += 1
         self._late = None
@@ -102,10 +102,10 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
     # Passes
 
     def note_pass(self, entry: LoaderPass, dataset: Any) -> None:
-        """A pass over a loader has begun, or ended; `dataset`: what it is over."""
+        """Record the begin or end of a loader pass over `dataset`."""
         self.awaits_backward = True
         if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
-            self._left = [0, 0]  # what comes may be of this one
+            self._left = [0, 0]  # later results may belong to this pass
             return
         key = (entry.loader, entry.number)
         one = self._open.pop(key, None)
@@ -132,11 +132,11 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._sink(replace(exchanged, round=self._round))
 
     def _write_late(self, call: Call | None = None) -> None:
-        """Write what the loop has counted when it is over: its loader had ended before the last batch was at work."""
+        """Rewrite the counters after a loop whose last batch was still pending."""
         if self._late is None:
             return
         one, written = self._late
-        if call is None or all(o.location != Location.parse(call.location) for o in one.exchanged):  # of the last batch
+        if call is None or all(o.location != Location.parse(call.location) for o in one.exchanged):  # an older batch
             self._late = None
             numbers, tables, rows = _counted_since(one, self._samples)
             self._sink(replace(written, numbers=numbers, tables=tables, rows=rows))
@@ -180,10 +180,10 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
                 self._left[0] -= 1
                 self._sink(one)
 
-    # What the program shows
+    # Shown values
 
     def _broadcasts(self, given: Mapping[str, Any]) -> None:
-        """This rank gives the others a few numbers, perhaps: a metric by which all of them decide."""
+        """Record a broadcast of few numbers from this rank (a metric, possibly)."""
         value = given.get("tensor", given.get("object_list"))
         small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
         if given.get("src") == dist.get_rank() and small and self._listens():
@@ -208,11 +208,11 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._show("decides", [ShownNumber("", (value,)) for value in numbers_of_conditions()])
 
     def _listens(self) -> bool:
-        """Whether an evaluation has ended, and what is shown is not how far the next one is, batch by batch."""
+        """Return True between an evaluation's end and the next evaluation."""
         return self._evaluated and self._left[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
 
     def _under_way(self) -> list[tuple[int, int]]:
-        """The passes that may be evaluations, and have not ended."""
+        """Return the open passes without a backward pass, possibly evaluations."""
         return [key for key, one in self._open.items() if one.backwards == self._backwards]
 
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
@@ -228,7 +228,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The numbers, tables and rows of the program that have changed since a pass over so many samples began."""
+    """Return the program's numbers, tables and rows that changed during a pass."""
     held = program_numbers.numbers_of_program()
     numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
     tables = {}
@@ -249,21 +249,21 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _rows_in(value: Any) -> int:
-    """How many rows a tensor, an array, or a list of numbers or of these has."""
+    """Return the row count of a tensor, array or list of tensors."""
     if type(value) is list and value and isinstance(value[0], torch.Tensor):
         return sum(map(_length, value))
     return _length(value) if type(value) in (list, torch.Tensor) or type(value).__module__ == "numpy" else 0
 
 
 def _is_fetched_ahead() -> bool:
-    """Whether what takes batches from a loader hands them on to the loop of the program, and may be one ahead."""
+    """Return True if a package or generator may prefetch a batch."""
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)))
     code = next((code for code in codes if is_user_file(code.co_filename)), None)
     return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
 
 
 def _without_states(held: Any) -> Any:
-    """What is saved, without states of optimizers, schedules and scalers: rates and factors are no results."""
+    """Return a saved object without optimizer, scheduler and scaler states."""
     if type(held) in (dict, OrderedDict):
         return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
     return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
@@ -287,14 +287,14 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
 
 
 def _flat(value: Any) -> Any:
-    """What is given to a collective, of lists in a list the items of all."""
+    """Flatten nested lists in a collective input."""
     if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
         return list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     return value
 
 
 def _values_given(value: Any) -> tuple[float, ...]:
-    """The floating-point numbers of each row of what is given to a collective."""
+    """Return the floating-point values of each row of a collective input."""
     value = _flat(value)
     if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
         parts = [_floats_of(one) for one in value]
@@ -303,7 +303,7 @@ def _values_given(value: Any) -> tuple[float, ...]:
 
 
 def _floats_of(value: Any) -> tuple[float, ...]:
-    """A tensor, an array or a list of floating-point numbers, row by row."""
+    """Return the values of a floating-point tensor, array or list, row by row."""
     if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
         return tuple(value)
     array = program_numbers.array_of(value, "f")
@@ -313,7 +313,7 @@ def _floats_of(value: Any) -> tuple[float, ...]:
 
 
 def _rows_given(value: Any) -> tuple[int, ...]:
-    """A label for each row of what is given to a collective: whole numbers, scores of classes, or of one class."""
+    """Return a label per row: integers, or from class or binary scores."""
     value = _flat(value)
     sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
@@ -333,14 +333,14 @@ def _length(value: Any) -> int:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """What a rank hands over at once: predictions and labels, say."""
+    """Return the parts of a gathered dict or tuple (predictions, labels)."""
     if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
         return list(value.values() if isinstance(value, dict) else value)
     return []
 
 
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:
-    """The attributes of a dataset; of a part of one that has tensors, those of its samples."""
+    """Return the attributes of a dataset; of a `Subset`, its samples' rows too."""
     held = dict(getattr(dataset, "__dict__", None) or {})
     held |= {f"tensors[{number}]": one for number, one in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:
@@ -352,7 +352,7 @@ def _held_by(dataset: Any, size: int) -> dict[str, Any]:
 
 
 def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The labels of all samples that a dataset holds in one of its attributes."""
+    """Return the attributes with a label for each sample of a dataset."""
     found = {}
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
@@ -362,7 +362,7 @@ def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Likewise floating-point numbers."""
+    """Return the attributes with floating-point values for each sample of a dataset."""
     if not 1 < size <= _MOST_LABELS:
         return {}
     found = {name: _floats_of(one) for name, one in held.items() if hasattr(one, "shape") or type(one) is list}
@@ -370,7 +370,7 @@ def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:
-    """The numbers in what is printed."""
+    """Return the numbers in a printed value."""
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]

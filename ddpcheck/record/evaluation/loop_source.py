@@ -1,4 +1,4 @@
-"""The source of a program around where it is now: what comes after a loop, and the conditions that it is in."""
+"""Source analysis of the current line: end of the loop, enclosing conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 
 def numbers_of_conditions() -> list[float]:
-    """The numbers in the conditions of the `if`s in which the program is now."""
+    """Return the non-integer numbers in the conditions of the enclosing `if` statements."""
     found: list[float] = []
     for frame in itertools.islice(program_numbers.program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
@@ -28,7 +28,7 @@ def numbers_of_conditions() -> list[float]:
 
 
 def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
-    """The number that a name or an attribute of an object is, as it is held."""
+    """Return the current number of a name or an object's attribute, or None."""
     if isinstance(node, ast.Name):
         return program_numbers.number_of(variables.get(node.id))
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -37,7 +37,7 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 
 def lines_of_value() -> dict[str, Location]:
-    """By function of the program, innermost first, the line that makes what it hands on: a call, or what assigns it."""
+    """Return, by function on the stack, the line of the passed value's assignment."""
     found: dict[str, Location] = {}
     for frame in itertools.islice(program_numbers.program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
@@ -57,7 +57,7 @@ def _line_of_value(code: CodeType, line: int) -> int:
 
 
 def lines_after() -> dict[str, Location]:
-    """By function of the program, the line that follows the loop in which it is now."""
+    """Return, by function on the stack, the line after the enclosing loop."""
     found: dict[str, Location] = {}
     for frame in program_numbers.program_frames():
         code = frame.f_code
@@ -69,7 +69,7 @@ def lines_after() -> dict[str, Location]:
 
 @functools.cache
 def _line_after(file: str, line: int) -> int:
-    """The line of the statement after the innermost `for` that begins at `line`; 0 where there is none."""
+    """Return the line after the innermost `for` that begins at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for one, following in itertools.pairwise(body if isinstance(body, list) else []):

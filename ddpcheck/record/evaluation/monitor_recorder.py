@@ -1,4 +1,4 @@
-"""The metrics by which callbacks of Lightning decide what is saved, and when training stops."""
+"""Recorder of the metrics by which Lightning callbacks save checkpoints and stop training."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ddpcheck.record.rank.module_finder import when_imported
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _CALLBACKS = ("ModelCheckpoint", "EarlyStopping")
 _ENDS = ("on_validation_end", "on_train_epoch_end")
-_MOST_USES = 64  # of a callback
+_MOST_USES = 64  # per callback
 
 
 class MonitorRecorder(Recorder, subjects=("optimizers",)):
-    """Follows what modules of Lightning log, and the callbacks that have one of these metrics for their `monitor`."""
+    """Recorder of metrics logged by Lightning modules and monitored by callbacks."""
 
     def __init__(self, sink: Callable[[MetricUsed], object]) -> None:
-        """Begin, as soon as the script imports Lightning."""
+        """Initialize; patches Lightning when the script imports it."""
         self._sink = sink
-        self._lines: dict[str, Location | None] = {}  # that log a metric, by its name
+        self._lines: dict[str, Location | None] = {}  # line that logs a metric, by name
         self._trainer: Callable[[], Any] = lambda: None
         self._numbers = itertools.count()
-        self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, uses so far
+        self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, uses so far]
         follow_modules = guarded(lambda module: patched(module.LightningModule, "log", self._logs), self)
         when_imported([f"{package}.core" for package in _PACKAGES], follow_modules)
         when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
 
     def line_of(self, value: float) -> Location | None:
-        """The line that has logged the metric of this value, which is the newest one of its name."""
+        """Return the line that logged a metric with this latest value, or None."""
         metrics = getattr(self._trainer(), "callback_metrics", {})
         return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
 

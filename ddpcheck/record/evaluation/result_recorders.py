@@ -1,4 +1,4 @@
-"""What a script does with results that ranks have gathered: it compares number by number, or reduces sums again."""
+"""Recorders of gathered results: elementwise comparisons, and sums that are reduced repeatedly."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ddpcheck.gather.state.fingerprints import is_shard
 _METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
 _FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
 _LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity")
-_FEWEST, _MOST = 8, 1 << 14  # numbers
+_FEWEST, _MOST = 8, 1 << 14  # elements
 _MOST_ROUNDS, _MOST_A_ROUND = 3, 8
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
-    """Follows subtractions, comparisons and losses of two tensors while it is open; hands them to `sink`.
+    """Recorder of subtractions, comparisons and losses of two tensors while open.
 
-    It puts functions in torch's place for that time only: they would cost in a training loop.
+    Patches torch only while open, to avoid overhead in the training loop.
     """
 
     def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
@@ -38,7 +38,7 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
         self._seen: set[Location | None] = set()
 
     def open(self, number: int, size: int) -> None:
-        """Results of `size` samples are gathered in a round of that number."""
+        """Start recording: results of `size` samples are gathered in round `number`."""
         if number != self._round:
             self._round, self._rounds = number, self._rounds + 1
             self._seen = set()
@@ -49,7 +49,7 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
             self._patches += [patched(owner, name, self._meet) for name in names]
 
     def close(self) -> None:
-        """The script trains again, or goes through other data."""
+        """Stop recording: the script trains again, or iterates over other data."""
         while self._patches:
             self._patches.pop().undo()
 
@@ -69,9 +69,9 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
 
 
 _MOST_ELEMENTS = 8
-_MOST_CALLS = 64  # at a line
+_MOST_CALLS = 64  # per line
 _MOST_LINES = 64
-_CALLS = 4  # one after the other, of which each has the result of the one before in it
+_CALLS = 4  # consecutive calls whose input includes the previous result
 
 _Numbers = tuple[float, ...]
 
@@ -79,12 +79,12 @@ _Numbers = tuple[float, ...]
 @dataclass(slots=True)
 class _Line:
     calls: int = 0
-    given: list[_Numbers] = field(default_factory=list)  # of calls of which each has the result of the one before in it
+    given: list[_Numbers] = field(default_factory=list)  # inputs of consecutive calls, each including the last result
     left: list[_Numbers] = field(default_factory=list)
 
 
 class SumRecorder(Recorder, subjects=("evaluation",)):
-    """Hands `sink` some calls at a line where that is so, once a line."""
+    """Recorder of all_reduces whose inputs include earlier results, once per line."""
 
     def __init__(self, sink: Callable[[SumsReduced], object]) -> None:
         self._sink = sink

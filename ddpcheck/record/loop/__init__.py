@@ -1,1 +1,1 @@
-"""The loop around a wrapper: passes, reductions, optimizer steps, gradients that go past it."""
+"""Record the loop around a wrapper: passes, reductions, steps, and bypassed gradients."""

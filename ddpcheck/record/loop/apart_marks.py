@@ -1,4 +1,4 @@
-"""Whether replicas are ever the same again while ranks train apart: by a communication hook, or under no_sync."""
+"""Detect if replicas become equal again under a communication hook or `no_sync`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST = 4096
 
 
 class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
-    """Fingerprints of one small parameter before each forward pass in which it has changed, on this rank."""
+    """Fingerprints of one small parameter before each forward pass that finds it changed."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
-        """Of the `number`-th wrapper; `recorder` returns what follows its steps; `under_no_sync`: there too."""
+        """Begin for the `number`-th wrapper; `under_no_sync`: also while steps use `no_sync`."""
         self._recorder = recorder
         self._number = number
         self._under_no_sync = under_no_sync
@@ -28,7 +28,7 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
         self._since, self._hook = 0, ""
 
     def forward_begins(self) -> None:
-        """Take one, where ranks train apart and have not left the loop by right."""
+        """Record a fingerprint if ranks train apart and none has left by `Join`."""
         recorder = self._recorder()
         apart = recorder.apart or (self._under_no_sync and recorder.steps_alone)
         if apart and not recorder.joins and len(self._marks) < _MOST:
@@ -37,7 +37,7 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
             self._add(recorder)
 
     def at_last(self) -> TrainedApart | None:
-        """What there is at the end, with the last values of all parameters; `None` where ranks have not been apart."""
+        """Return all marks and final parameter fingerprints, or `None` without marks."""
         if not self._marks:
             return None
         recorder = self._recorder()

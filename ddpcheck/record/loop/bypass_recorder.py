@@ -1,8 +1,7 @@
-"""Backward passes that reach the parameters of a wrapper and that it does not reduce, and the call that makes them so.
+"""Detect backward passes that bypass the wrapper, and the call that causes the bypass.
 
-Only the calls of a wrapper's own forward are followed by a reduction. Where `.grad` has grown and neither a reduction
-has ended nor `no_sync` has put it off, the loss came from the module inside. From then on that module is listened to,
-and the line by which the script enters it is the one to change.
+Only calls of the wrapper's own forward lead to a reduction. If `.grad` has grown without a reduction and without
+`no_sync`, the loss came from the inner module. From then on, hooks on the inner module find the script line to fix.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _Marks = list[tuple[int, int] | None]
 
 
 class BypassRecorder(Recorder, subjects=("loop",)):
-    """Follows the backward passes around one wrapper.
+    """Recorder of backward passes that bypass one wrapper.
 
     Attributes:
-        reductions: How many had ended when the backward pass that runs has begun.
+        reductions: Number of finished reductions at the start of the running backward pass.
     """
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
     ) -> None:
-        """Begin; `sink` is told of each such pass."""
+        """Begin; `sink` receives an event for each bypass."""
         self._event = LoopEvent("forward inside")
         self._sink = sink
         self._module = module
-        self._some = [*parameters[:1], *parameters[-1:]]  # by which a backward pass is known to have come
+        self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
         self._marks: _Marks = []
         self.reductions = 0
         self._in_forward = False
@@ -50,12 +49,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._handles: list[Any] = []
 
     def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Any backward pass of the script begins; so many reductions have ended, and the wrapper's forward runs."""
+        """Record gradient versions at the start of any backward pass of the script."""
         self._in_forward = in_forward
         self._marks, self.reductions = self._marked(), reductions
 
     def backward_ended(self) -> None:
-        """It has ended, no reduction has, and its gradients are not to be reduced with those of a later one."""
+        """Detect gradients added by a finished backward pass without a reduction."""
         marks, before = self._marked(), self._marks
         if any(now is not None and now != then for now, then in zip(marks, before, strict=False)):
             if self._in_forward:
@@ -65,12 +64,12 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             self._sink(self._event)
 
     def found(self) -> LoopEvent:
-        """Begin to listen; return what makes them so: a call of the module inside, or of backward inside of forward."""
+        """Start to listen; return the call that causes the bypass."""
         self._listen()
         return self._event
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listens = False
         remove_hooks(self._handles)
 
@@ -87,7 +86,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
-        """A part of the module is called: by a line outside of it, if not by the wrapper."""
+        """Record the program line that calls a part, unless the wrapper does."""
         if self._event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())
@@ -101,7 +100,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
-    """Whether a frame is of a method of one of the modules."""
+    """Return True if the frame runs a method of one of the modules."""
     code = frame.f_code
     own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return isinstance(own, nn.Module) and own in parts

@@ -1,4 +1,4 @@
-"""A forward pass: its arguments, kept to run it again and say why a parameter is missing, and what it has returned."""
+"""Forward passes: arguments for a rerun that explains missing parameters, and outputs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.worlds.compilation import stance
 from ddpcheck.worlds.generators import generators, set_generators
 
-_DEPTH = 3  # of objects in objects
+_DEPTH = 3  # nesting depth of searched objects
 
 
 class Snapshot(Struct):
-    """A call of the wrapped module: references to its arguments, not copies, and the state of random generators."""
+    """Call of the wrapped module: references to its arguments, and random states."""
 
-    arguments: tuple[Any, ...]  # positional ones
-    named: Mapping[str, Any]  # the others
-    forward: Any  # the function that a framework had put in the place of the module's `forward`, if one had
-    random: dict[str, Any]  # the state of torch's generator, and of Python's and numpy's where `thorough`
-    autocast: tuple[tuple[str, torch.dtype], ...]  # device type and dtype of the autocasts that were on
-    # the positions, among the tensors that forward returned, of those that take part in the loss; `None` where that is
-    # not known
+    arguments: tuple[Any, ...]  # positional arguments
+    named: Mapping[str, Any]  # keyword arguments
+    forward: Any  # replacement of the module's `forward` by a framework, or `None`
+    random: dict[str, Any]  # state of torch's generator; if `thorough`, also of Python's and numpy's
+    autocast: tuple[tuple[str, torch.dtype], ...]  # (device type, dtype) of each enabled autocast
+    # indices of the returned tensors that the loss uses; `None` if unknown
     used: tuple[int, ...] | None = None
 
     @classmethod
     def take(
         cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
     ) -> Snapshot:
-        """Record a call of `module` that is about to be made; `thorough` costs some 40 microseconds more."""
+        """Record a call of `module` before it runs; `thorough` costs about 40 microseconds."""
         autocast: tuple[tuple[str, torch.dtype], ...] = ()
         for kind in ("cuda", "cpu"):
             if torch.is_autocast_enabled(kind):
@@ -55,15 +54,15 @@ class Snapshot(Struct):
         missing: Mapping[str, torch.Tensor],
         around: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> dict[str, PathEnd]:
-        """Run the forward pass again, on this rank alone, and say where the path of each of `missing` ends.
+        """Rerun the forward pass on this rank; return the end of each missing path.
 
-        Afterwards the module's buffers and attributes, the generators and `.grad` are what they were. What the forward
-        pass changes outside of the module is changed once more. What is compiled runs as it is written.
+        Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
+        happen twice. Compiled code runs eagerly.
 
-        `around` makes a context to run it in, in which a framework does not count or log it a second time.
+        `around` returns a context in which a framework does not count or log the rerun.
         """
         if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
-            return dict.fromkeys(missing, PathEnd("unknown"))  # it would take from the data of the run
+            return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
 
         reached: set[int] = set()
 
@@ -77,7 +76,7 @@ class Snapshot(Struct):
                 output = module(*self.arguments, **self.named)
             tensors = differentiable_tensors(output)
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
-            losses += _constants(output)  # which the loss may have, too
+            losses += _constants(output)  # the loss may use constants, too
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
@@ -86,21 +85,21 @@ class Snapshot(Struct):
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
             with around(), alone(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the forward pass has shown them
+                warnings.simplefilter("ignore")  # already shown by the first run
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
-        except Exception:  # the finding is made without its cause
+        except Exception:  # report the finding without a cause
             return dict.fromkeys(missing, PathEnd("unknown"))
         finally:
             state.restore(module)
             for value, before in containers:
                 refill(value, before)
             set_generators(now)
-        # A branch may depend on what a step has left behind (a counter): then this pass has taken another branch.
+        # A branch may depend on the state of a step (a counter): then the rerun has taken another branch.
         return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
-    """Lists and the like that parts of `module` hold: outputs that are collected for the end of an epoch, say."""
+    """Yield containers in attributes of `module`, e.g. outputs collected over an epoch."""
     for part in module.modules():
         for key, value in vars(part).items():
             if key not in MODULE_INTERNALS and type(value) in (list, dict, set, deque):
@@ -114,25 +113,25 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-# The tensors that a forward pass has returned, in objects of the user's classes too
+# Tensors in a forward output, also inside objects of user classes
 
 
 def differentiable_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors in `output` through which a gradient can come."""
-    if isinstance(output, torch.Tensor):  # as a rule: no need to look into it
+    """Return the tensors in `output` that have a gradient node."""
+    if isinstance(output, torch.Tensor):  # fast path of the usual case
         return [] if node_of(output) is None else [output]
     return [tensor for tensor in _tensors(output) if node_of(tensor) is not None]
 
 
 def trainable_leaves(output: Any) -> list[torch.Tensor]:
-    """The tensors in `output` that require grad and that nothing has computed."""
+    """Return the leaf tensors in `output` that require grad."""
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad and node_of(output) is None else []
     return [tensor for tensor in _tensors(output) if tensor.requires_grad and node_of(tensor) is None]
 
 
 def _constants(output: Any) -> list[torch.Tensor]:
-    """The numbers in `output` through which no gradient can come."""
+    """Return the floating-point tensors in `output` without grad."""
     return [tensor for tensor in _tensors(output) if not tensor.requires_grad and tensor.is_floating_point()]
 
 
@@ -144,5 +143,5 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
             if isinstance(leaf, torch.Tensor):
                 yield leaf
             elif depth < _DEPTH and not isinstance(leaf, nn.Module | type):
-                with contextlib.suppress(Exception):  # no attributes, or an object that does not like to be asked
+                with contextlib.suppress(Exception):  # no `__dict__`, or attribute access raises
                     pending.append((list(vars(leaf).values()), depth + 1))

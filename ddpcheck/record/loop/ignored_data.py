@@ -1,4 +1,4 @@
-"""Assignments to `.data` of shards in a watched loop: a DTensor takes none of them, and leaves no trace of one."""
+"""Detect assignments to `.data` of shards, which a DTensor ignores without a trace."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 
-_CALLER = 3  # frames from what notes an assignment to the line that makes it
+_CALLER = 3  # frames from the recording function to the assigning line
 
 _open: WeakSet[IgnoredData] = WeakSet()
 _patches: list[Patch] = []
 
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
-    """Hands them to `sink` before the next forward pass; from `begin` to `close`."""
+    """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
-        """Of the parameters that `recorder` returns what follows."""
+        """Begin for the parameters of the `StepRecorder` that `recorder` returns."""
         self._recorder = recorder
         self._sink = sink
         self._found: dict[Location, list[str]] = {}
 
     def begin(self) -> None:
-        """Follow the assignments of this process; `DTensor` must have been imported."""
+        """Patch `DTensor.data`; `DTensor` must have been imported."""
         _open.add(self)
         if not _patches:
             _patches.append(Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed))
 
     def close(self) -> None:
-        """Follow them no more; may be called again."""
+        """Stop recording; idempotent."""
         _open.discard(self)
         while _patches and not _open:
             _patches.pop().undo()
 
     def note(self, shard: torch.Tensor, where: Location) -> None:
-        """Something was assigned to `.data` of a shard, at a line."""
+        """Record an assignment to `.data` of a shard."""
         name = next((name for name, known in self._recorder().parameters.items() if known is shard), None)
         if name is not None and name not in (names := self._found.setdefault(where, [])):
             names.append(name)
 
     def forward_begins(self) -> None:
-        """Hand on what was noted."""
+        """Pass the recorded assignments to `sink`."""
         found, self._found = self._found, {}
         if found:
             self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), where) for where, names in found.items()])
 
 
 def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a shard has not taken what was assigned to its `.data`."""
+    """Return True if a shard ignored the value assigned to its `.data`."""
     part = own_part(parameter) if is_shard(parameter) else None
     return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
 

@@ -1,4 +1,4 @@
-"""The events of a watched loop: forward and backward passes, reductions, optimizer steps, `no_sync`."""
+"""Record loop events: forward and backward passes, reductions, optimizer steps, `no_sync`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _REDUCTION = LoopEvent("reduction")
 _EVENTS_KEPT = 64
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_patches: list[Patch] = []  # of DDP's `no_sync`, while a wrapper is watched
+_patches: list[Patch] = []  # patches of DDP's `no_sync`, while a wrapper is watched
 _records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
 class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
-    """The events of the step that is under way, and of the one before.
+    """Events of the current and the previous step.
 
     Attributes:
-        ledger: Of all events so far; it keeps those of the step.
-        add: Records an event.
-        to_report: Events that this rank reports when the ranks exchange reports next.
+        ledger: Ledger of all events so far; keeps events of the current step.
+        add: Function that records an event.
+        to_report: Events in this rank's next report.
     """
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
-        """`alarm` is called with the step after which they are to be reported."""
+        """Begin; `alarm` is called with the step after which to report."""
         self.ledger = Ledger(kept=_EVENTS_KEPT)
         self.add = self.ledger.add
         self.to_report: tuple[LoopEvent, ...] = ()
@@ -45,7 +45,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:
-        """Record each `no_sync` of `wrapper`, its begin and its end; of shards, what switches their reduction off."""
+        """Record each `no_sync` of `wrapper`; for shards, each switch of the reduction."""
         if not is_ddp(wrapper):
             shard_switches.follow()
         if not _patches:
@@ -53,7 +53,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         _records[wrapper] = ref(self)
 
     def detach(self, wrapper: nn.Module | None) -> None:
-        """Record it no more; the wrapper may be gone."""
+        """Stop recording; `None` if the wrapper is freed."""
         if wrapper is not None:
             _records.pop(wrapper, None)
         if _patches and not _records:
@@ -61,11 +61,11 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             shard_switches.leave()
 
     def note(self, kind: str) -> None:
-        """Record an event of a kind, with the line of the user's code; begin and end of `no_sync` without."""
+        """Record an event with the user's line (no line for `no_sync`)."""
         self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(user_location() or "")))
 
     def report(self, step: int) -> None:
-        """Report the events so far, which show a fault, when `step` has ended."""
+        """Request a report of the events so far, which show a fault, after `step`."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
             off = any(event.kind == "forward" and not event.synchronises for event in events)
@@ -74,7 +74,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             self._alarm(step)
 
     def step_ended(self, step: int, *, reduced: bool) -> None:
-        """Begin with the events of the next step; `reduced`: DDP has averaged, and does not wait for gradients."""
+        """Start the next step; `reduced`: DDP has averaged and waits for no gradient."""
         if reduced:
             self.add(_REDUCTION)
         if self.ledger.not_entered or self.ledger.around_backward:

@@ -1,4 +1,4 @@
-"""Calls of a wrapper's forward by its name (`wrapper.forward(...)`), which call no hook: DDP's own one is noticed."""
+"""Detect calls of `wrapper.forward(...)`, which run no hooks, in DDP's own forward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.record.module_hooks import Living
 
 inside: set[int] = set()
-"""The wrappers, by identity, of which a forward pass runs that was noticed by hooks."""
+"""`id()` of each wrapper in a forward pass detected by hooks."""
 
 
 class Follower(Protocol):
-    """Is told of each forward of any wrapper that no hook has been called for."""
+    """Receiver of forward passes of any wrapper that ran no hook."""
 
     def enter_by_name(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """It begins."""
+        """Handle the start of a forward pass."""
 
     def leave_by_name(self, wrapper: nn.Module, output: Any) -> None:
-        """It returns."""
+        """Handle the end of a forward pass."""
 
 
 _followers: Living[Follower] = Living()
@@ -30,7 +30,7 @@ _patches: list[Patch] = []
 
 
 def follow_forward(follower: Follower) -> None:
-    """Tell `follower` from now on."""
+    """Notify `follower` from now on."""
     _followers.add(follower)
     if not _patches:
         for name, around in (("_pre_forward", _enters), ("_post_forward", _leaves)):
@@ -38,7 +38,7 @@ def follow_forward(follower: Follower) -> None:
 
 
 def unfollow_forward(follower: Follower) -> None:
-    """Tell it no more; may be called again."""
+    """Stop notifying `follower`; idempotent."""
     _followers.discard(follower)
     while _patches and not _followers:
         _patches.pop().undo()

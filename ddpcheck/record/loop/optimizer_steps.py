@@ -1,4 +1,4 @@
-"""Optimizer steps around a wrapper: whether each uses gradients that DDP has averaged."""
+"""Optimizer steps of one wrapper: check if each uses averaged gradients."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ddpcheck.record.module_hooks import Living
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
-_FEWEST = 3  # optimizer steps on gradients that have not been averaged, before that is told without the other ranks
-_MANY = 16  # likewise, of shards that have been reduced before: a loop may step more often than it reduces
+_FEWEST = 3  # optimizer steps on gradients not reduced, before a report without other ranks
+_MANY = 16  # same for shards reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
 
 
 class _Living:
-    """Those that follow steps, as long as they live."""
+    """Weak references to the objects that follow steps."""
 
     def __init__(self) -> None:
         self.all: Living[OptimizerSteps] = Living()
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
-        """An optimizer is about to step, on gradients that DDP has averaged or not."""
-        for steps in () if inside else filter(None, map(call, self.all.refs)):  # each call costs in a step
+        """Handle the start of an optimizer step outside of backward passes."""
+        for steps in () if inside else filter(None, map(call, self.all.refs)):  # hot path
             steps.settle()
             if not has_closure:
                 steps.passes_ended(optimizer)
 
     def after_step(self, optimizer: Any, has_closure: bool) -> None:
-        """An optimizer has stepped; a closure that it was given has run the last passes of the step."""
+        """Handle the end of an optimizer step whose closure ran the last passes."""
         if has_closure and not in_backward():
             for steps in self.all:
                 steps.passes_ended(optimizer)
@@ -51,16 +51,16 @@ _living = _Living()
 
 @dataclass(slots=True)
 class _Followed:
-    groups: int = 0  # of the optimizer, when it was asked for its parameters
-    holds: bool = False  # some of the wrapper's
-    reductions: int = 0  # at its last step
+    groups: int = 0  # number of parameter groups at the last check
+    holds: bool = False  # True if some parameters belong to the wrapper
+    reductions: int = 0  # number of reductions at the last step
 
 
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
-    """Follows every optimizer that has parameters of one wrapper.
+    """Recorder of every optimizer with parameters of one wrapper.
 
     Attributes:
-        settle: Has the tracker of the steps know that an optimizer steps.
+        settle: `StepTracker.settle`, called before each step.
     """
 
     def __init__(
@@ -72,13 +72,12 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         look: Callable[[], object],
         listen: Callable[[], object],
     ) -> None:
-        """Note the steps of optimizers in `loop`, beside those of `tracker`.
+        """Record optimizer steps in `loop`, next to the events of `tracker`.
 
-        `has_others` says whether there are ranks to average with. `tell` is called where several steps used gradients
-        that were not averaged, with those of the last step that belong to a forward pass of the wrapper; or where one
-        has used what a second backward pass through it has added. `look` is
-        called where nothing was reduced for several steps, although DDP has prepared for it; `listen` after the first
-        step on gradients that no forward pass of the wrapper accounts for.
+        `has_others` returns True if there are ranks to average with. `tell` is called after several steps on gradients
+        not reduced (with the last contribution of a forward pass of the wrapper, if any), and after a step on gradients
+        of a second backward pass. `look` is called if a prepared reduction is missing for several steps, `listen` after
+        the first step on gradients without a forward pass of the wrapper.
         """
         self._tracker = tracker
         self.settle = tracker.settle
@@ -88,18 +87,18 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         self._look = look
         self._listen = listen
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self._alone = 0  # steps, one after the other, since whose optimizer's last one nothing was reduced
-        self._around = 0  # steps on gradients of backward passes around the wrapper
-        self._last = 0  # the number of reductions at the last step of any optimizer
-        self._unanswered = 0  # steps, one after the other, at which a prepared reduction had not come
+        self._alone = 0  # consecutive steps without a reduction since the optimizer's last step
+        self._around = 0  # steps on gradients of backward passes that bypass the wrapper
+        self._last = 0  # number of reductions at the last step of any optimizer
+        self._unanswered = 0  # consecutive steps whose prepared reduction is missing
 
     @property
     def follows(self) -> bool:
-        """Whether an optimizer has stepped that holds parameters of the wrapper."""
+        """Return True if an optimizer with parameters of the wrapper has stepped."""
         return any(known.holds for known in self._known.values())
 
     def attach(self) -> None:
-        """Follow every optimizer of this process, as long as this object lives."""
+        """Follow every optimizer of this process during the lifetime of this object."""
         _living.all.add(self)
         follow_steps(_living)
 
@@ -109,7 +108,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             unfollow_steps(_living)
 
     def passes_ended(self, optimizer: Any) -> None:
-        """All passes before the step of an optimizer have run."""
+        """Handle the end of all passes before an optimizer step."""
         last, self._last = self._last, self._tracker.number
         if last == self._last and self._loop.ledger.prepared is not None:
             self._note_unanswered()
@@ -124,8 +123,8 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             return
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, known.reductions = number - known.reductions, number
-        if (reductions and not ledger.unreduced) or not self._has_others():  # the healthy step, at no cost for
-            self._alone = 0  # each parameter
+        if (reductions and not ledger.unreduced) or not self._has_others():  # fast path of a healthy step
+            self._alone = 0
             self._loop.add(STEP)
             return
         if self._tracker.parameters.is_sharded:
@@ -134,14 +133,14 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             self._step_unreduced({*map(id, parameters_of(optimizer))}, alone=not reductions)
 
     def _note_unanswered(self) -> None:
-        """Have parameters looked at after 3, 6, 12 ... steps: DDP may wait for tensors that nobody uses."""
+        """Check parameters after 3, 6, 12, ... steps: DDP may wait for unused tensors."""
         self._unanswered += 1
         times, rest = divmod(self._unanswered, _FEWEST)
         if not rest and is_probed(times) and self._has_others():
             self._look()
 
     def _step_unreduced(self, held: set[int], *, alone: bool) -> None:
-        """A step for which nothing was reduced (`alone`), or before which other gradients have come."""
+        """Record a step without a reduction (`alone`) or with gradients added since then."""
         ledger = self._loop.ledger
         prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(held)
         used = [one for one in ledger.open if not one.reduced] if uses else []
@@ -166,17 +165,17 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             self._alone = 0
         elif there & held:
             times = self._alone = self._alone + 1
-            if prepared:  # the loss does not come through the tensors that they have returned
+            if prepared:  # the loss does not depend on the returned tensors
                 times, self._tracker.hooks_parameters = 0, True
         if times == 1 and not own:
             self._listen()
-        if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # wrapped again
+        if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
             self._tell(own[-1] if own else None)
 
     def _step_without_gradients(self, *, alone: bool) -> None:
-        """A step on shards for which nothing was reduced (`alone`), or not what has come after the reduction.
+        """Record a step on shards without a reduction (`alone`), or with gradients added since.
 
-        What is not reduced is none of their gradients.
+        Gradients that are not reduced never reach `.grad` of the shards.
         """
         ledger = self._loop.ledger
         waits = [one for one in ledger.open if not one.reduced]
@@ -186,7 +185,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             self._tell(waits[-1])
 
     def _is_there(self, held: set[int]) -> bool:
-        """Whether an optimizer of these parameters is about to use what was not reduced: it was not zeroed."""
+        """Return True if gradients of these parameters were neither reduced nor zeroed."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
         return any(map(has_gradient, some))

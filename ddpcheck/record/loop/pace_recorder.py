@@ -1,4 +1,4 @@
-"""Forward passes and batches of a rank between two reductions of a wrapper."""
+"""Count forward passes and batches of a rank between two reductions of a wrapper."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_RUNS = 1024
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
-    """The pace of one wrapper.
+    """Pace of one wrapper.
 
     Attributes:
         forwards: Forward passes in training mode since the last reduction.
-        lines: The stack of the first of them, lines of the program only.
+        lines: Stack of the first such forward pass, program lines only.
     """
 
     def __init__(self, run: Recording, number: int) -> None:
@@ -27,7 +27,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         self.forwards = 0
         self.lines: tuple[str, ...] = ()
         self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
-        self._loader = -1  # at the last reduction
+        self._loader = -1  # loader at the last reduction
         self._runs = 0
         self._now = (-1, -1)
 
@@ -37,17 +37,17 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         if pace != self._now and self._runs < MOST_RUNS:
             after_forward = self.lines if pace[0] != self._now[0] else ()
             found = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
-            where = found[0] if len(found) == 1 else user_location()  # what may leave out the backward pass
+            where = found[0] if len(found) == 1 else user_location()  # line that may skip the backward pass
             self._now, self._runs = pace, self._runs + 1
             self._run.add(PaceRun(self._number, step, *pace, where))
 
     def ended(self, step: int) -> None:
-        """Write what came after the last reduction, unless that is in another loop."""
+        """Record the pace after the last reduction, unless in another loop."""
         pace = self.forwards, self._batches()
         if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:
-        """Batches since the last reduction, of the loader that the script goes through."""
+        """Return the batches of the current loader since the last reduction."""
         loader = self._run.position[0]
         return self._run.batches[loader] - self._taken.get(loader, 0)

@@ -1,4 +1,4 @@
-"""The calls by which a program switches the reductions of `fully_shard` on and off, with their lines."""
+"""Record calls that switch the reductions of `fully_shard` on and off, with lines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ddpcheck.gather.ddp.sharding import note_settings
 from ddpcheck.gather.patching import Patch
 
 calls: deque[LoopEvent] = deque(maxlen=16)
-"""The last ones; `synchronises` says what was set."""
+"""Last calls; `synchronises` is the value set."""
 
 _patches: list[Patch] = []
-_kept: list[Patch] = []  # to the end of the process
+_kept: list[Patch] = []  # never undone
 
 
 def follow(fsdp: Any = None, *, to_the_end: bool = False) -> None:
-    """Follow the methods of `FSDPModule` until `leave`, or to the end of the process."""
+    """Patch methods of `FSDPModule` until `leave`, or for the whole process."""
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _patches and not _kept:
         (_kept if to_the_end else _patches).extend(note_settings(fsdp, calls.append))
 
 
 def leave() -> None:
-    """Follow them no more, unless that is to the end."""
+    """Undo the patches, unless kept for the whole process."""
     while _patches:
         _patches.pop().undo()

@@ -1,4 +1,4 @@
-"""One hook before the steps of all optimizers, and one after: they call what follows steps at the time."""
+"""Shared hooks before and after the steps of all optimizers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 
 
 class StepFollower(Protocol):
-    """Is told of the steps of every optimizer; `has_closure`: of a function, which runs the last passes before it."""
+    """Receiver of all optimizer steps; `has_closure`: a closure runs the last passes."""
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool, /) -> None:
-        """One is about to step; `inside` of a backward pass: on one parameter, say, when DDP has averaged that."""
+        """Handle the start of a step; `inside`: within a backward pass."""
 
     def after_step(self, optimizer: Any, has_closure: bool, /) -> None:
-        """It has stepped."""
+        """Handle the end of a step."""
 
 
-# In another tuple whenever one begins or ends, so that each may end while all of them are called. The hooks themselves
-# go with the last one, and not by the garbage collector: torch must not meet one that is taken off meanwhile.
+# Replaced on each change, so that a follower may leave during a call. The hooks are removed with the last follower, not
+# by the garbage collector: torch must not find a hook removed during iteration.
 _followers: tuple[StepFollower, ...] = ()
 _handles: list[Any] = []
 
 
 def follow_steps(follower: StepFollower) -> None:
-    """Tell `follower` from now on, after all others; may be called again."""
+    """Notify `follower` from now on, after all others; idempotent."""
     global _followers
     if follower not in _followers:
         _followers = (*_followers, follower)
@@ -37,7 +37,7 @@ def follow_steps(follower: StepFollower) -> None:
 
 
 def unfollow_steps(follower: StepFollower) -> None:
-    """Tell it no more; may be called again. The last one must not end in a step."""
+    """Stop notifying `follower`; idempotent. The last follower must not leave during a step."""
     global _followers
     _followers = tuple(one for one in _followers if one is not follower)
     if not _followers:
@@ -57,4 +57,4 @@ def _after(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    return any(map(callable, (*arguments[1:], *named.values())))  # the first one is the optimizer
+    return any(map(callable, (*arguments[1:], *named.values())))  # the first argument is the optimizer

@@ -1,4 +1,4 @@
-"""What one rank sees of the steps of a wrapper: a watch exchanges it with other ranks, the log of a script keeps it."""
+"""Record the steps of a wrapper on one rank, for comparison or a log."""
 
 from __future__ import annotations
 
@@ -44,78 +44,77 @@ from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
 
-_MOST_PARTS = 8  # of a gradient that is reduced onto as many ranks, of each of which something is kept
+_MOST_PARTS = 8  # largest number of ranks for which each part of a reduced gradient is sampled
 
 
 @dataclass(frozen=True, slots=True)
 class RecorderOptions:
-    """What is recorded of which steps."""
+    """Options of a `StepRecorder`."""
 
-    parameters: bool  # whether missing, zero and unregistered ones are looked for
-    normalisation: bool  # whether the weights of targets in the loss are measured
-    compares: Callable[[int], bool]  # whether the replicas are compared after a step, by its number
-    keeps: Callable[[int], bool]  # whether the rank's own gradients of a step are kept, by its number
-    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone  # what is kept of one
-    completes: bool = True  # gives zeros to DDP where it waits for gradients that do not come
-    settles_at_end: bool = False  # judges what an option allows for by all steps, and not before
-    parameters_later: bool = False  # whether what parameters are in a step is left to the door to take
-    shards: bool = False  # whether the values of shards are captured with those of a replica
-    # whether forward passes of a sharded module are noticed by hooks; else the door tells of them
+    parameters: bool  # detect missing, zero and unregistered parameters
+    normalisation: bool  # measure the weights of targets in the loss
+    compares: Callable[[int], bool]  # by step number: compare the replicas after the step
+    keeps: Callable[[int], bool]  # by step number: keep this rank's own gradients
+    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone  # maps a gradient to the kept value
+    completes: bool = True  # add zero gradients that DDP waits for
+    settles_at_end: bool = False  # judge tolerated unused parameters by all steps, at the end
+    parameters_later: bool = False  # leave the capture of parameters to the door
+    shards: bool = False  # capture shard values with the replica
+    # detect forward passes of a sharded module by hooks; else the door reports forward passes
     hooks_shards: bool = True
-    # how the wrapper is, where gradients come to its parameters without it
+    # event that explains gradients of backward passes that bypass the wrapper
     bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
 class EndedStep(Struct, frozen=True):
-    """A step whose gradients are averaged."""
+    """Step with averaged gradients."""
 
     number: int  # counted from 0
-    is_due: bool  # whether it is one of those that are looked at, unless ranks are apart
-    incomplete: bool  # whether DDP waits for gradients that have not come
-    probe: StepProbe | None  # of it, where there was one
-    snapshot: Snapshot | None  # of its last forward pass, where that can be run again
-    compares: bool  # whether it is one after which the replicas are compared
-    reports: bool  # whether it is one after which the ranks report, whatever was found
+    is_due: bool  # True if the step is sampled, unless ranks train apart
+    incomplete: bool  # True if DDP waits for gradients
+    probe: StepProbe | None  # probe of the step, if any
+    snapshot: Snapshot | None  # of the last forward pass, if repeatable
+    compares: bool  # True if the replicas are compared after the step
+    reports: bool  # True if ranks report after the step, even without a finding
 
 
 class Door(Protocol):
-    """What takes in what a recorder sees."""
+    """Receiver of the events of a recorder."""
 
     def alarm(self, step: int) -> None:
-        """This rank has something to report after `step`, in whose reduction it has not taken part yet."""
+        """Request a report after `step`, whose reduction this rank has not joined yet."""
 
     def tell(self, report: RankReport) -> None:
-        """A fault of this rank, whatever the others do; may raise `FindingsError`."""
+        """Report a fault of this rank alone; may raise `FindingsError`."""
 
     def cannot_follow(self) -> None:
-        """Backward passes run under compiled autograd: no step of it will end here."""
+        """Handle a backward pass under compiled autograd: no step will end here."""
 
     def left_out(self, step: int) -> None:
-        """The parameters are known now that have had no part in a step that has ended."""
+        """Handle parameters that turned out missing in an ended step."""
 
     def absent(self, report: RankReport) -> None:
-        """Shards have no part in the backward pass that begins; where others have, its reductions will not match."""
+        """Handle shards missing in the starting backward pass: reductions may mismatch."""
 
     def reduced(self, ended: EndedStep) -> None:
-        """A step has ended; may wait for the other ranks, and raise `FindingsError`."""
+        """Handle an ended step; may wait for other ranks, and raise `FindingsError`."""
 
 
 class StepRecorder(StepListener):
-    """The steps of one wrapper on one rank.
+    """Steps of one wrapper on one rank.
 
     Attributes:
-        module: What is wrapped.
-        rank: In the default group.
-        ranks: Of the wrapper's process group.
-        parameters: Those that the wrapper synchronises, by name.
-        context: The wrapper as it is when this begins.
-        is_sharded: Whether the wrapper is a module that `fully_shard` has sharded.
-        steps_alone: Whether several steps, one after the other, have used gradients that `no_sync` has left alone.
-        is_due: Whether something of the step that is under way is looked at, as its number says: decided when it
-            begins. Where it has not begun with a forward pass, this is not known, and true. Of shards it is true: loads
-            of files have more steps looked at.
-        apart: Whether ranks may have left the loop, or all train apart on purpose (post-local SGD), and none compares:
-            as it was when the last forward pass with gradients has begun.
+        module: Wrapped module.
+        rank: Rank in the default process group.
+        ranks: Ranks of the wrapper's process group.
+        parameters: Parameters that the wrapper synchronizes, by name.
+        context: Description of the wrapper at construction of the recorder.
+        is_sharded: True if the module is sharded by `fully_shard`.
+        steps_alone: True if consecutive steps have used gradients left unreduced by `no_sync`.
+        is_due: True if the current step is sampled; decided at its first forward pass, and True without a forward pass
+            or for shards, where loaded files add sampled steps.
+        apart: True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is
+            compared; as of the start of the last forward pass with gradients.
     """
 
     steps_alone = apart = False
@@ -132,16 +131,16 @@ class StepRecorder(StepListener):
         built: Mapping[str, int] | None = None,
         listeners: Sequence[StepListener] = (),
     ) -> None:
-        """Make it; nothing is recorded until `attach`.
+        """Create the recorder; nothing is recorded until `attach`.
 
         Args:
-            wrapper: The wrapper.
-            door: What takes in what is recorded.
-            options: What is recorded.
-            began_alike: Whether parameters are known to have been the same on all ranks when the wrapper was made.
-            keeps_start: Whether what they were then is kept.
-            built: Fingerprints of parameters before they were sharded, by name, as far as they are known.
-            listeners: Others that are told of the steps, after the recorder.
+            wrapper: DDP wrapper, or module sharded by `fully_shard`.
+            door: Receiver of the recorded events.
+            options: Options of the recorder.
+            began_alike: True if parameters are known to be equal on all ranks at wrapping.
+            keeps_start: True to keep the parameter values at wrapping.
+            built: Known fingerprints of parameters before sharding, by name.
+            listeners: Further step listeners, called after the recorder.
         """
         self.module = inner_module(wrapper)
         self.parts = KnownParts(self.module)
@@ -163,7 +162,7 @@ class StepRecorder(StepListener):
             keeps_start=keeps_start and not self.is_sharded,
             with_parameters=not options.parameters_later,
             shards=self.parameters if self.is_sharded or getattr(wrapper, "device_mesh", None) is not None else None,
-            with_shards=options.shards or not self.is_sharded,  # ranks of one group of DDP have the same parts
+            with_shards=options.shards or not self.is_sharded,  # ranks of a DDP group hold the same shards
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
@@ -183,7 +182,7 @@ class StepRecorder(StepListener):
             self.loop.attach(self.wrapper)
 
     def detach(self) -> None:
-        """Leave the wrapper as it was; may be called again."""
+        """Detach from the wrapper; idempotent."""
         self.tracker.detach()
         self.loop.detach(self.wrapper)
         self._optimizer_steps.detach()
@@ -195,28 +194,28 @@ class StepRecorder(StepListener):
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """The wrapper; `None` once nobody holds it."""
+        """Return the wrapper, or `None` if freed."""
         return self.tracker.parameters.wrapper()
 
     @property
     def step(self) -> int:
-        """The number of synchronised backward passes that have ended."""
+        """Return the number of finished synchronized backward passes."""
         return self.tracker.number
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other ranks to average with."""
+        """Return True if there are other ranks to average with."""
         return len(self.ranks) > 1 and dist.is_initialized()
 
     @property
     def joins(self) -> bool:
-        """Whether ranks without further batches may have left the loop (`Join`)."""
+        """Return True if ranks without further batches may have left the loop (`Join`)."""
         wrapper = self.tracker.parameters.wrapper()
         return wrapper is not None and joins(wrapper)
 
     def unaveraged(self, used: Contribution | None) -> None:
-        """Tell of optimizer steps on gradients that were not averaged; `used`: those of a forward of the wrapper."""
-        if self.joins:  # a rank without further batches makes the steps of a sharded optimizer for the others
+        """Report optimizer steps on gradients not reduced; `used`: from the wrapper's forward."""
+        if self.joins:  # under Join, a rank without batches steps a sharded optimizer for the others
             return
         if used is not None and used.after is not None:
             self.tell_unpaired()
@@ -227,12 +226,12 @@ class StepRecorder(StepListener):
         self.tell(*switches, *(around if used is None else used.events))
 
     def tell_unpaired(self) -> None:
-        """Tell of a backward pass without a forward pass of its own, whose gradients are used."""
+        """Report a used backward pass without a forward pass of its own."""
         self.loop.report(self.step)
         self.tell(*self.loop.to_report)
 
     def tell_replaced(self) -> None:
-        """Tell of parameters that stand for those that DDP waits for: in their place, or trained in addition."""
+        """Report trained parameters that replace, or were added to, the parameters of DDP."""
         changed = {name: how for name, how in self.history.changed().items() if how in ("replaced", "added")}
         if "added" in changed.values():
             known, elsewhere = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
@@ -242,26 +241,26 @@ class StepRecorder(StepListener):
             self._door.tell(replace(self._plain_report(self.step), changes=changed))
 
     def tell(self, *events: LoopEvent) -> None:
-        """Tell of events that show a fault on this rank, whatever the others do."""
+        """Report events that show a fault of this rank alone."""
         self._door.tell(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
         return RankReport(StepEvidence(self.rank, step, {}))
 
-    # As the listener of the tracker
+    # Methods of `StepListener`
 
     def forward_begins(self) -> None:
-        """Keep what a comparison needs of the time before it."""
+        """Keep the state before the forward pass, for a comparison."""
         wrapper = self.tracker.parameters.wrapper()
         self.apart = wrapper is not None and are_apart(wrapper)
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
         if ledger.open and ledger.unreduced and ledger.unpaired and not self._optimizer_steps.follows:
-            self.loop.report(self.step)  # as far as is known, what is used
+            self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
-        """Probe the step, if it is its turn."""
+        """Probe the step, if due."""
         options = self._options
         self.is_due = self.is_sharded or is_probed(step) or options.keeps(step) or options.compares(step)
         if not self.is_due:
@@ -279,7 +278,7 @@ class StepRecorder(StepListener):
         return self._options.keep(gradient) if split is None else KeptParts.of(gradient, *split)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Measure the micro-batch, and probe a forward pass of the step."""
+        """Record the micro-batch, and probe a forward pass of the step."""
         if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
                 synchronised = {*map(id, self.parameters.values())}
@@ -288,12 +287,12 @@ class StepRecorder(StepListener):
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)
         if (synced or self.is_sharded) and self._probe is not None:
-            if self.is_sharded:  # whose leaves are known now
+            if self.is_sharded:  # leaves are known now
                 self._probe.attach()
             self._probe.forward_returned(tensors)
         if synced and step == 0 and self._options.parameters and self.context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
-            if opaque and not visible:  # DDP may well raise in this backward pass, so this cannot wait
+            if opaque and not visible:  # DDP may raise in this backward pass
                 self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
 
     def backward_begins(self) -> None:
@@ -301,42 +300,42 @@ class StepRecorder(StepListener):
             self._probe.backward_begins()
 
     def parameters_missing(self, step: int, names: Sequence[str]) -> None:
-        """Have the door take reports, unless all ranks know of these."""
+        """Request reports, unless all ranks know the missing parameters."""
         if self._probe is not None:
             self._probe.detach()
         if self._options.parameters and not self.history.is_reported(names):
             self._door.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
-        """Likewise, one step later."""
+        """Request reports one step later, unless all ranks know the missing parameters."""
         if self._options.parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._door.left_out(step)
 
     def backward_unpaired(self, *, raises: bool) -> None:
-        """Tell of it at once where DDP is about to raise; else it is told where what it adds is used."""
+        """Report now if DDP will raise; otherwise when the gradients are used."""
         if raises:
             self.tell_unpaired()
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
-        """Have the door take them before their group is reduced, unless all ranks know of these."""
+        """Report missing shards before the reduction, unless all ranks know them."""
         if self._options.parameters and not self.history.is_reported(names):
             self._door.alarm(step)
             self._door.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
 
     def backward_hidden(self) -> None:
-        """Leave no probe behind, and say that nothing is watched."""
+        """Close the probe, and report that steps cannot be followed."""
         if self._probe is not None:
             self._probe.close()
         self._door.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
-        """Tell of it at once: DDP is about to raise on this rank."""
+        """Report now: DDP will raise on this rank."""
         if self._options.parameters:
             self._door.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Take in what the probe has found, and hand the step over."""
+        """Record results of the probe, and pass on the ended step."""
         if self._micro_batches is not None:
             self._micro_batches.step_ended()
         probe, self._probe = self._probe, None
@@ -361,17 +360,17 @@ class StepRecorder(StepListener):
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
-        """Whether a parameter was frozen when it was wrapped, and is not any more; once, and where no probe looks."""
+        """Return True once if a parameter was unfrozen after wrapping; not with a probe."""
         return self._options.parameters and ended.probe is None and self.history.notices_unfrozen()
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
-        """The report of this rank on the steps up to this one; `parameters` of the module as it is, if known."""
+        """Return this rank's report up to this step; `parameters`: current ones, if known."""
         mine = self._plain_report(ended.number)
         if self._options.parameters:
             mine = self.history.report(
                 ended.number,
                 probe=ended.probe,
-                snapshot=None if self.is_sharded else ended.snapshot,  # whose forward pass is of all ranks together
+                snapshot=None if self.is_sharded else ended.snapshot,  # a rerun would need all ranks
                 settled=is_settled(ended.number),
                 thorough=ended.compares,
                 parameters=parameters,
@@ -382,7 +381,7 @@ class StepRecorder(StepListener):
         return replace(mine, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
-        """What is left to report at the end; `None` for nothing."""
+        """Return the remaining report at the end, or `None`."""
         if self.settles:
             return self.history.report(self.step - 1, settled=True)
         if self.history.not_reported or self.loop.to_report:
@@ -391,7 +390,7 @@ class StepRecorder(StepListener):
 
     @property
     def settles(self) -> bool:
-        """Whether never used parameters are judged at the end, after fewer steps than are waited for before."""
+        """Return True if unused parameters are judged at the end, after few steps."""
         goes_on = self.context.wrapper.goes_on_without and self._options.parameters
         return goes_on and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
 

@@ -1,13 +1,12 @@
-"""Forward and backward passes under DDP as steps: what takes part in each reduction, and that each one ends.
+"""Split forward and backward passes under DDP into steps, and make each reduction end.
 
-A step begins with a forward pass after which DDP will average gradients, and ends when it has. At the start of a
-backward pass the autograd engine is asked which parameters it will reach. Where some are missing, DDP would never
-finish: the other ranks would wait in this backward pass, and this one would raise at its next forward pass. So what is
-missing is given a gradient of zeros at the end of the backward pass, which the reducer takes for its own, and the step
-ends on every rank.
+A step begins with a forward pass after which DDP will average gradients, and ends with the average. At the start of a
+backward pass, the autograd engine knows which parameters will be reached. If some are missing, DDP would never
+finish: the other ranks would hang in this backward pass, and this rank would raise at its next forward pass. So missing
+parameters get zero gradients at the end of the backward pass, and the step ends on every rank.
 
-Under `fully_shard` a backward pass decides whether gradients are averaged, whichever forward pass it is of, and nothing
-waits for a parameter. But a rank without the gradient of one reduces less than the others, so that is told before.
+Under `fully_shard`, backward decides if gradients are averaged, for any forward pass, and nothing waits for a
+parameter. But a rank with a missing gradient reduces less than the others, which is reported before the reduction.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", 
 
 
 class Backward(Enum):
-    """The backward pass that runs now. One of `NO_SYNC` becomes `SYNCED` where a loss is made of both kinds."""
+    """Kind of the running backward pass; `NO_SYNC` turns `SYNCED` for a mixed loss."""
 
     NONE = "none runs: no gradient has reached an output of a forward pass"
     NO_SYNC = "of forward passes under no_sync"
@@ -62,36 +61,35 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _Step:
-    """The step that is under way.
+    """State of the current step.
 
-    A step goes from its first forward pass, which makes it `ready`, over one or more backward passes to `_finish`,
-    which is the only place where one step hands over to the next.
+    The first forward pass makes the step `ready`; after one or more backward passes, `_finish` is the only place that
+    starts the next step.
     """
 
-    # whether a forward pass has returned after which DDP averages; a backward pass without one is unpaired
+    # True once a forward pass that averages has returned; otherwise, a backward pass is unpaired
     ready: bool = False
-    # the parameters that have had no part in its backward passes so far; none before the first forward pass
+    # parameters not reached by a backward pass of the step yet; empty before the first forward pass
     unused: Set[int] = NONE
-    still_expected: Set[int] = NONE  # those of them that a later backward pass may bring
-    # those that it may bring, as the graph is kept, and too late for others that it brings once more
+    still_expected: Set[int] = NONE  # unused parameters that a later backward pass may reach
+    # parameters of a later pass (the graph is kept) that comes too late, as reduced parameters are reached again
     late: Set[int] = NONE
-    # by forward pass, the nodes of the tensors that it returned
+    # nodes of the returned tensors, by forward pass
     roots: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=_FORWARDS_KEPT))
-    snapshot: Snapshot | None = None  # of the last forward pass; `None` where it cannot be run again
+    snapshot: Snapshot | None = None  # of the last forward pass; `None` if not repeatable
 
 
 class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_forward", "after_forward", "detach")):
-    """The steps of one wrapper on one rank.
+    """Steps of one wrapper on one rank.
 
     Attributes:
-        parameters: Those that the wrapper synchronises.
-        number: Of the step that is under way or comes next: how many have ended.
-        late: The names of parameters that the step that has ended last has missed, while a second backward pass through
-            its graph may come.
-        unreduced: Indices of parameters whose `.grad` has what backward passes have added since the last reduction.
-        accumulated: The names of those in the step that has ended last, whose average has them.
-        in_forward: Whether a forward pass of the wrapper runs.
-        hooks_parameters: Whether backward passes are noticed at parameters too, which costs a hook on each of them.
+        parameters: Parameters that the wrapper synchronizes.
+        number: Number of the current or next step, equal to the number of ended steps.
+        late: Names of parameters missing in the last step, while a second backward pass may come.
+        unreduced: Indices of parameters with gradients added since the last reduction.
+        accumulated: Names of parameters whose last average includes such gradients.
+        in_forward: True while a forward pass of the wrapper runs.
+        hooks_parameters: True if backward passes are also detected at parameters, at one hook each.
     """
 
     def __init__(
@@ -102,10 +100,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         *,
         completes: bool = True,
     ) -> None:
-        """Follow `wrapper`; `completes` gives zeros to DDP where it waits for gradients that do not come."""
+        """Follow `wrapper`; `completes` adds zero gradients that DDP waits for."""
         self.parameters = SyncedParameters(wrapper)
         self._module = inner_module(wrapper)
-        inside.discard(id(wrapper))  # of one that has raised in its forward pass, and was freed
+        inside.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
         self.number = 0
         self.late: frozenset[str] = frozenset()
         self.unreduced: set[int] = set()
@@ -114,34 +112,34 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self.hooks_parameters = False
         self._loop = loop
         self._listeners = listeners
-        # what each step calls: methods of the listeners that do something then
+        # overridden methods of the listeners, by event
         self._at_call, self._at_forward, self._at_begin, self._at_return, self._at_backward, self._at_step_end = (
             [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(StepListener, name)]
             for name in _OF_EACH_STEP
         )
         self._completes = completes
         self._step = _Step()
-        self._last: Snapshot | None = None  # of the step that has ended last, while parameters are late
-        self._waits = False  # DDP does, for gradients that the step that has ended last has missed
+        self._last: Snapshot | None = None  # of the last step, while parameters are late
+        self._waits = False  # True if DDP waits for gradients missing in the last step
         self._backward = Backward.NONE
-        self._took_part: Set[int] = NONE  # in the backward pass that runs; `parameters.all` itself where it is all
-        self._is_hidden = False  # backward passes run under compiled autograd, and no more hooks are hung for them
-        self._expected_inside = False  # the forward pass that runs has backward passes in it, which are expected
-        self._by_name = False  # the forward pass that runs is a call of `wrapper.forward`
+        self._took_part: Set[int] = NONE  # reached by the running backward pass; `parameters.all` itself if complete
+        self._is_hidden = False  # True once backward runs under compiled autograd; no hooks are registered then
+        self._expected_inside = False  # True if backward passes are expected inside the running forward pass
+        self._by_name = False  # True if the running forward pass is a call of `wrapper.forward`
         self._hook = UnpickledHook(self._on_gradient)
         self._no_sync_hook = UnpickledHook(self._on_no_sync_gradient)
         self._end_hook = UnpickledHook(self._at_end)
         self._finish_hooks = UnpickledHook(self._finish), UnpickledHook(self._finish_after_next)
         self._handles: list[Any] = []
-        self._pass_handles: list[Any] = []  # of hooks that go at the end of the backward pass
+        self._pass_handles: list[Any] = []  # removed at the end of the backward pass
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """The wrapper; `None` once nobody holds it."""
+        """Return the wrapper, or `None` if freed."""
         return self.parameters.wrapper()
 
     def attach(self) -> None:
-        """Hang the hooks on the wrapper."""
+        """Register the hooks on the wrapper."""
         before, after = UnpickledHook(self.before_forward), UnpickledHook(self.after_forward)
         wrapper: Any = self.wrapper
         self._handles = [
@@ -152,7 +150,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         follow_forward(self)
 
     def detach(self) -> None:
-        """Leave the wrapper as it was; may be called again."""
+        """Detach from the wrapper; idempotent."""
         unfollow_forward(self)
         remove_hooks(self._pass_handles)
         remove_hooks(self._handles)
@@ -163,12 +161,12 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     # Forward
 
     def before_forward(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any] = _NOTHING) -> None:
-        """The wrapper is called. A hook that another one has just removed is called once more, and without `named`."""
+        """Handle a call of the wrapper; a just removed hook runs without `named`."""
         if self._step.still_expected or self.late:
             self.settle()
         self.in_forward = True
         inside.add(id(wrapper))
-        self._backward = Backward.NONE  # also where the last backward pass has raised
+        self._backward = Backward.NONE  # the last backward pass may have raised
         self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
@@ -185,7 +183,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._loop.add(FORWARDS[False])
 
     def enter_by_name(self, wrapper: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """DDP's own forward of a wrapper begins, and no hook has been called."""
+        """Handle the start of DDP's own forward if no hook was called."""
         if self.wrapper is wrapper and not self.in_forward:
             self._by_name = True
             self.before_forward(wrapper, arguments, named)
@@ -210,7 +208,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             self._expect_backward(output, synced=synced)
 
     def expect(self, loss: Any) -> None:
-        """Take `loss` for what a forward pass has returned: where a framework calls backward inside of it."""
+        """Treat `loss` as forward output, for frameworks that call backward inside forward."""
         self._step.snapshot = None
         self._expected_inside = True
         synced = torch.is_grad_enabled() and self.parameters.are_averaged
@@ -221,13 +219,13 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._expect_backward(loss, synced=synced)
 
     def _expect_backward(self, output: Any, *, synced: bool) -> None:
-        """Notice the backward pass of a forward pass; of one after which DDP does not average, by a hook of its own."""
+        """Register hooks that detect the backward pass of a forward pass, averaged or not."""
         tensors, sharded = differentiable_tensors(output), self.parameters.is_sharded
         if synced or sharded:
             self._step.ready = True
             if not sharded:
                 self._loop.add(FORWARDS[True])
-            if len(tensors) != 1 or tensors[0] is not output:  # else there are no others in it
+            if len(tensors) != 1 or tensors[0] is not output:  # else there are no nested tensors
                 self._hook_leaves(output)
             self._step.roots.append([*map(node_of, tensors)])
         for tell in self._at_return:
@@ -236,12 +234,12 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             return
         for tensor in tensors:
             tensor.register_hook(self._hook if synced or sharded else self._no_sync_hook)
-        if (synced or sharded) and (self.hooks_parameters or not tensors):  # backward comes through none of these
+        if (synced or sharded) and (self.hooks_parameters or not tensors):  # no hooked output
             remove_hooks(self._pass_handles)
             self._pass_handles = [p.register_hook(self._hook) for p in self.parameters.leaves if p.requires_grad]
 
     def _hook_leaves(self, output: Any) -> None:
-        """Notice a backward pass that ends in what the forward pass has returned: a loss made for an empty batch."""
+        """Detect a backward pass that ends at output leaves (e.g. an empty batch)."""
         leaves = [leaf for leaf in trainable_leaves(output) if not isinstance(leaf, nn.Parameter)]
         if leaves and (known := self._step.snapshot) is not None:
             given = {id(value) for value in tree_leaves((known.arguments, known.named))}
@@ -250,7 +248,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                     leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
 
     def settle(self) -> None:
-        """No further backward pass will come: an optimizer steps, or the next forward pass begins."""
+        """Handle an optimizer step or the next forward pass: backward passes have ended."""
         if self._step.still_expected:
             self._step.still_expected = NONE
             self._complete(callbacks=0)
@@ -266,7 +264,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if self._backward is not Backward.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
             return
         added = self.parameters.reached()
-        if added:  # and not torch.autograd.grad
+        if added:  # empty under torch.autograd.grad
             at_end_of_backward(UnpickledHook(self._after_no_sync_backward))
             self._backward = Backward.NO_SYNC
             self.unreduced |= added
@@ -327,14 +325,14 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             listener.backward_unpaired(raises=self._waits)
 
     def _hide(self) -> bool:
-        """Follow no step any more: a backward pass runs under compiled autograd."""
+        """Stop following steps: backward runs under compiled autograd."""
         self._is_hidden = True
         for listener in self._listeners:
             listener.backward_hidden()
         return True
 
     def _note_arrivals(self, reached: Set[int]) -> None:
-        """Hang a hook on each parameter that the engine does not speak of: a re-entrant checkpoint may reach it."""
+        """Hook parameters unknown to the engine, which a re-entrant checkpoint may reach."""
         self._took_part = arrived = set(reached)
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
@@ -343,10 +341,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._pass_handles.append(arrive)
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
-        """The parameters that a later backward pass may reach: by an output that has no part in this one, and only so.
+        """Return parameters that only a later backward pass may reach, by an unused output.
 
-        Where such an output also hangs on a parameter that is reduced now, a later pass comes too late for it. Whether
-        one may come is known by the graph: both go through a part of it.
+        If such an output also depends on a parameter that is reduced now, a later pass comes too late. The kept graph
+        shows if a later pass may come, since both passes share a part of the graph.
         """
         found: set[int] = set()
         late: set[int] = set()
@@ -372,10 +370,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if backward is Backward.GRAD and not self._took_part:
             return
         if not step.ready:
-            if backward is Backward.GRAD:  # and a re-entrant checkpoint has reached them
+            if backward is Backward.GRAD:  # reached by a re-entrant checkpoint
                 self._begin_unpaired(self._took_part)
             return
-        if self._took_part is self.parameters.all:  # the healthy step, at no cost for each parameter
+        if self._took_part is self.parameters.all:  # fast path of a healthy step
             step.unused = step.still_expected = NONE
         else:
             step.unused = step.unused - self._took_part
@@ -383,10 +381,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if not step.still_expected:
             self._complete(callbacks=2 if self.parameters.is_static_graph else 1)
 
-    # The end of a step
+    # End of a step
 
     def _complete(self, callbacks: int) -> None:
-        """End the step, after so many callbacks; where DDP waits for gradients, give it zeros."""
+        """End the step after `callbacks` callbacks; add zero gradients that DDP waits for."""
         if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
             if told := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
@@ -394,7 +392,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             if self._completes:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
-        if callbacks:  # DDP ends its reduction in one, under static_graph in one of a callback
+        if callbacks:  # DDP ends the reduction in a callback, nested under static_graph
             at_end_of_backward(self._finish_hooks[callbacks - 1])
         else:
             self._finish()
@@ -404,7 +402,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
 
     def _finish(self) -> None:
         step, unused = self._step, self._step.unused
-        if self.parameters.is_sharded:  # which reduces what earlier backward passes have left, whatever the last one is
+        if self.parameters.is_sharded:  # also reduces gradients of earlier backward passes
             unused = unused - self.unreduced
         number, snapshot, names_of = self.number, step.snapshot, self.parameters.names_of
         self.accumulated = names_of(self.unreduced) if self.unreduced else _NO_NAMES

@@ -1,8 +1,8 @@
-"""The parameters that a wrapper synchronises, and what the autograd engine says of them in a backward pass.
+"""Parameters that a wrapper synchronizes, and how the autograd engine reaches them.
 
-A parameter has the same index here as in the list of parameters that `DistributedDataParallel` makes when it is
-constructed. Under `fully_shard` the parameters are shards, and backward accumulates into others, the whole ones, which
-are in their place while a module that was sharded runs forward, and are the same ones in every step.
+Indices follow the parameter list of `DistributedDataParallel`. Under `fully_shard`, the parameters are shards, and
+backward accumulates into the unsharded parameters, which replace the shards during the module's forward and are the
+same tensors in each step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ NONE: Set[int] = frozenset()
 
 
 class SyncedParameters:
-    """The parameters that one wrapper synchronises.
+    """Parameters that one wrapper synchronizes.
 
     Attributes:
-        wrapper: Gives the wrapper; `None` once nobody holds it.
-        names: In DDP's order.
-        tensors: The parameters, in the same order.
-        leaves: What backward accumulates into: the parameters themselves, or the whole of each as far as it is known.
-        all: Their indices.
-        is_sharded: Whether they are shards.
-        unused_first: Those that had no part in the first step: `static_graph` expects the same of all others.
+        wrapper: Weak reference to the wrapper.
+        names: Parameter names in DDP's order.
+        tensors: Parameters in the same order.
+        leaves: Tensors that backward accumulates into: parameters, or unsharded ones as far as known.
+        all: Indices of all parameters.
+        is_sharded: True if the parameters are shards.
+        unused_first: Indices unused in the first step, which `static_graph` expects in each step.
     """
 
     def __init__(self, wrapper: nn.Module) -> None:
-        self.wrapper = ref(wrapper)  # which holds this by its hooks, and is freed when nobody else holds it
+        self.wrapper = ref(wrapper)  # weak: hooks of the wrapper reference this object
         self._finds_unused = bool(getattr(wrapper, "find_unused_parameters", False))
         self.unused_first: Set[int] | None = None  # no step has ended yet
         self.is_sharded = not is_ddp(wrapper)
@@ -59,7 +59,7 @@ class SyncedParameters:
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
         self._groups = parameter_groups(module) if self.is_sharded else []
         self._unknown = dict(zip(self.names, range(len(found)), strict=True)) if self.is_sharded else {}
-        self._sparse = {  # as DDP finds them
+        self._sparse = {  # found as in DDP
             id(part.weight)
             for part in module.modules()
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
@@ -67,13 +67,13 @@ class SyncedParameters:
 
     @property
     def are_averaged(self) -> bool:
-        """Whether a backward pass averages: DDP decides that in forward, `fully_shard` in backward."""
+        """Return True if backward averages (DDP decides in forward, `fully_shard` in backward)."""
         if self.is_sharded:
             return reduces(self._groups)
         return bool(getattr(self.wrapper(), "require_backward_grad_sync", False))
 
     def hooks_for_leaves(self) -> list[Any]:
-        """Handles of hooks that find the leaves of a sharded module, in whose forward they stand for the shards."""
+        """Register hooks that find the unsharded parameters; return the handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
         added = sharding_classes()
@@ -84,24 +84,24 @@ class SyncedParameters:
         ]
 
     def look_for_leaves(self, prefix: str, part: nn.Module, _arguments: Any = ()) -> None:
-        """The forward pass of `part` begins, whose parameters have this prefix; it may be the first one."""
-        for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # checkpoint_wrapper's hides
+        """Find unsharded parameters at the start of the forward pass of `part`."""
+        for name, parameter in nn.Module.named_parameters(part) if self._unknown else ():  # even if overridden
             index = self._unknown.get(prefix + name)
             if index is not None and parameter.requires_grad and is_gathered(parameter, self.tensors[index]):
                 self.leaves[index], self._nodes[index] = parameter, gradient_node(parameter)
                 del self._unknown[prefix + name]
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
-        """The names of the parameters with these indices."""
+        """Return the names of the parameters with these indices."""
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
-        """The parameters that the backward pass that has just begun will reach; `all` itself where it reaches all."""
+        """Return indices that the starting backward pass will reach; `all` itself if complete."""
         reached = will_be_reached(self._nodes)
         return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
-        """The parameters that backward reaches by another node than the one on which DDP waits: they have been cast."""
+        """Return parameters reached by a node that DDP does not hook, after a cast."""
         found = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
@@ -110,14 +110,14 @@ class SyncedParameters:
         return found
 
     def behind(self, root: Any) -> set[int]:
-        """The parameters in the graph behind a node."""
+        """Return the parameters in the graph behind a node."""
         index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
 
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
-        """Run a backward pass that gives these a gradient of zeros, which DDP's reducer takes for their own.
+        """Run a backward pass with zero gradients, which DDP's reducer accepts.
 
-        Those that were frozen after wrapping require grad meanwhile, and have no gradient afterwards.
+        Parameters frozen after wrapping require grad meanwhile, and have no gradient afterwards.
         """
         parameters = [self.tensors[index] for index in indices]
         frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -137,15 +137,15 @@ class SyncedParameters:
         indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
 
-    # What DDP's reducer waits for
+    # Gradients that DDP's reducer waits for
 
     @property
     def is_static_graph(self) -> bool:
-        """Whether `static_graph` is on; it can be set after wrapping."""
+        """Return True if `static_graph` is on; may change after wrapping."""
         return bool(getattr(self.wrapper(), "static_graph", False))
 
     def awaited(self, unused: Set[int]) -> Set[int]:
-        """The parameters in `unused` that DDP waits for, and will not get: an option of the wrapper says so."""
+        """Return the `unused` parameters that DDP waits for in vain, by its options."""
         if not unused or self._finds_unused or self.is_sharded:
             return NONE
         if self.is_static_graph:
@@ -153,5 +153,5 @@ class SyncedParameters:
         return unused
 
     def unexpected(self, used: Set[int]) -> list[int]:
-        """The parameters in `used` that had no part in the first step, under `static_graph`: DDP is about to raise."""
+        """Return `used` parameters that were unused in the first step: DDP will raise."""
         return sorted(used & self.unused_first) if self.unused_first and self.is_static_graph else []

@@ -1,4 +1,4 @@
-"""Gradients of wrapped parameters that a script takes with `torch.autograd.grad`, around the hooks of DDP."""
+"""Record gradients of wrapped parameters from `torch.autograd.grad`, which bypass DDP's hooks."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_MARKS = 1024
-_MOST_PARAMETERS = 64  # of a call, that are compared
+_MOST_PARAMETERS = 64  # compared parameters per call
 
 
 @dataclass(slots=True)
 class _Followed:
-    names: dict[int, str]  # of the parameters, by identity
+    names: dict[int, str]  # parameter names, by id()
     calls: int = 0
     marks: list[int] = field(default_factory=list)
     location: Location | None = None
 
 
 class TakenRecorder(Recorder, subjects=("loop",)):
-    """What `torch.autograd.grad` gives for the parameters of wrappers, in some calls."""
+    """Recorder of sampled `torch.autograd.grad` results for wrapped parameters."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._known: WeakKeyDictionary[ScriptWatch, _Followed] = WeakKeyDictionary()
 
     def close(self) -> None:
-        """The script has ended: what have the parameters become?"""
+        """Record the parameters at the end of the script."""
         for watch, one in list(self._known.items()):
             if one.calls and one.location is not None:
                 self._note(watch, one, {}, one.location)
 
     def taken(self, inputs: Any, gradients: Any) -> None:
-        """It has given `gradients` for `inputs`."""
+        """Record `gradients` that `torch.autograd.grad` returned for `inputs`."""
         if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]

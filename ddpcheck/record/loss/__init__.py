@@ -1,1 +1,1 @@
-"""The loss: its terms, their weights, and what it is scaled by."""
+"""Recorders of the loss: its terms, weights and scale factors."""

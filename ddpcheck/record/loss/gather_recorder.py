@@ -1,4 +1,4 @@
-"""Features that a script gathers from all ranks by a collective without gradient, and their use in the loss."""
+"""Recorder of features gathered without gradient, and of their use in the loss."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.recording import Recording
 
 _MOST_NODES = 256
-_MOST_GATHERED = 64  # tensors in a step
+_MOST_GATHERED = 64  # max tensors per step
 _JOINS = ("CatBackward", "StackBackward")
 _MOST_ELEMENTS = 1 << 22
-_FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own, which are looked for
-_FEWEST_ELEMENTS = 3  # of a row, by whose direction it is known
-_MOST_LOOKED_AT = 64  # of which these are taken
+_FEWEST_ROWS, _MOST_ROWS = 2, 8  # of the rank's own rows, searched in the loss
+_FEWEST_ELEMENTS = 3  # min elements of a row that is identified by its direction
+_MOST_LOOKED_AT = 64  # candidate rows
 _INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor"}
-_SAVED = "_saved_"  # what a node keeps for backward
-_PARALLEL = 1e-4  # 1 - cosine, of rows that are the same but for their lengths
-_APART = 1e-2  # likewise, of rows that cannot be taken for each other
+_SAVED = "_saved_"  # prefix of a node's tensors saved for backward
+_PARALLEL = 1e-4  # max 1 - cosine of rows that differ in scale only
+_APART = 1e-2  # min 1 - cosine of distinguishable rows
 
 
 @dataclass(slots=True)
@@ -40,29 +40,29 @@ class _Gathered:
     operation: str
     location: Location | None
     shape: tuple[int, int]
-    rows: torch.Tensor  # some of the rank's own, each of length 1
-    node: Any  # of the graph, which made them
+    rows: torch.Tensor  # sampled rows of the rank, normalized
+    node: Any  # grad_fn of the gathered tensor
 
 
 @dataclass(slots=True)
 class _Parts:
-    count: int  # of ranks
+    count: int  # world size of the group
     own: int
-    shape: tuple[int, ...]  # of all together
+    shape: tuple[int, ...]  # shape of the gathered tensor
     operation: str = ""
     location: Location | None = None
-    node: Any = None  # that made the own one, where a function of autograd's gathers
-    of_all: bool = True  # and not of a group
+    node: Any = None  # grad_fn of the rank's own part, if an autograd function gathers
+    of_all: bool = True  # False if gathered in a subgroup
 
 
 class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
-    """Looks at what has been gathered in some of the optimizer steps, and at the losses of these."""
+    """Recorder of gathered tensors and losses in sampled optimizer steps."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._gathered: list[_Gathered] = []
         self._parts: list[_Parts] = []
-        self._step = -1  # in which that was
+        self._step = -1  # step of the gathered tensors
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         step = self._run.steps
@@ -86,11 +86,11 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether something was gathered, or exchanged by a function of autograd."""
+        """Return True if tensors were gathered or exchanged since the last backward pass."""
         return bool(self._parts or self._gathered or exchanges.functions)
 
     def note_backward(self, losses: Any) -> None:
-        """A backward pass of the script begins: what has become of the parts that were gathered?"""
+        """Check how a loss uses gathered tensors; called when backward begins."""
         (gathered, self._gathered), (parts, self._parts) = (self._gathered, []), (self._parts, [])
         if exchanges.functions and self._run.are_probed():
             wrapped = parameters_in_wrappers()
@@ -106,7 +106,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
             others = _nodes(node_of(losses), own | joins.keys())
             self._follow(node, joined, besides=any(to in own for other in others for to, _ in other.next_functions))
         for one in gathered:
-            alike = sum(other.shape == one.shape for other in gathered)  # views, say, which may have been joined
+            alike = sum(other.shape == one.shape for other in gathered)  # views, for example, possibly concatenated
             shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
             constants = (constant for shape in shapes for constant in _constants(node_of(losses), shape, ends))
             if any(_holds(constant, one.rows) for constant in constants):
@@ -115,14 +115,14 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
-        """The parameters of wrappers that what was gathered is made of, and the loss in no other way."""
+        """Return wrapped parameters that affect the loss only through gathered tensors."""
         behind = walk_graph([], nodes=ends).leaves
         made_of = {id(leaf) for leaf in behind} - {id(leaf) for leaf in walk_graph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
-        """Tell what arrives at a node that joins the parts of all ranks, and what it hands on to the rank's own."""
+        """Record the gradients of all parts and the own part at a node."""
         function = getattr(type(node), "_forward_cls", None)
         where = parts.location if function is None else defined_at(function.backward)
 
@@ -134,23 +134,23 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
             arrived, factor = _handed_on(node, handed, came, parts)
             arrived = arrived if parts.of_all else ()
             inside = parts.node is not None
-            if not inside or abs(factor - 1) < _PARALLEL:  # else its backward adds up what others ask
+            if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
                 self._run.add(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
 
-        came: list[torch.Tensor | None] = []  # a backward of the program's may add up those of all ranks in their place
+        came: list[torch.Tensor | None] = []  # copies: a custom backward may reduce in place
         handles = [node.register_prehook(UnpickledHook(keep, self))]
         handles.append(node.register_hook(UnpickledHook(note, self)))
 
 
 def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:
-    """What nodes of a loss keep for backward that carries no gradient, and is as many rows of as many elements.
+    """Yield saved tensors without gradient of a loss's nodes, reshaped to `shape`.
 
-    It is a factor of a product of any kind, or a point that distances are from; all values of a dimension along which
-    it is broadcast are the same, and the first is taken.
+    Such a tensor is a factor of a product, or one side of a distance. Values along a broadcast dimension are equal, so
+    the first is taken.
     """
     rows = shape[0]
     for node in _nodes(root, ends):
-        made = {size for shape in made_shapes(node) for size in shape}  # by nodes that make something else: asked first
+        made = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
         for name in dir(node) if rows in made else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
             if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
@@ -158,7 +158,7 @@ def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[to
 
 
 def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """It, or its transpose, if it has such a shape but for leading dimensions, of which the first value is taken."""
+    """Yield a tensor or its transpose if the last two dimensions match `shape`."""
     if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
         return
     last = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
@@ -169,7 +169,7 @@ def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Ten
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Some rows of a rank's features, each of length 1, that can be told apart; `None` where there are too few."""
+    """Return some distinguishable, normalized rows of a rank's features, or None."""
     if tensor.shape[-1] < _FEWEST_ELEMENTS:
         return None
     every = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
@@ -182,7 +182,7 @@ def _own_rows(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holds(constant: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether each of `rows` is a row of `constant`, but for its length: features may be normalised on the way."""
+    """Return True if `constant` has each of `rows`, up to scale."""
     closest = (rows @ _normed(constant.detach()).T).nan_to_num(-1.0).amax(1)
     return bool((closest > 1 - _PARALLEL).all())
 
@@ -194,9 +194,9 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
-    """What a node joins that was gathered, where the rank's own part of it alone carries a gradient."""
+    """Return the parts joined by a node with only the own part's gradient."""
     following = [one for one, _ in node.next_functions]
-    if isinstance(node, torch.autograd.function.BackwardCFunction):  # which a program has written for that
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
         inside = next((one for one in parts if one.node is not None and one.node in following), None)
         return inside if ends.isdisjoint(following) else parts[0]
     parts = [one for one in parts if one.node is None]
@@ -208,7 +208,7 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
 
 
 def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple[float, ...], float]:
-    """A sketch of what arrives for all parts, and by how much that which goes on is the own one; see the evidence."""
+    """Return a sketch of all parts' gradient, and the own part's scale factor."""
     pairs = zip(handed, node.next_functions, strict=True)
     own = next((one.detach().flatten() for one, (to, _) in pairs if to is not None and one is not None), None)
     there = [one.detach().flatten() for one in given if one is not None]
@@ -227,5 +227,5 @@ def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple
 
 
 def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:
-    """Those of a graph that lie above its `ends`, as far as they are followed."""
+    """Iterate over the graph nodes above `ends`, at most `_MOST_NODES`."""
     return (node for node in nodes_behind([root], _MOST_NODES, lambda node: node not in ends) if node not in ends)

@@ -1,4 +1,4 @@
-"""How a script scales its losses: what arrives in backward at the sums and means that they are made of."""
+"""Recorder of loss scaling: gradients of the sums and means in a loss."""
 
 from __future__ import annotations
 
@@ -30,55 +30,55 @@ from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_report import is_probed
 
-_ENGINE = "_engine_run_backward"  # private to torch; what `backward` and `grad` call, however they were imported
+_ENGINE = "_engine_run_backward"  # private to torch; called by all imports of `backward` and `grad`
 _MOST_NODES = 32
-_MOST_A_STEP = 64  # backward passes
+_MOST_A_STEP = 64  # max backward passes per step
 _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias")
-_SINK = "_DDPSinkBackward"  # through which DDP hands on what forward returns, where parameters may be unused
+_SINK = "_DDPSinkBackward"  # through which DDP returns the forward outputs if find_unused_parameters
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
-_CHOICES = ("Index", "MaskedSelect")  # of some of the elements, by their values
-_REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # of the reductions of torch's losses
-_MOST_FOLLOWED = 6  # operations from a mean to the choice of what it is over
+_CHOICES = ("Index", "MaskedSelect")  # selection of elements by value
+_REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # values of `reduction` in torch's losses
+_MOST_FOLLOWED = 6  # max operations between a mean and the selection of its elements
 _MOST_SOURCES = 256
-_MOST_VARIABLES = 64  # of the function that calls backward
-_MOST_A_NUMBER = 4  # elements of a tensor that is one, or a few of them
-_MOST_NUMBERS = 16  # that are reduced, between two backward passes
+_MOST_VARIABLES = 64  # max local variables of the function that calls backward
+_MOST_A_NUMBER = 4  # max elements of a tensor treated as numbers
+_MOST_NUMBERS = 16  # max reduced numbers between two backward passes
 
 
 class BackwardFollower(Protocol):
-    """Is told of backward passes of the script."""
+    """Listener for backward passes of the script."""
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether it is to be told of the next one."""
+        """Return True if the next backward pass is of interest."""
 
     def note_backward(self, losses: Any, /) -> None:
-        """One begins from these."""
+        """Handle the begin of a backward pass from `losses`."""
 
 
 class LossRecorder(Recorder, subjects=("loss",)):
-    """Follows backward passes in some of the optimizer steps."""
+    """Recorder of backward passes in sampled optimizer steps."""
 
     def __init__(
         self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower], taken: TakenRecorder
     ) -> None:
-        """Begin; `optimizers` and `others` are told of each backward pass, `taken` of each `torch.autograd.grad`."""
+        """Initialize; `optimizers` and `others` get each backward pass, `taken` each `torch.autograd.grad`."""
         self._run = run
-        self._scaled: tuple[int, Any] = (0, None)  # the identity of what a gradient scaler has made last, and it
+        self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
         self._optimizers = optimizers
-        self._counted = (-1, 0)  # a step, and its backward passes so far
-        self._wrapped = (0, 0)  # the number of the newest wrapper, and the step in which it was seen first
-        self._watches: tuple[Any, ...] = ()  # of the wrappers that were there then
+        self._counted = (-1, 0)  # (step, backward passes in the step)
+        self._wrapped = (0, 0)  # number of the newest wrapper, and the step of its first appearance
+        self._watches: tuple[Any, ...] = ()  # wrappers known at that time
         self._reduced: list[NumberReduced] = []
-        self._used: int | None = None  # the step whose backward passes have come after that
-        self._exchanged = -1  # the last step in which ranks have had something of each other
+        self._used: int | None = None  # last step with a backward pass after the reductions
+        self._exchanged = -1  # last step with a gather or broadcast
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
         patched(torch.autograd, name, partial(_backward, (self, others, optimizers, taken)))
         patched(torch.amp.GradScaler, "scale", self._scales)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
-        """Keep what an all_reduce is given to sum, where it is a number or a few of them."""
+        """Record the input of a sum all_reduce with a few elements at most."""
         if "gather" in call.operation or "broadcast" in call.operation:
             self._exchanged = self._run.steps
         tensor = given.get("tensor")
@@ -96,7 +96,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             del self._reduced[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
-        """Also in the first steps of the newest wrapper."""
+        """Return True in sampled steps of the run or of the newest wrapper."""
         return self._run.are_probed() or is_probed(step - self._wrapped[1])
 
     def _scales(self, scaler: Any, *_outputs: Any, **_named: Any) -> Generator[None, Any, None]:
@@ -104,14 +104,14 @@ class LossRecorder(Recorder, subjects=("loss",)):
         self._scaled = id(result), scaler if scaler.is_enabled() else None
 
     def begins(self, losses: Any) -> Callable[[], object] | None:
-        """Listen to the terms of a loss; what is returned is to be called when the backward pass has ended."""
+        """Hook the terms of a loss; return a callback for backward's end."""
         step = self._run.steps
         before = self._counted[1] if self._counted[0] == step else 0
         self._counted = (step, before + 1)
         if self._watches is not self._run.watches.refs:
             self._watches = self._run.watches.refs
             if (newest := max(self._optimizers.reductions(), default=0)) > self._wrapped[0]:
-                self._wrapped = newest, step  # whose first steps are looked at, too
+                self._wrapped = newest, step  # also sample the first steps of the new wrapper
         self._used = step
         if not self._is_probed(step):
             return None
@@ -149,7 +149,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             known = tuple(weight / scale for weight in weighed) if scale else ()
             callers = [caller for watch in list(self._run.watches) if (caller := watch.called_in)]
             uncounted = next(filter(None, (uncounted_at(code) for code, _ in callers if code is not None)), None)
-            line = source.made or next((line for _, line in callers), None)  # a package has called the loss
+            line = source.made or next((line for _, line in callers), None)  # else the package's call
             made = step, before, terms, where, line, source.scaled, wrappers, put_off
             self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known, uncounted))
 
@@ -171,7 +171,7 @@ _Recorders = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, 
 def _backward(
     recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
-    """Notify recorders of a backward pass; an error in one leaves out no other."""
+    """Notify recorders of a backward pass, each despite errors in others."""
     recorder, others, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
@@ -181,7 +181,7 @@ def _backward(
     for other in others:
         if other.awaits_backward:
             other.note_backward(losses)
-    if in_backward():  # of a checkpoint, whose gradients are part of those of the pass around it
+    if in_backward():  # of a checkpoint: part of the outer backward pass
         return
     ended = recorder.begins(losses)
     optimizers.before_backward(losses)
@@ -192,7 +192,7 @@ def _backward(
 
 
 def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
-    """The same without the factor of a gradient scaler."""
+    """Return a term without the factor of the gradient scaler."""
     own = list(term.multipliers)
     if scale in own:
         own.remove(scale)
@@ -200,9 +200,9 @@ def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
 
 
 def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
-    """Of a loss of so many terms, by term, the line of the last variable that is made of the fewest, and not of all.
+    """Return, by term, the assignment of the smallest variable that includes the term.
 
-    These are variables of the function that calls backward.
+    Only local variables of the function that calls backward, with fewer terms than the loss, are considered.
     """
     frame = user_frame(sys._getframe(1))
     found: dict[Any, Location] = {}
@@ -226,7 +226,7 @@ def _note_of(
 
     def note(given: Any) -> None:
         if given[0] is not None and given[0].numel():
-            factor = float(own_part(given[0]).flatten()[0])  # a DTensor where a loss is that of a split model
+            factor = float(own_part(given[0]).flatten()[0])  # a DTensor if the model is split
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
             arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, head)
 
@@ -234,20 +234,20 @@ def _note_of(
 
 
 def _note_targets(found: list[float], given: Any) -> None:
-    """Add what arrives at the log-probabilities of a cross entropy: of a target, minus its weight in all classes."""
+    """Record the total target weight from the gradient of log-probabilities."""
     if given[0] is not None:
         found.append(-float(own_part(given[0]).double().sum()))
 
 
 _Scales = tuple[tuple[str, float], ...]
-"""The numbers by which a loss is divided ("Div") and multiplied ("Mul") on the way to a term."""
+"""Divisors ("Div") and factors ("Mul") between the loss and a term."""
 
 
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
-    """The sums and means that a loss is put together from by arithmetic; nothing where there are too many."""
+    """Yield the sums and means in a loss; nothing if too many nodes."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
     found = []
-    for node, index, scales in pending:  # which grows
+    for node, index, scales in pending:  # appended to in the loop
         if node is None or len(pending) > _MOST_NODES:
             return
         name = node.name()
@@ -265,7 +265,7 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
 
 
 def _scale(node: Any, name: str, edge: int) -> _Scales:
-    """The number by which an operation multiplies or divides what comes from an edge, if that is not learned."""
+    """Return the constant factor or divisor of an operation's input, if any."""
     other = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
     if other is None or other.numel() != 1 or other.is_complex() or other.requires_grad:
         return ()
@@ -273,9 +273,9 @@ def _scale(node: Any, name: str, edge: int) -> _Scales:
 
 
 def _count(node: Any) -> tuple[int, bool]:
-    """How many elements a node sums, or takes the mean of; and whether these are some that a mask or an index chooses.
+    """Return a node's element count, and True if the elements were selected.
 
-    A cross entropy knows the number of its targets, of which it may ignore some.
+    A cross entropy saves the number of its targets that are not ignored.
     """
     following, index = node.next_functions[0]
     shapes = made_shapes(following)
@@ -293,7 +293,7 @@ def _count(node: Any) -> tuple[int, bool]:
 
 
 def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
-    """Whether rows of a tensor are some of another one, chosen by their values, as far as they are followed."""
+    """Return True if the rows were selected by value from another tensor."""
     for _ in range(_MOST_FOLLOWED):
         if node is None or ((made := made_shapes(node)) and made[0][:1] != shape[:1]):
             return False

@@ -1,8 +1,8 @@
-"""Where the source of a script makes the loss that backward begins from: its reduction, and what it is scaled by.
+"""Source analysis of the loss: lines of its reduction and world size scaling.
 
-The loss is followed from the call of backward through the names, the arithmetic and the script's own functions that it
-comes from. What a name holds now says which of them is a loss, and which is a number. Source never decides whether a
-loss is at fault: it says where to edit, and whose a factor is that was measured.
+The loss is followed from the call of backward through names, arithmetic and the script's own functions. The current
+value of a name decides whether it is a loss or a number. Source analysis never creates a finding: it only locates the
+line to edit, and the origin of a measured factor.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from ddpcheck.record.source.source_scope import (
     statement_at,
 )
 
-_DEEPEST = 24  # names, operations and functions, one in the other
-_ITEMS = "num_items_in_batch"  # what the Trainer of transformers gives to compute_loss
-_WORLD_SIZE = "world_size"  # the keyword of torch's init_process_group, and half of the name of get_world_size
+_DEEPEST = 24  # max nesting of names, operations and functions
+_ITEMS = "num_items_in_batch"  # argument that the Trainer of transformers passes to compute_loss
+_WORLD_SIZE = "world_size"  # keyword of init_process_group, and part of the name get_world_size
 
 
 @dataclass(frozen=True, slots=True)
 class LossSource:
-    """The lines of a loss."""
+    """Source lines of a loss."""
 
-    made: Location | None = None  # that computes it, or reduces it to one number
-    scaled: Location | None = None  # that multiplies or divides it by the world size; `None` where none does
+    made: Location | None = None  # line that computes the loss, or reduces it to a scalar
+    scaled: Location | None = None  # line that scales the loss by the world size, or None
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Trace:
 
 
 def loss_source(frame: FrameType | None) -> LossSource:
-    """The lines of the loss with which the script's function in `frame` calls backward."""
+    """Return the lines of the loss whose backward is called in `frame`."""
     trace = _Trace()
     for scope, at in scopes_from(frame):
         if _follow_call(trace, scope, statement_at(scope.body, at)) is None:
@@ -72,7 +72,7 @@ def loss_source(frame: FrameType | None) -> LossSource:
 
 
 def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str | None:
-    """Follow the losses in a statement; returns the parameter of the function that one is, if it is."""
+    """Follow the losses in a statement; return the parameter name of a loss."""
     if statement is None:
         return None
     losses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_loss(scope.value(node.id))]
@@ -91,7 +91,7 @@ def _follow_call(trace: _Trace, scope: Scope, statement: ast.stmt | None) -> str
 
 
 def _unscaled(scope: Scope, loss: ast.expr) -> ast.expr:
-    """What a method of an object that is no module (a gradient scaler) has been given, where that is a loss."""
+    """Return the loss passed to a method of a non-module (a gradient scaler)."""
     if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and len(loss.args) == 1:
         if isinstance(loss.args[0], ast.Name) and _is_loss(scope.value(loss.args[0].id)):
             return loss.args[0]
@@ -109,11 +109,11 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and node_of(value) is not None and value.numel() == 1
 
 
-# Through the source
+# Following the source
 
 
 def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: int | str | None) -> bool:
-    """Follow a loss to what makes it; `part`: of a tuple, a dictionary or an object. Whether it is found."""
+    """Follow a loss to its origin; `part`: index or key in a container."""
     trace.steps += 1
     if trace.steps > _DEEPEST or trace.made is not None:
         return trace.made is not None
@@ -143,7 +143,7 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
 
 
 def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
-    """Follow it to the last assignment before a place, and through what is done in place after that."""
+    """Follow a name to its last assignment, and through later in-place operations."""
     for at, target, value in sorted(bindings(scope.body, name), key=lambda found: found[0], reverse=True):
         if at >= before:
             continue
@@ -156,7 +156,7 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
             return _follow(trace, scope, target.value, at, None)
         if isinstance(target, int):
             part = target
-        if _is_constant(scope, value):  # to which losses are added
+        if _is_constant(scope, value):  # initial value of a sum of losses
             continue
         if not _follow(trace, scope, value, at, part):
             trace.made = location_in(scope, value.lineno)
@@ -165,7 +165,7 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
 
 
 def _is_constant(scope: Scope, node: ast.expr) -> bool:
-    """Whether it is one, or what a library makes of constants: `torch.zeros(1, device=device)`."""
+    """Return True for a constant, or a library call on constants: `torch.zeros(1, device=device)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         of_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
         return of_library and function_of(resolved(scope, node.func))[0] is None and all(map(_is_literal, node.args))
@@ -180,12 +180,12 @@ def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Plac
     if isinstance(node.op, ast.Mult | ast.Div):
         left, right = _is_number(scope, node.left), _is_number(scope, node.right)
         left, right = left or _has_loss(scope, node.right), right or _has_loss(scope, node.left)
-        if left and right:  # both hold one, or neither
+        if left and right:  # both or neither contain a loss
             left = right = False
         if isinstance(node.op, ast.Div) or right:
             trace.factors.append((scope, node.right, node.lineno))
             if isinstance(node.op, ast.Div) and not _is_number(scope, node.right):
-                return _made_here(trace, scope, node)  # by a count, say: that makes a mean of a sum
+                return _made_here(trace, scope, node)  # division by a count, for example: the mean of a sum
             return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
         if left:
             trace.factors.append((scope, node.left, node.lineno))
@@ -207,7 +207,7 @@ def _has_loss(scope: Scope, node: ast.expr) -> bool:
 
 
 def _is_number(scope: Scope, node: ast.expr) -> bool:
-    """Whether an operand is no loss, as far as that can be told: a constant, or made of names that hold none."""
+    """Return True if an operand is known to be no loss."""
     if _has_loss(scope, node):
         return False
     if isinstance(node, ast.Name):
@@ -225,16 +225,16 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 
 
 def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
-    """Follow what a call returns into a function of the script; any other function makes the loss here."""
+    """Follow a call into a script function; any other function is the origin."""
     called = resolved(scope, call.func)
     plain = function_of(called)[0] is None
     if plain and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
-        if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast, a copy
+        if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast or copy
             return _follow_name(trace, scope, call.func.value.id, before, part)
     inner = scope_of_function(called)
     if inner is None:
         given = {word.arg: word.value for word in call.keywords}
-        if isinstance(part, str) and part in given:  # a container that is made here
+        if isinstance(part, str) and part in given:  # a container constructed here
             return _follow(trace, scope, given[part], before, None)
         return _made_here(trace, scope, call)
     results = reversed(list(returns(inner.body)))
@@ -246,13 +246,13 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
 
 
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
-    """Whether an expression comes from the number of ranks; `seen`: the names that have been asked."""
+    """Return True if an expression comes from the world size; `seen`: checked names."""
     return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
 
 
 @functools.cache
 def uncounted_at(code: CodeType) -> Location | None:
-    """The head of a function that is given the number of items of a step, as trainers do, and does not read it."""
+    """Return the line of a function that ignores its argument `num_items_in_batch`, or None."""
     body = body_of(code)
     if body is None or _ITEMS not in parameters_of(body):
         return None
@@ -261,7 +261,7 @@ def uncounted_at(code: CodeType) -> Location | None:
 
 
 def gradients_scaled_at(frame: FrameType | None) -> Location | None:
-    """The line that scales `.grad` by the number of ranks, in functions that lead to `frame`, or that those call."""
+    """Return the line that scales `.grad` by the world size, or None."""
     for scope, _ in scopes_from(frame):
         for inner, given in ((scope, {}), *called_in(scope)):
             for node in ast.walk(inner.body):
@@ -275,9 +275,9 @@ def gradients_scaled_at(frame: FrameType | None) -> Location | None:
 
 
 def gradients_changed_at(frame: FrameType | None) -> Location | None:
-    """The one line that writes `.grad` between backward and the step that a function makes now, if there is just one.
+    """Return the only line that writes `.grad` between backward and the step.
 
-    It is one of the functions that lead to the step, or of those that they call in between.
+    The functions in the call stack of the step, and their callees in between, are searched.
     """
     for scope, at in scopes_from(frame):
         calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))
@@ -292,7 +292,7 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 
 
 def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
-    """Whether a statement assigns `.grad`, or calls what changes it in place."""
+    """Return True if a statement assigns `.grad`, or changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         written = itertools.chain.from_iterable(map(ast.walk, targets_of(node)))
         return any(isinstance(one, ast.Attribute) and one.attr == "grad" for one in written)
@@ -304,7 +304,7 @@ def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
 
 
 def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tuple[Scope, dict[str, ast.expr]]]:
-    """The functions of the script that a function calls (in these lines), each with what it is given, by name."""
+    """Yield script functions called by a function, with their arguments by name."""
     for node in ast.walk(scope.body):
         if isinstance(node, ast.Call) and (lines is None or node.lineno in lines):
             called = resolved(scope, node.func)
@@ -315,7 +315,7 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
-    """What may be a factor in an operation."""
+    """Return the possible factors of an operation."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
         return [node.left, node.right]
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
@@ -328,7 +328,7 @@ def _factors(node: ast.AST) -> list[ast.expr]:
 
 def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if isinstance(node, ast.Constant):
-        return bool(node.value == _WORLD_SIZE.upper())  # of the environment
+        return bool(node.value == _WORLD_SIZE.upper())  # environment variable
     if isinstance(node, ast.Call):
         called = resolved(scope, node.func)
         if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
@@ -361,7 +361,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
 
 
 def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Scope, ast.expr]]:
-    """What a function of the script returns, or the part of the tuples that it returns."""
+    """Yield the returned expressions of a script function, or a part of them."""
     inner = scope_of_function(called)
     if inner is None or (inner.body, part) in seen:
         return
@@ -375,7 +375,7 @@ def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Sc
 
 @functools.cache
 def _given_as_world_size(tree: ast.Module) -> frozenset[str]:
-    """What calls in a file are given as `world_size` or, of a sampler, as `num_replicas`."""
+    """Return the expressions passed as `world_size` or `num_replicas` in a file."""
     words = (word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords)
     given = (word.value for word in words if word.arg in (_WORLD_SIZE, "num_replicas"))
     return frozenset(ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute))

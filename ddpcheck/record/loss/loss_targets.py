@@ -1,4 +1,4 @@
-"""The targets that torch's losses keep for backward: labels, values, tokens, which tell one batch from another."""
+"""Targets (labels, values, tokens) that torch's losses save for backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ddpcheck.gather.state.fingerprints import fingerprint
 
 _MOST_NODES = 32
 _MOST_TARGETS = 4
-_MOST_COUNTED = 1 << 12  # elements by which it is told how much a target says
+_MOST_COUNTED = 1 << 12  # max elements for the entropy estimate
 _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
 
 
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
-    """Those of a loss, as far as it is made of such losses by arithmetic."""
+    """Return the targets of a loss that combines torch's losses arithmetically."""
     found = []
     nodes = filter(_has_target, nodes_behind([node_of(loss)], _MOST_NODES, _is_arithmetic))
     for target in (kept_tensor(node, "target") for node in nodes):
@@ -36,7 +36,7 @@ def _has_target(node: Any) -> bool:
 
 
 def _bits(target: torch.Tensor) -> float:
-    """How many bits the order of the values says: none where these are sorted, or in blocks of equal ones."""
+    """Return the entropy in bits; 0 for sorted values or contiguous equal values."""
     values = target.flatten()
     values = values[:: max(1, len(values) // _MOST_COUNTED)]
     steps = values[1:].double() - values[:-1].double()

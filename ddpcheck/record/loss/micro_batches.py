@@ -1,9 +1,9 @@
-"""The weight of each target of a micro-batch in the loss, measured from the gradients that arrive in backward.
+"""Weight of each target of a micro-batch in the loss, measured in backward.
 
-The loss of a classifier, and so of a language model, is a weighted sum over targets (tokens, pixels, samples) of
-their cross entropy. With weight w the gradient of a target's log-probabilities is -w at its class, and that of its
-logits is `w * (softmax(logits) - onehot)`. Both are measured: behind each `log_softmax` in the graph of what forward
-has returned, and at what forward has returned, where the loss is made outside of it. Any other gradient is left alone.
+The loss of a classifier or language model is a weighted sum over targets (tokens, pixels, samples) of their cross
+entropy. With weight w, the gradient of a target's log-probabilities is -w at its class, and the gradient of its logits
+is `w * (softmax(logits) - onehot)`. Both are measured: at each `log_softmax` in the graph of the forward output, and at
+the forward output itself, if the loss is computed outside. Any other gradient is ignored.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
 
 _STEPS_KEPT = 4
-_MOST_A_STEP = 256  # micro-batches
+_MOST_A_STEP = 256  # max micro-batches
 _MOST_HEADS = 4
-_SAMPLED = 8  # parameters, at most, that are asked whether an optimizer has moved them
-_NODES = 2000  # of the graph: the loss stands close to its end
-_ELEMENTS = 1 << 22  # of logits that are kept for the backward pass: some rows of them, where there are more
+_SAMPLED = 8  # max parameters checked for an optimizer step
+_NODES = 2000  # max graph nodes: the loss is close to the root
+_ELEMENTS = 1 << 22  # max elements of logits kept for backward; larger logits are sampled by row
 _LEAST_ROWS = 16
-_TOLERANCE = 0.02  # half-precision gradients have 8 bits
-_Measured = tuple[int, int, str, int, int, torch.Tensor]  # a MicroBatch, its last three as a tensor
+_TOLERANCE = 0.02  # half-precision gradients have 8 significant bits
+_Measured = tuple[int, int, str, int, int, torch.Tensor]  # fields of a MicroBatch, the last three as a tensor
 
 
 class MicroBatches(Recorder, subjects=("loss",)):
-    """The micro-batches of one wrapper, those under `no_sync` too, in optimizer steps 0, 1, 2, 4, 8 ..."""
+    """Micro-batches of a wrapper in optimizer steps 0, 1, 2, 4, 8 ..."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._some = parameters[:: -(-len(parameters) // _SAMPLED) | 1]  # odd: weights and biases take turns
-        self._index = 0  # of the optimizer step
+        self._some = parameters[:: -(-len(parameters) // _SAMPLED) | 1]  # odd stride: alternate weights and biases
+        self._index = 0  # optimizer step
         self._reduced = False
         self._versions = 0
         self._has_moved = False
         self._across_reductions = False
         self._seen = 0
-        self._unread: set[int] = set()  # forwards whose backward has not come
+        self._unread: set[int] = set()  # forward passes without a backward pass yet
         self._measured: list[_Measured] = []
         self._handles: list[Any] = []
 
     def forward_returned(self, step: int, output: Any) -> None:
-        """Measure a forward pass, which has returned `output` with gradients enabled, in a step or under `no_sync`."""
+        """Hook the `output` of a forward pass with gradients enabled."""
         if self._reduced:
             self._reduced = False
             self._across_reductions = self._is_accumulating()
-            if not self._across_reductions:  # an optimizer step begins
+            if not self._across_reductions:  # first forward of an optimizer step
                 self._index += 1
                 self._seen = 0
                 self._unread.clear()
@@ -64,7 +64,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
                     remove_hooks(self._handles)
         if is_probed(self._index) and self._seen < _MOST_A_STEP:
             hooks = len(self._handles)
-            with contextlib.suppress(Exception):  # an output of an unknown kind
+            with contextlib.suppress(Exception):  # unknown output type
                 self._hook(step, self._seen, output)
             if len(self._handles) > hooks:
                 self._unread.add(self._seen)
@@ -75,7 +75,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
         self._versions = sum(map(version_of, self._some))
 
     def measured(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches of the last optimizer steps that were measured."""
+        """Return the micro-batches of the last measured optimizer steps."""
         kept = sorted({measured[0] for measured in self._measured})[-_STEPS_KEPT:]
         self._measured = [measured for measured in self._measured if measured[0] in kept]
         return tuple(
@@ -90,9 +90,9 @@ class MicroBatches(Recorder, subjects=("loss",)):
     # Optimizer steps
 
     def _is_accumulating(self) -> bool:
-        """Whether this forward belongs to the optimizer step of the last reduction: every micro-step synchronises.
+        """Return True if this forward belongs to the last reduction's optimizer step.
 
-        That is so only where parameters are known to move between reductions, and gradients of the last one are left.
+        Requires that parameters are known to change between reductions, and that gradients were not zeroed.
         """
         if sum(map(version_of, self._some)) != self._versions:
             self._has_moved = True
@@ -129,10 +129,10 @@ class MicroBatches(Recorder, subjects=("loss",)):
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None or gradient.ndim < 2 or index != self._index:
                 return
-            values = torch.tensor([1.0, 0.0, 1.0])  # of no known weight
+            values = torch.tensor([1.0, 0.0, 1.0])  # unknown weight
             self._unread.discard(which[2])
             left_alone = self._unread or (self._across_reductions and not self._has_gradients())
-            if not left_alone:  # several forwards in one loss are not micro-batches; nor what a skipped step has left
+            if not left_alone:  # several forwards in one loss are not micro-batches; ignore gradients of a skipped step
                 with torch.no_grad(), contextlib.suppress(Exception):
                     values = measure(gradient)
             self._measured.append((index, *which, values))
@@ -141,13 +141,13 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """The first tensors in what forward returned through which a gradient can come."""
+    """Return the first tensors with gradient in a forward output."""
     leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and node_of(leaf) is not None)
     return list(islice(leaves, _MOST_HEADS))
 
 
 def log_softmaxes(roots: Iterable[Any]) -> list[Any]:
-    """The nodes of `log_softmax` next to the end of the graph, in the order in which they are met."""
+    """Return the first `log_softmax` nodes of a graph from its roots."""
     nodes = nodes_behind(roots, _NODES, lambda node: not _is_log_softmax(node))
     return list(islice(filter(_is_log_softmax, nodes), _MOST_HEADS))
 
@@ -157,16 +157,16 @@ def _is_log_softmax(node: Any) -> bool:
 
 
 def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
-    """Whether no other one of these is of the same head: of another sample, say, by whose targets it is divided."""
+    """Return True if no other node has the same head."""
     head = head_of(node)
     return head is None or [head_of(other) for other in nodes].count(head) == 1
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
-    """The node at which all gradients of `logits` come together, and which of its outputs they are.
+    """Return the node and output index where all gradients of `logits` accumulate.
 
-    Behind forward, DDP hands on copies of its outputs, and autocast copies in another dtype; a loss that forward has
-    made itself was made from the originals.
+    DDP returns copies of the forward outputs, and autocast copies in another dtype; a loss computed in forward uses the
+    originals.
     """
     node: Any = node_of(logits)
     index = logits.output_nr
@@ -179,7 +179,7 @@ def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
 
 
 def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """Three numbers: how many targets there are, the weight of each (0: not of one weight), and of how many rows."""
+    """Return the target count, common weight (0 if weights differ), and row count."""
     rows = torch.tensor(float(counted.numel()), device=counted.device)
     number = counted.sum().float()
     weights = weights[sampled].float()
@@ -191,20 +191,20 @@ def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor
 
 
 def _of_log_probabilities(gradient: torch.Tensor) -> torch.Tensor:
-    """From the gradient of log-probabilities: of a target, the class has -w (less, with label smoothing)."""
+    """Measure weights from log-probability gradients: -w at the target (less with label smoothing)."""
     least = _rows(gradient).amin(-1)
     counted = least < 0
     return _summary(-least, counted, counted)
 
 
 class _Logits:
-    """Some rows of logits, kept until their gradient comes."""
+    """Sampled rows of logits, kept until their gradient arrives."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         rows = _rows(logits.detach())
         most = max(_LEAST_ROWS, _ELEMENTS // max(1, rows.shape[-1]))
         self._chosen = torch.arange(len(rows), device=rows.device)
-        if len(rows) > most:  # spread without a period, which might meet the same position of every sequence
+        if len(rows) > most:  # aperiodic sampling avoids the same position in every sequence
             golden = torch.arange(most, dtype=torch.float64).mul(0.6180339887498949).frac()
             self._chosen = (golden * len(rows)).long().unique().to(rows.device)
         self._kept = rows[self._chosen]
@@ -216,9 +216,9 @@ class _Logits:
         probabilities = self._kept.float().softmax(-1)
         target = some.argmin(-1, keepdim=True)
         wrong = probabilities.scatter_add(-1, target, -torch.ones_like(some[:, :1]))
-        smooth = probabilities - 1 / probabilities.shape[-1]  # with label smoothing there is some of this in it
+        smooth = probabilities - 1 / probabilities.shape[-1]  # direction of label smoothing
         if probabilities.shape[-1] < 3:
-            smooth = torch.zeros_like(smooth)  # which is the same direction
+            smooth = torch.zeros_like(smooth)  # the same direction as `wrong`
         rest = wrong - _along(wrong, smooth) * smooth
         weights = _along(some, rest)
         rest_of_it = some - weights * wrong
@@ -228,12 +228,12 @@ class _Logits:
 
 
 def _along(rows: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """The coefficient of each direction in a row."""
+    """Return the coefficient of each direction in a row."""
     squares = directions.square().sum(-1, keepdim=True).clamp_min(torch.finfo(directions.dtype).tiny)
     return (rows * directions).sum(-1, keepdim=True) / squares
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """One row a target: classes are the last dimension, of images the second."""
+    """Reshape to a row per target; classes are last (dimension 1 of images)."""
     classes_last = tensor.movedim(1, -1) if tensor.ndim > 3 else tensor
     return classes_last.reshape(-1, classes_last.shape[-1])

@@ -1,4 +1,4 @@
-"""Cross entropies over gathered rows: where a rank's own rows lie among the classes, and what the targets say."""
+"""Recorder of cross entropies over gathered rows, and of their targets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 _MOST_NODES = 64
-_MOST_GATHERED = 4  # tensors since the last backward pass
+_MOST_GATHERED = 4  # max tensors since the last backward pass
 _MOST_ELEMENTS = 1 << 22
-_ALIKE = 0.99  # cosine of a row before it is gathered and after: it may be normalised, scaled or rounded in between
+_ALIKE = 0.99  # min cosine of a row before and after the gather (may be normalized, scaled or rounded)
 _GIVEN = ("tensor", "input_tensor", "self", "input")
-_OF_PRODUCTS = ("mat2", "self", "other", "x1", "x2")  # what a product or a distance of two matrices keeps
+_OF_PRODUCTS = ("mat2", "self", "other", "x1", "x2")  # saved tensors of matrix products and distances
 _KEEPS_COLUMNS = (
     *("Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
-    *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze", "T", "Transpose"),  # of a product by einsum, or turned
+    *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze", "T", "Transpose"),  # of an einsum, or transposed
     *("Sum", "Expand", "Pow", "Sqrt", "Exp"),  # of a cosine similarity, or of distances
 )
 
 
 class TargetRecorder(Recorder, subjects=("evaluation",)):
-    """Follows what is gathered before a backward pass, and the cross entropies that it begins from."""
+    """Recorder of tensors gathered before backward, and of cross entropies in the loss."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -48,7 +48,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
             self.awaits_backward = True
 
     def note_backward(self, loss: Any) -> None:
-        """A backward pass of the script begins: are what was gathered the classes of its cross entropy?"""
+        """Check if gathered tensors are the classes of the loss's cross entropy."""
         gathered, self._gathered, self.awaits_backward = self._gathered, [], False
         if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
@@ -59,7 +59,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
                 if own is None or columns.shape[1] < 2 * len(tensor):
                     continue
                 different = tuple(targets.unique().tolist())
-                if len(different) <= 2 * len(tensor):  # of two views; more are a loss of all rows
+                if len(different) <= 2 * len(tensor):  # two views at most; more targets mean a loss of all rows
                     where, classes = Location.parse(call.location), columns.shape[1]
                     step, rows = self._run.steps, len(tensor)
                     found = GatheredTargets(step, where, call.members, own, rows, classes, different, line)
@@ -69,7 +69,7 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
 
 
 def _line_of_cross_entropy() -> Location | None:
-    """The next cross entropy in the source of the functions that are under way, the innermost first."""
+    """Return the next cross entropy in the source of functions on the stack."""
     for frame in program_numbers.program_frames():
         body, held = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
         calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
@@ -89,7 +89,7 @@ def _is_cross_entropy(called: ast.expr, held: Mapping[str, Any]) -> bool:
 
 
 def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Targets, and the matrix whose columns are the classes, of each cross entropy of products of rows."""
+    """Yield the targets and class matrix (a column per class) of cross entropies."""
     for node in nodes_behind([root], _MOST_NODES, lambda node: not node.name().startswith("NllLoss")):
         if not node.name().startswith("NllLoss"):
             continue
@@ -108,7 +108,7 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
-    """At which column the rows begin, one after the other; none where they are not there, or more than once."""
+    """Return the first column of the only block equal to `rows`, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None

@@ -1,1 +1,1 @@
-"""Optimizers: steps, schedules, clips, restored states."""
+"""Recorders of optimizers: steps, schedules, gradient clipping, restored states."""

@@ -1,7 +1,7 @@
-"""What happens to gradients between backward passes and steps: clips, other changes, and whether they are zeroed.
+"""Recorders of gradients between backward and the optimizer step: clipping, other changes, zeroing.
 
-Programs zero gradients in many ways, so a parameter of each optimizer is asked what is there: the ledger, which takes
-in the events of a wrapper's loop, does not know of them.
+Programs zero gradients in many ways that the ledger, which gets only the events of a wrapper's loop, does not see: so
+the gradient of a sample parameter of each optimizer is checked.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import names_of_parameters
 
-_WITH_NORM = "_clip_grads_with_norm_"  # private to torch; what clip_grad_norm_ calls, however it was imported
+_WITH_NORM = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
 _SAME = 1e-4
-_FEW = 4  # elements: numbers that are reduced, and no gradients
-_MOST_GIVEN = 4096  # tensors of a step
+_FEW = 4  # max elements of a reduced tensor that is no gradient
+_MOST_GIVEN = 4096  # max all_reduce inputs per step
 
 
 class ClipRecorder(Recorder, subjects=("optimizers",)):
-    """Follows clips, and in some steps the norm of all gradients from one backward pass to the next.
+    """Recorder of gradient clipping, and of gradient norms between sampled backward passes.
 
     Attributes:
-        follows: Whether it has seen something since an optimizer's step, or the beginning of a backward pass.
+        follows: True if there was a clip or sampled backward pass since the last optimizer step or backward begin.
     """
 
     def __init__(self, run: Recording, before: Callable[[], object], after: Callable[[], object]) -> None:
-        """Begin; `before` and `after` are called before and after each clip."""
+        """Initialize; `before` and `after` are called before and after each clip."""
         self.follows = False
         self._run = run
         self._before, self._after = before, after
         self._clips = 0
         self._last: tuple[str, Location | None] = ("", None)
-        self._line: Location | None = None  # of the last backward pass
-        self._norms: dict[int, float] = {}  # by number of a wrapper, as backward has left them
+        self._line: Location | None = None  # line of the last backward pass
+        self._norms: dict[int, float] = {}  # gradient norm after backward, by wrapper number
         patch_clip_grad_norm(self._clips_norm)
         patched(nn.utils, "clip_grad_value_", self._clips_value)
 
@@ -85,7 +85,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._after()
 
     def backward_begins(self) -> None:
-        """A backward pass of the script begins: what have gradients become since the last one?"""
+        """Compare gradient norms with the last backward pass when a new pass begins."""
         known = self._norms
         here = user_location() if known else None
         for watch in list(self._run.watches) if known else ():
@@ -96,14 +96,14 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             if 0.0 < now < math.inf and abs(now - before) > _SAME * before:
                 name, where = self._last
                 put_off = watch.has_unreduced
-                if put_off or here == self._line:  # else the next loss may be of other parameters
+                if put_off or here == self._line:  # otherwise the next loss may involve other parameters
                     change = now / before
                     where = where or here
                     self._run.add(GradientsChanged(watch.number, self._run.steps, name, change, where, put_off))
         self.forget()
 
     def backward_ended(self) -> None:
-        """It has ended, in a step that is looked at."""
+        """Record gradient norms; called after a backward pass in a sampled step."""
         self._line, self.follows = user_location(), True
         for watch in list(self._run.watches):
             norm = _norm(watch.parameters.values(), watch.reduced_gradients)
@@ -111,12 +111,12 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
                 self._norms[watch.number] = norm
 
     def forget(self) -> None:
-        """An optimizer is about to step: what comes now is no change on the way to it."""
+        """Clear the recorded norms before an optimizer step."""
         self._norms, self._last, self.follows = {}, ("", None), False
 
 
 def kinds_clipped(error: BaseException) -> list[list[str]]:
-    """The names of the parameters that `clip_grad_norm_` was given when it has raised: those of shards, then others."""
+    """Return parameter names from the `clip_grad_norm_` that raised: shards, then others."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     found = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
     given = None if found is None else variables_of(found).get("parameters")
@@ -126,13 +126,13 @@ def kinds_clipped(error: BaseException) -> list[list[str]]:
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
-    """Have each clip by the norm of all gradients followed, with what it is given (see `norm_given`)."""
+    """Call `before` with the arguments of each gradient norm clip (see `norm_given`)."""
     known = hasattr(clip_grad, _WITH_NORM)
     patched(clip_grad if known else nn.utils, _WITH_NORM if known else "clip_grad_norm_", before)
 
 
 def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The norm that a clip is given, if it is given one; infinite for one that only asks for the norm."""
+    """Return the total norm passed to a clip; infinity if only measured."""
     if math.isinf(named["max_norm"] if "max_norm" in named else arguments[1]):
         return math.inf
     if not hasattr(clip_grad, _WITH_NORM):
@@ -141,7 +141,7 @@ def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
-    """The norm of all gradients of these parameters together; `rows`: the gradients, where they are in rows."""
+    """Return the total gradient norm of parameters; `rows`: gradients already in rows."""
     if rows is None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         rows = in_rows({str(number): p.grad for number, p in enumerate(given) if p.grad is not None})
@@ -150,43 +150,43 @@ def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
     return math.hypot(*norms(rows).values())
 
 
-_MOST_LOOKED_AT = 16  # steps of an optimizer
-_MOST_STEPS = 1024  # of all of them
-_FEWEST_LEFT = 3  # steps, one after the other
-_FEWEST_ZEROED = 2  # likewise
+_MOST_LOOKED_AT = 16  # max steps per optimizer
+_MOST_STEPS = 1024  # max steps of all optimizers
+_FEWEST_LEFT = 3  # min consecutive steps
+_FEWEST_ZEROED = 2  # min consecutive steps
 _SOME_PARAMETERS = 8
 
-_State = tuple[Callable[[], Any], int]  # a gradient, and its version
+_State = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
 _NONE: _State = (lambda: None, 0)
 
 
 @dataclass(slots=True)
 class _Followed:
     number: int
-    sample: Callable[[], Any]  # a parameter
-    plain: bool  # whether its gradient is a tensor, and no shard
+    sample: Callable[[], Any]  # weak reference to a sample parameter
+    plain: bool  # True if the gradient is a plain tensor, no shard
     steps: int = 0
-    now: _State = _NONE  # its gradient, as the last backward pass, or what has clipped it, has left it
+    now: _State = _NONE  # gradient after the last backward pass or clip
 
-    left: int = 0  # a fingerprint of its gradient after a step; 0 where it is zero or gone
-    own: bool = False  # whether that step was its optimizer's
-    line: Location | None = None  # of the last backward pass that has reached it
-    mixed: tuple[Location | None, Location | None] | None = None  # of a pass that added to what was left, and of that
+    left: int = 0  # gradient fingerprint after a step, 0 if zero or None
+    own: bool = False  # True if recorded after a step of this optimizer
+    line: Location | None = None  # of the last backward pass that changed the gradient
+    mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
     times_left: int = 0
-    held: list[Callable[[], Any]] = field(default_factory=list)  # the parameters with a gradient that was left
+    held: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
     told: bool = False
 
-    zeroed: dict[Location | None, int] = field(default_factory=dict)  # how often since the last step, by line
-    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # likewise, before that step
-    times_zeroed: int = 0  # steps, one after the other, in which that was the same
-    for_inputs: bool = False  # a backward pass since the last step was for inputs (an attack, a penalty)
+    zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
+    zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
+    times_zeroed: int = 0  # consecutive steps with the same counts
+    for_inputs: bool = False  # a backward pass was for inputs (adversarial attack, gradient penalty)
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Follows a parameter of each optimizer, in its first steps; hands what it finds to `sink`, `names` names them.
+    """Recorder of zeroing, from a parameter of each optimizer in its first steps.
 
     Attributes:
-        follows: Whether it looks at one of them.
+        follows: True if any parameter is followed.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.follows = False
 
     def begins_to_step(self, optimizer: Any, number: int) -> bool:
-        """An optimizer is about to step; returns whether it is one of those that are looked at no more."""
+        """Record an optimizer before its step; return True if no longer followed."""
         one = self._known.get(optimizer)
         if one is None:
             held = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -215,7 +215,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         return one.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
-        """It has stepped, of all optimizers the last of so many times: what do all of them leave behind?"""
+        """Record the gradients left after a step; `steps` of all optimizers."""
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
@@ -225,14 +225,14 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                 one.left, one.own = _mark(one.sample()), other is optimizer
 
     def backward_begins(self, loss: Any) -> None:
-        """A backward pass of the script begins from `loss`."""
+        """Compare gradients with those left by the last step when backward begins."""
         leaves: Iterable[Any] | None = None
         for optimizer, one in self._living():
             one.now = _gradient_of(one)
             if (one.left or one.mixed) and not (value := _mark(one.sample())):
                 one.left, one.mixed = 0, None  # zeroed
                 if one.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
-                    one.sample, one.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # and this one is not
+                    one.sample, one.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
             elif one.left and value != one.left:
                 one.left = 0
             elif one.left and one.times_left == _FEWEST_LEFT - 1:
@@ -253,12 +253,12 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.note_changed()
 
     def note_changed(self) -> None:
-        """The gradients are as they are to be used: a backward pass has ended, or they are clipped."""
+        """Record the current gradients as final, after backward or clipping."""
         for _, one in self._living():
             one.now = _gradient_of(one)
 
     def zeroes(self, optimizer: Any) -> None:
-        """The program zeroes the gradients of an optimizer."""
+        """Record that the program zeroes nonzero gradients of an optimizer."""
         one = self._known.get(optimizer)
         if one is None or one.steps >= _MOST_LOOKED_AT:
             return
@@ -279,9 +279,9 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location(), names))
 
     def _tell_zeroed(self, one: _Followed) -> None:
-        """Tell it where it was so, at the same line and as often, before several steps, one after the other.
+        """Report repeated zeroing: the same counts by line before several consecutive steps.
 
-        Not where a gradient is another one than backward has left: the program has made it of those that it zeroed.
+        Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
         repeats = one.zeroed == one.zeroed_before and _repeats(one.zeroed)
         again = repeats and _is_as_it_was(one) and not one.for_inputs
@@ -313,30 +313,30 @@ def _is_as_it_was(one: _Followed) -> bool:
 
 
 def _mark(parameter: Any) -> int:
-    """A fingerprint of its gradient; 0 where there is none, or it is zero."""
+    """Return a fingerprint of a parameter's gradient; 0 if None or zero."""
     if parameter is None or not has_gradient(parameter):
         return 0
     return fingerprint(dense(parameter.grad)) or 1
 
 
 class GivenRecorder(Recorder, subjects=("optimizers", "data")):
-    """The inputs of all_reduces of all ranks in a sampled step.
+    """Recorder of all_reduce inputs over all ranks in sampled steps.
 
     Attributes:
-        of_a_part: The line of one that is given the gradient of a parameter which this rank has for itself.
-        before: The line of the largest collective of all ranks before the first backward pass: of parameters, perhaps.
-        clear: Forgets these inputs after a step.
+        of_a_part: Line of the last all_reduce of the gradient of a parameter that only this rank has.
+        before: Line of the largest collective over all ranks before the first backward pass (of parameters, possibly).
+        clear: Clears the recorded inputs after a step.
     """
 
     def __init__(self, run: Recording) -> None:
         self.of_a_part: Location | None = None
         self.before: Location | None = None
-        self._largest: tuple[int, str] = (0, "")  # elements, line
+        self._largest: tuple[int, str] = (0, "")  # (elements, line)
         self._began = False
         self._run = run
-        self._given: list[tuple[int, int]] = []  # elements, fingerprint
+        self._given: list[tuple[int, int]] = []  # (elements, fingerprint)
         self.clear = self._given.clear
-        self._parts: Counter[int] = Counter()  # by identity, how often its gradient was given
+        self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
         tensor = given.get("tensor")
@@ -350,7 +350,7 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
             self._parts[id(part)] += 1
             self.of_a_part = Location.parse(call.location)
         if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
-            if next(iter(self._run.watches), None) is None:  # gradients are averaged by hand
+            if next(iter(self._run.watches), None) is None:  # no wrapper: gradients are averaged by hand
                 self._given.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
@@ -360,15 +360,15 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
 
     @property
     def largest(self) -> Location | None:
-        """The line of the largest collective of all ranks since the last backward pass: of gradients, perhaps."""
+        """Return the line of the largest collective over all ranks since backward."""
         return Location.parse(self._largest[1])
 
     def of(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
-        """Fingerprints, if they are of as many elements as some of these lists; small ones may be in buckets only."""
+        """Return the input fingerprints if their total size matches a list of gradients."""
         sizes = [[gradient.numel() for gradient in some] for some in gradients]
         elements = {sum(size for size in some if size > least) for some in sizes for least in (0, _FEW)}
         return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of a parameter that this rank has for itself was given again and again."""
+        """Return True if a rank-specific parameter's gradient was reduced repeatedly."""
         return self._parts[id(parameter)] > 1

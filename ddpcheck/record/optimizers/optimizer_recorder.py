@@ -1,4 +1,4 @@
-"""The optimizer steps of a script: options, pace, state, gradients, and parameters that no wrapper synchronises."""
+"""Recorder of optimizer steps: options, state, gradients, and parameters that no wrapper synchronizes."""
 
 from __future__ import annotations
 
@@ -48,50 +48,50 @@ from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
 
 _MOST_MARKS = _MOST_SUMS = 4096
-_MOST_SKETCHED = 64  # gradients in no wrapper
-_MOST_LOOKED_AT = 16  # optimizers, whose gradients may be averaged after the step
+_MOST_SKETCHED = 64  # max gradients outside wrappers
+_MOST_LOOKED_AT = 16  # max optimizers checked for averaging after the step
 
 
 @dataclass(slots=True)
 class _Optimizer:
     number: int
     steps: int = 0
-    reduced: dict[int, int] = field(default_factory=dict)  # by number of a wrapper, its reductions at the last step
-    alone: dict[int, str] = field(default_factory=dict)  # the names of its parameters in no wrapper, by identity
-    in_no_module: set[int] = field(default_factory=set)  # of these, by identity
+    reduced: dict[int, int] = field(default_factory=dict)  # reductions at the last step, by wrapper number
+    alone: dict[int, str] = field(default_factory=dict)  # names of parameters in no wrapper, by id
+    in_no_module: set[int] = field(default_factory=set)  # ids of those parameters that are in no module either
     marks: list[int] = field(default_factory=list)
-    marked: Callable[[], Any] | None = None  # a small parameter that is in no wrapper
-    is_settled: bool = False  # no zeroing of its gradients is followed any more
-    inside: bool = False  # of `step`
-    schedule: ScheduleState | None = None  # at the last step
-    apart: bool = False  # ranks may have run out of batches, or train apart: steps do not pair up by their number
-    sample: Callable[[], Any] = lambda: None  # one of its parameters
-    used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until its last step, and the lines that led to it
-    late: Location | None = None  # of an all_reduce of gradients that this step had used
-    rescaled_at: Location | None = None  # the line that scales gradients by the number of ranks
-    norm_at: Location | None = None  # the line that takes a norm of the shards of gradients
-    changed_at: Location | None = None  # the line that writes gradients before the step
-    watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # of wrappers, by what was there
+    marked: Callable[[], Any] | None = None  # a small parameter in no wrapper
+    is_settled: bool = False  # True if zeroing is no longer followed
+    inside: bool = False  # inside `step`
+    schedule: ScheduleState | None = None  # schedule at the last step
+    apart: bool = False  # ranks may have run out of batches, or train independently: step numbers do not match
+    sample: Callable[[], Any] = lambda: None  # a parameter
+    used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until the last step, and its call stack
+    late: Location | None = None  # line of an all_reduce of gradients after the step
+    rescaled_at: Location | None = None  # line that scales gradients by the world size
+    norm_at: Location | None = None  # line that takes the norm of gradient shards
+    changed_at: Location | None = None  # line that writes gradients before the step
+    watches: tuple[Any, list[ref[ScriptWatch]]] = field(default=((), []))  # wrapper watches, with their cache key
 
 
 class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
-    """Follows every optimizer of this process.
+    """Recorder of every optimizer of this process.
 
     Attributes:
-        states: What it looks at before some of these steps: models that no optimizer holds.
+        states: Recorder of models that no optimizer holds, run before sampled steps.
     """
 
     def __init__(self, run: Recording, lines: LineRecorder, writes: WriteRecorder) -> None:
-        """Begin; `lines` say where optimizers are made, `writes` are told when an optimizer writes parameters."""
+        """Initialize; `lines` locates optimizer constructors, `writes` gets each step."""
         self._run = run
         self._lines = lines
         self._writes = writes
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
-        self._all: list[_Optimizer] = []  # in the order of their numbers; the optimizers themselves may be gone
+        self._all: list[_Optimizer] = []  # by number; the optimizers may have been deleted
         self._backwards = 0
-        self._differentiated: tuple[str, ...] = ()  # the lines that have led to the last one, if a step is due
-        self._due: set[int] = set()  # the numbers of optimizers whose next step is described
-        self._stepped = 0  # optimizers that have, of those whose construction was seen
+        self._differentiated: tuple[str, ...] = ()  # call stack of the last backward pass, if a sampled step follows
+        self._due: set[int] = set()  # numbers of optimizers whose next step is recorded
+        self._stepped = 0  # number of optimizers with a recorded construction that have stepped
         self._schedules = ScheduleRecorder(run.add, lambda: self._backwards + run.steps, self._number_of)
         register_optimizer_step_pre_hook(run.count_step)
         follow_steps(self)
@@ -102,14 +102,14 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._loads = LoadRecorder(run.add)
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
         self.given = GivenRecorder(run)
-        self._sum_at: Location | None = None  # the line of the last all_reduce since backward that has left a sum
-        # sketches by identity of a parameter in no wrapper: as backward has left its gradient, and before a clip
+        self._sum_at: Location | None = None  # line of the last all_reduce since backward that left a sum
+        # sketches by id of a parameter in no wrapper: of the gradient after backward, and before a clip
         self._local: dict[int, tuple[float, ...]] = {}
         self._unclipped: dict[int, tuple[float, ...]] = {}
-        self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # version, line, by identity
+        self._sums: dict[int, tuple[Callable[[], Any], int, Location | None]] = {}  # (version, line) by id
 
     def close(self) -> None:
-        """The script has ended."""
+        """Write the final entry of each optimizer; called when the script ends."""
         self._loads.hand_over()
         living = {known.number: optimizer for optimizer, known in list(self._known.items())}
         for known in self._all:
@@ -120,7 +120,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._run.add(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
     def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
-        """An all_reduce of all ranks has left a sum in `tensor`."""
+        """Record that an all_reduce over all ranks left a sum in `tensor`."""
         for known in self._all[:_MOST_LOOKED_AT]:
             after = known.used[0] == self._backwards and not known.inside and known.late is None
             if after and getattr(known.sample(), "grad", None) is tensor is not None:
@@ -130,11 +130,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._sum_at = location if tensor.is_floating_point() and tensor.numel() > 1 else self._sum_at
 
     def are_gradients(self, places: Collection[int]) -> bool:
-        """Whether the gradient of a parameter is at any of these places (`place_of`)."""
+        """Return True if any parameter's gradient is at a given place (`place_of`)."""
         return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
 
     def steps_of(self, optimizer: Any) -> int:
-        """How often an optimizer has stepped in this process."""
+        """Return the number of steps of an optimizer in this process."""
         known = self._known.get(optimizer)
         return 0 if known is None else known.steps
 
@@ -148,7 +148,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Steps
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
-        """An optimizer is about to step."""
+        """Record an optimizer that is about to step."""
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)
@@ -178,7 +178,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if not known.steps or known.number in self._due:
             self._run.add(self._described(optimizer, known, watches))
             known.marks = []
-            if known.steps or not known.number:  # others may be made anew in each step, for an inner loop
+            if known.steps or not known.number:  # others may be constructed in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
         self.given.clear()
@@ -190,7 +190,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        """It has stepped."""
+        """Record the end of an optimizer step."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
@@ -213,7 +213,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         every = {**whole, **alone}
         summed: dict[str, Location | None] = {}
         if self._sums:
-            # what was written in place before the sum may have been divided
+            # gradients written in place before the sum may have been divided
             written = [name for name, p in alone.items() if p.grad is not None and version_of(p.grad)]
             summed = {n: line for n, p in every.items() if n not in written and (line := self._sum_in(p.grad))}
         lines = lines_of_program(sys._getframe(1))
@@ -281,7 +281,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         )
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
-        """Sketches of gradients of parameters in no wrapper, by identity of the parameter."""
+        """Return gradient sketches of parameters in no wrapper, by parameter id."""
         of_optimizers = ((p, known) for one, known in list(self._known.items()) for p in parameters_of(one))
         loose = {str(id(p)): p.grad for p, known in of_optimizers if id(p) in known.alone and p.grad is not None}
         some = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
@@ -291,7 +291,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._unclipped = self._unclipped or (self._sketches() if self._local else {})
 
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
-        """The line of the all_reduce that has left a gradient as it is."""
+        """Return the line of the all_reduce that last wrote a gradient, or None."""
         made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
         return line if gradient is not None and made() is gradient and version_of(gradient) == version else None
 
@@ -302,12 +302,12 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return tuple(names.get(id(p), "?") for p in parameters)
 
     def _watches_of(self, optimizer: Any, known: _Optimizer) -> list[ScriptWatch]:
-        """The watches on wrappers of its parameters; looked for again where there are others, or it has more groups."""
+        """Return the watches on wrappers of an optimizer's parameters (cached)."""
         key = len(optimizer.param_groups), self._run.watches.refs
         if known.watches[0] != key:
             held = {id(p) for p in parameters_of(optimizer)}
             theirs = []
-            for last in sorted(self._run.watches, key=lambda watch: -watch.number):  # that wraps a parameter
+            for last in sorted(self._run.watches, key=lambda watch: -watch.number):  # the newest wrapper of a parameter
                 if ours := held & {id(p) for p in last.parameters.values()}:
                     theirs.append(last)
                     held -= ours
@@ -315,7 +315,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return [*filter(None, map(call, known.watches[1]))]
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
-        """At its first step: name its parameters that are in no wrapper, and look at what the script has derived."""
+        """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
         known.sample = tensor_ref(parameters_of(optimizer)[0])
         self._stepped += self._lines.of_optimizer(optimizer) is not None
         self._schedules.look_for(optimizer)
@@ -325,10 +325,10 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         watches = list(self._run.watches)
         watched = {id(p) for watch in watches for p in watch.parameters.values()}
         loose = [p for p in parameters_of(optimizer) if id(p) not in watched and _is_whole(p)]
-        later: dict[int, str] = {}  # of which the wrapper that they are in knows nothing
+        later: dict[int, str] = {}  # parameters unknown to their wrapper
         if loose:
             later = {id(p): f"{watch.number}/{name}" for watch in watches for name, p in watch.later_parameters()}
-            wrapped = parameters_in_wrappers() - later.keys()  # that they were told to leave alone
+            wrapped = parameters_in_wrappers() - later.keys()  # ignored by DDP on request
             loose = [p for p in loose if id(p) not in wrapped]
         if loose:
             names = names_of_parameters({id(p) for p in loose}) | later
@@ -338,29 +338,29 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
                 known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
             known.marked = tensor_ref(min(loose, key=torch.Tensor.numel))
 
-    # Gradients that are zeroed
+    # Zeroed gradients
 
     def reductions(self) -> dict[int, int]:
-        """By number of a wrapper, how many averaged backward passes it has ended."""
+        """Return the number of averaged backward passes by wrapper number."""
         return {watch.number: watch.step for watch in list(self._run.watches)}
 
     def have_hooks(self) -> bool:
-        """Whether the script has hooks on the gradients of parameters of wrappers."""
+        """Return True if the script has hooks on gradients of wrapped parameters."""
         every = itertools.chain.from_iterable(watch.parameters.values() for watch in self._run.watches)
         return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(every))
 
     def put_off(self) -> set[int]:
-        """The numbers of the wrappers that hold gradients which a later backward pass is to average."""
+        """Return the numbers of wrappers with gradients not yet averaged."""
         return {watch.number for watch in list(self._run.watches) if watch.has_unreduced}
 
     def before_backward(self, loss: Any) -> None:
-        """A backward pass of the script begins from `loss`."""
+        """Record that a backward pass begins from `loss`."""
         self._backwards += 1
         self._local, self._unclipped, self._sum_at = {}, {}, None
         self.given.backward_begins()
-        described = self._due or self._stepped < self._lines.made  # the step after it, perhaps
+        described = self._due or self._stepped < self._lines.made  # the following step, possibly
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
-        for watch in filter(None, map(call, self._run.watches.refs)):  # each call costs in a step
+        for watch in filter(None, map(call, self._run.watches.refs)):  # performance: runs in each step
             watch.any_backward_begins()
         if self._clips.follows:
             self._clips.backward_begins()
@@ -368,7 +368,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
-        """It has ended."""
+        """Record that a backward pass has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
             self._local = self._sketches()
@@ -395,6 +395,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a plain tensor, and not this rank's shard of one (DTensor, ShardedTensor, FSDP1)."""
+    """Return True for a plain tensor, not a shard (DTensor, ShardedTensor, FSDP1)."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) and parameter.layout == torch.strided
     return plain and not count_in_fsdp1([parameter])

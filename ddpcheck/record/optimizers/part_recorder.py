@@ -1,8 +1,8 @@
-"""Models that tensor parallelism splits: which ranks compute one together, and what they have alike at each step.
+"""Recorder of tensor parallel models: their ranks, and replicated state at each step.
 
-Also the line of a script that takes a norm of the shards of gradients, found in its source. It is the line to change,
-and decides nothing: that gradients are scaled by another factor on each rank is measured. Where no line is found, or
-another one, the finding is the same at the step of the optimizer, or at that line.
+Also locates the line that takes the norm of gradient shards. The line decides nothing: the scaling of gradients by
+different factors per rank is measured. If no line or a wrong line is found, the finding is the same, located at the
+optimizer step or at that line.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _BINDING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For)
 
 
 def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location | None:
-    """That line in the functions that lead to `frame`, or that those call; the first one of the innermost function.
+    """Return the first line that takes the norm of gradient shards, or None.
 
-    `plain`: the shards are plain tensors, which no call makes of others.
+    `plain`: the shards are plain tensors, without `to_local` calls.
     """
     for scope, _ in scopes_from(frame):
         for inner, _given in ((scope, {}), *called_in(scope)):
@@ -55,7 +55,7 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 
 
 def _norm_line(body: ast.AST) -> int | None:
-    """The first statement of a function that takes a norm of what it has made of `.grad`."""
+    """Return the line of a norm of values derived from `.grad`, or None."""
     made: set[str] = set()
     for node in sorted((one for one in own_nodes(body) if isinstance(one, _BINDING)), key=lambda one: one.lineno):
         value = node.iter if isinstance(node, ast.For) else node.value
@@ -81,26 +81,26 @@ def _takes_norm(node: ast.AST) -> bool:
     return of_powers or _mentions(node, _NORMS)
 
 
-_HOME = "torch.distributed.tensor.parallel.style"  # whose styles call `distribute_module`, wherever it is imported from
+_HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
 
 
 class Watched(Protocol):
-    """A wrapper that is watched, or a sharded module."""
+    """A watched wrapper or sharded module."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Those that it synchronises, by name."""
+        """Return the synchronized parameters by name."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it is a module that `fully_shard` has sharded."""
+        """Return True if `fully_shard` sharded the module."""
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Where a module is in it; `None` for another."""
+        """Return the path of a submodule, or None if absent."""
 
 
 class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
-    """Follows the steps of optimizers once it knows of a model that is split."""
+    """Recorder of optimizer steps of a model split by tensor parallelism."""
 
     def __init__(
         self,
@@ -109,25 +109,25 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         every: int,
         lines: LineRecorder | None = None,
     ) -> None:
-        """Make it; `every`: steps from one entry to the next, `lines`: where optimizers are made."""
+        """Initialize; `every`: steps between two entries, `lines`: recorder of optimizer constructors."""
         self._sink = sink
         self._watches = watches
         self._every = every
         self._lines = lines
         self._groups: set[tuple[int, ...]] = set()
-        self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # by module, its own parameters
-        self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of an optimizer: number, steps
-        self._names: dict[int, str] = {}  # of parameters, as they were at the first step of their optimizer
+        self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # split parameter names by module
+        self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # (number, steps) by optimizer
+        self._names: dict[int, str] = {}  # parameter names at the first step of their optimizer
         self._norm_at: Location | None = None
         self._parts_given = False
         self._handles: list[Any] = []
 
     def follow_script(self) -> None:
-        """Notice what `distribute_module` splits from now on."""
+        """Record the modules that `distribute_module` splits from now on."""
         when_imported((_HOME,), guarded(self._follow))
 
     def split(self, ranks: tuple[int, ...], parts: Mapping[nn.Module, list[str]], where: Location | None) -> None:
-        """A model is split over these ranks: of each of these modules, own parameters with these names."""
+        """Record a model split over `ranks`; `parts`: split parameter names by module."""
         self._split.update(parts)
         if ranks not in self._groups:
             if not self._groups:
@@ -136,13 +136,13 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._sink(ModelSplit(ranks, where))
 
     def note_layouts(self, modules: Iterable[nn.Module]) -> None:
-        """Find out how the plan by which these were split before now has their inputs split."""
+        """Hook modules whose parallel plan, applied earlier, splits their inputs."""
         for module in modules:
             for layouts in [*input_layouts(module)]:
                 self._note_given(module, layouts)
 
     def close(self) -> None:
-        """Follow no steps any more; may be called again."""
+        """Stop following steps; may be called again."""
         remove_hooks(self._handles)
 
     def _follow(self, home: ModuleType) -> None:
@@ -150,20 +150,20 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             patched(home, "distribute_module", self._distributes)
         for name in ("ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"):
             if (style := getattr(home, name, None)) is not None and hasattr(style, "_apply"):
-                patched(style, "_apply", self._applies)  # private to torch; without it no part is known to be given
+                patched(style, "_apply", self._applies)  # private to torch; if missing, split inputs are not detected
 
     def _applies(self, style: Any, module: Any, *_arguments: Any, **_named: Any) -> None:
         if isinstance(module, nn.Module):
             self._note_given(module, getattr(style, "input_layouts", None) or ())
 
     def _note_given(self, module: nn.Module, layouts: Sequence[Any]) -> None:
-        """Look at what is given to a module whose input is split, but along the last dimension: layers do that."""
+        """Hook a module whose input is split, except along the last dimension."""
         if parts := [number for number, one in enumerate(layouts) if getattr(one, "dim", -1) != -1]:
             hook = UnpickledHook(functools.partial(self._given, parts))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _given(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Note that the script gives each rank a part of the data, which no layer has split: it requires no grad."""
+        """Record data split over the ranks by the script (requires no grad)."""
         given = [arguments[number] for number in parts if number < len(arguments)]
         if torch.is_grad_enabled():
             self._parts_given |= any(isinstance(one, torch.Tensor) and not one.requires_grad for one in given)
@@ -186,7 +186,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
             theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
             loose = ({id(p) for p in held} | self._split_now().keys()) - theirs.keys()
-            found = names_of_parameters(loose) if loose and self._lines is not None else {}  # else others' are no use
+            found = names_of_parameters(loose) if loose and self._lines is not None else {}  # unused without `lines`
             self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
         named = {self._names[id(p)]: p for p in held if id(p) in self._names}
         split = self._split_now()
@@ -216,7 +216,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         )
 
     def _split_now(self) -> dict[int, str]:
-        """The names of the parameters that are split, by identity; DDP has others in their place in its forward."""
+        """Return names of split parameters by id, despite replacements by DDP in forward."""
         found = {}
         for module, names in list(self._split.items()):
             for name in names:
@@ -231,6 +231,6 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
 
 def _names_of_split(module: nn.Module) -> list[str]:
-    """The names of a module's own parameters of which a rank has a part."""
+    """Return the names of a module's own parameters that are sharded."""
     own: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
     return [name for name, p in own if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

@@ -1,4 +1,4 @@
-"""Where a script resumes training: it restores an optimizer; and how far the training before that had come."""
+"""Recorder of resumed training: restored optimizers, and their progress before."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.patching import Recorder, patched
 
-_MOST_STATES = 64  # of optimizers, that the script has asked for or read
+_MOST_STATES = 64  # max optimizer states taken or read by the script
 _MOST_FILES = 1024
-_DEEPEST = 3  # a state in a dictionary of a dictionary
+_DEEPEST = 3  # max nesting depth of a state in dictionaries
 
 
 class ResumeRecorder(Recorder, subjects=("data",)):
-    """Follows the states of optimizers from where they are taken or read to where they are restored.
+    """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`.
 
     Attributes:
-        restored: How the last optimizer was that has been restored since `goes_on` was called.
+        restored: The last restored optimizer state since `goes_on`, or None.
     """
 
     def __init__(self, steps_of: Callable[[Any], int]) -> None:
-        """Begin; `steps_of` says how often an optimizer has stepped."""
+        """Initialize; `steps_of` returns the step count of an optimizer."""
         self.restored: Restored | None = None
         self._steps_of = steps_of
-        self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # steps that an optimizer was restored with
-        self._states: dict[int, tuple[Any, int, int]] = {}  # the groups of a state, steps and epochs, by identity
-        self._files: dict[str, int] = {}  # the steps of states that were written there
-        self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # by sampler
+        self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
+        self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
+        self._files: dict[str, int] = {}  # steps of the saved states, by path
+        self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch line by sampler
         patched(Optimizer, "state_dict", self._takes)
         patched(Optimizer, "load_state_dict", self._restores)
         patched(torch, "save", self._writes)
@@ -43,12 +43,12 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         patched(DistributedSampler, "set_epoch", self._tells)
 
     def goes_on(self, restored: Restored | None) -> None:
-        """Training has gone on from there."""
+        """Clear `restored`: training has continued from that state."""
         if self.restored is restored:
             self.restored = None
 
     def told(self, sampler: Any) -> Location | None:
-        """The line that has last told a sampler of torch's the epoch."""
+        """Return the line of the last `set_epoch` of a DistributedSampler, or None."""
         return self._told.get(sampler) if isinstance(sampler, DistributedSampler) else None
 
     def _tells(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
@@ -82,7 +82,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self.restored = Restored(steps, epochs, user_location())
 
     def _known(self, state: Any) -> tuple[int, int]:
-        """The steps and epochs of a state that was taken or read."""
+        """Return the steps and epochs of a known state, else (0, 0)."""
         groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
         return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
 
@@ -96,7 +96,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
 
 
 def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
-    """The states of optimizers in what was read, each with the whole numbers beside it and around it."""
+    """Yield optimizer states in a loaded object, with the integers beside each."""
     if not isinstance(held, dict) or depth > _DEEPEST:
         return
     if "param_groups" in held and "state" in held:
@@ -108,7 +108,7 @@ def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterato
 
 
 def _whole(step: Any) -> int:
-    """How often a parameter was stepped, by its state; on the CPU, as torch keeps it unless it is told otherwise."""
+    """Return the step count in a parameter's state on the CPU, or 0."""
     if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
         return int(step)
     return step if type(step) is int else 0

@@ -1,4 +1,4 @@
-"""The learning rate schedules of a script: how often they step, and after which step the rate has come to its end."""
+"""Recorder of learning rate schedules: step counts, and end of the changes."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ from ddpcheck.record.source.source_scope import (
 )
 
 _MOST_NUMBERS = 64
-_SAME = 1e-6  # of the highest rate
+_SAME = 1e-6  # relative to the highest rate
 
 
 @dataclass(slots=True)
 class _Schedule:
-    """One of them, as it is so far, and what its steps are counted from."""
+    """State of a schedule, and the counters at its last step."""
 
     optimizer: ref[Any]
     state: ScheduleState
-    for_all: bool = False  # the line that has constructed it takes the world size
-    passes: int = -1  # backward passes and optimizer steps, at its last step
-    rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # last, highest, lowest
+    for_all: bool = False  # True if the constructor's line uses the world size
+    passes: int = -1  # backward passes plus optimizer steps at the last step
+    rates: list[float] = field(default_factory=lambda: [math.nan, 0.0, math.inf])  # [last, highest, lowest]
     stepping: bool = False
 
 
 class ScheduleRecorder(Recorder, subjects=("optimizers",)):
-    """Follows the schedules of torch, and objects of the program that hold an optimizer and have a `step`."""
+    """Recorder of torch's schedulers, and of user objects with an optimizer and `step`."""
 
     def __init__(
         self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
     ) -> None:
-        """Begin; `passes` counts backward passes and optimizer steps, `number_of` is that of an optimizer."""
+        """Initialize; `passes` counts backward passes and optimizer steps, `number_of` numbers optimizers."""
         self._sink = sink
         self._monitors = MonitorRecorder(sink)
         self._passes = passes
         self._number_of = number_of
         self._numbers = itertools.count()
-        self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # number, metrics so far
+        self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
         self._known: WeakKeyDictionary[Any, _Schedule] = WeakKeyDictionary()
         self.followed: set[type] = set()
         for base in (LRScheduler, ReduceLROnPlateau):
@@ -73,20 +73,20 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         patched(ReduceLROnPlateau, "step", self._before_plateau)
 
     def of(self, optimizer: Any) -> ScheduleState | None:
-        """The schedule of its learning rate: of several, the one that has made the most steps; else the last one."""
+        """Return the state of an optimizer's schedule with the most steps, or None."""
         if not self.followed:
             return None
-        groups = optimizer.param_groups  # which a wrapper around an optimizer has, too
+        groups = optimizer.param_groups  # shared with wrappers around the optimizer
         ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
         return max((one.state for one in reversed(ours)), key=lambda state: state.steps, default=None)
 
     def look_for(self, optimizer: Any) -> None:
-        """Follow objects of the program's own classes that hold an optimizer and step."""
+        """Follow user objects that hold an optimizer and have a `step`."""
         for _, value in held_by_program():
             step = getattr(type(value), "step", None)
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
-            with contextlib.suppress(Exception):  # without a hash or weak references; or it does not like to be asked
+            with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
                 if value not in self._known and any(one is optimizer for _, one in held_in("", value)):
                     self._follow(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
@@ -118,10 +118,10 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         known = self._known.get(schedule)
         made = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
-        if known is None or known.stepping or not made:  # a class calls its base's, a constructor makes the first step
+        if known is None or known.stepping or not made:  # skip super().step(), and the first step in the constructor
             yield
             return
-        if not known.state.steps:  # before they count
+        if not known.state.steps:  # numbers before stepping
             numbers = tuple(itertools.islice(_numbers_of(schedule), _MOST_NUMBERS))
             known.state = replace(known.state, numbers=numbers)
         before, known.stepping = getattr(schedule, "last_epoch", None), True
@@ -143,7 +143,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         known.state, known.passes = replace(state, steps=steps), passes
         optimizer = known.optimizer()
         rate = math.nan if optimizer is None else optimizer.param_groups[0]["lr"]
-        if not isinstance(rate, float | int):  # a tensor, perhaps on a GPU
+        if not isinstance(rate, float | int):  # a tensor, possibly on a GPU
             return
         last, highest, lowest = known.rates
         settled, lowest_at = state.ends
@@ -157,7 +157,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
-    """The numbers that it holds, and those that its functions do."""
+    """Yield the numbers in a schedule and in its functions' variables."""
     pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
     seen = 0
     while pending and seen < 8 * _MOST_NUMBERS:
@@ -181,7 +181,7 @@ def _numbers_of(schedule: Any) -> Iterator[float]:
 
 
 def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
-    """Whether what a schedule is constructed from, beside its optimizer, comes from the number of ranks."""
+    """Return True if a schedule's constructor arguments use the world size."""
     scope = scope_of_frame(frame)
     statement = None if scope is None else statement_at(scope.body, frame)
     if scope is None or statement is None:
@@ -195,11 +195,11 @@ def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
 
 
 def _repeats_by_world_size(frame: FrameType | None) -> bool:
-    """Whether the innermost loop in which the program is now has a pass for each rank, by its source."""
+    """Return True if the innermost running loop iterates once per rank."""
     for _ in range(MOST_CALLERS):
         if frame is None:
             break
-        scope = scope_of_frame(frame)  # a comprehension has none
+        scope = scope_of_frame(frame)  # a comprehension has no scope
         if scope is not None and (passes := _loop_around(scope, frame.f_lineno)) is not None:
             return any(_is_number_of_ranks(scope, node) for node in ast.walk(passes))
         frame = user_caller(frame)
@@ -217,7 +217,7 @@ def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
 
 
 def _loop_around(scope: Scope, line: int) -> ast.expr | None:
-    """What the innermost loop around a line goes through."""
+    """Return the iterable of the innermost loop around a line, or None."""
     found: dict[int, ast.expr] = {}
     for node in own_nodes(scope.body):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0):

@@ -1,1 +1,1 @@
-"""Parameters in the steps of a wrapper: probed, and their history."""
+"""Probe and track the parameters in the steps of a wrapper."""

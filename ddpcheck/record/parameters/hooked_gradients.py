@@ -1,8 +1,8 @@
-"""What hooks of the program make of a rank's own gradients, before they are averaged, as far as numbers tell it.
+"""Detect how program hooks change a rank's own gradients before the average.
 
-The average of what a linear hook leaves is what it would leave of the average: a mask, a factor or a projection that
-all ranks share does no harm. So only that is told of which it can be known whether ranks share it: one factor for all
-elements, zeros in the place of some, and values that are cut off at a limit, which is not linear.
+A linear hook commutes with the average: a mask, factor or projection that all ranks share does no harm. So only changes
+that can be compared between ranks are recorded: one factor for all elements, zeroed elements, and values clamped at a
+limit (not linear).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.record.module_hooks import UnpickledHook
 
 _MOST_ELEMENTS = 1 << 24
-_FEWEST = 4  # elements that tell one kind of change from another
-_SAME = 1e-4  # relative
+_FEWEST = 4  # elements needed to classify a change
+_SAME = 1e-4  # relative tolerance
 _REGISTERS = {
     "_backward_hooks": "register_full_backward_hook",
     "_backward_pre_hooks": "register_full_backward_pre_hook",
@@ -30,13 +30,13 @@ _REGISTERS = {
 
 
 class HookedGradients:
-    """Looks at the gradients of parameters that have hooks of the program, before these are called and after that.
+    """Gradients of parameters with program hooks, before and after these hooks.
 
     Attributes:
-        changed: By name of a parameter, what its hooks have made of the last gradient; none where it is as it was.
-        factors: By name of a module, by what its backward hooks have multiplied what backward brings to it, or takes on
-            from it. What else they do to it may be for each sample, and so the same in any batch.
-        location: The line at which the first of these hooks is defined.
+        changed: Change of the last gradient by hooks, by parameter name; absent if unchanged.
+        factors: Factor that backward hooks apply to incoming or outgoing gradients, by module name. Other changes may
+            be per sample, and so equal in any batch.
+        location: Line that defines the first of these hooks.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class HookedGradients:
         self._before: dict[str, torch.Tensor] = {}
 
     def attach(self, name: str, leaf: torch.Tensor, accumulated: Callable[[str], object]) -> list[Any]:
-        """Hang hooks before those of the program, and after them; returns handles.
+        """Register hooks before and after the program's hooks; return the handles.
 
-        `accumulated` is called where hooks may have changed `.grad`. Private to torch: nothing, where this torch does
-        not say which hooks there are.
+        `accumulated` is called after hooks that may have changed `.grad`. Private to torch: nothing is registered if
+        the program's hooks cannot be listed.
         """
         handles: list[Any] = []
-        if not leaf.requires_grad or not leaf.is_leaf:  # frozen for a while
+        if not leaf.requires_grad or not leaf.is_leaf:  # temporarily frozen
             return handles
         if self._has_hooks(leaf, "_backward_hooks"):
             handles.append(leaf.register_hook(UnpickledHook(functools.partial(self._keep, name))))
@@ -65,7 +65,7 @@ class HookedGradients:
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
-        """Likewise, to a module with full backward hooks of the program, before its forward pass."""
+        """Register hooks on a module with full backward hooks, before its forward pass."""
         handles: list[Any] = []
         for held in ("_backward_hooks", "_backward_pre_hooks"):
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, held):
@@ -92,7 +92,7 @@ class HookedGradients:
                     self.factors[name] = change.number
 
     def _has_hooks(self, leaf: Any, held: str) -> bool:
-        """Whether there are such of the program."""
+        """Return True if the program has registered hooks of this kind."""
         hooks = [one for one in (getattr(leaf, held, None) or {}).values() if not isinstance(one, UnpickledHook)]
         where = [one for one in map(defined_at, hooks) if one is not None and is_user_file(one.path)]
         self.location = self.location or next(iter(where), None)
@@ -109,20 +109,20 @@ class HookedGradients:
             accumulated(name)
 
     def arrived(self, name: str, gradient: torch.Tensor) -> None:
-        """The hooks that were to be called have been."""
+        """Record the change of a gradient, after the last hook."""
         before = self._before.pop(name, None)
         if before is not None and before.shape == gradient.shape and not torch.equal(before, gradient):
             self.changed[name] = change_of(before.flatten(), gradient.detach().flatten())
 
 
 def _call_first(hooks: Any, handle: Any) -> None:
-    """Torch calls them in the order in which they came into this dictionary."""
+    """Move our hook to the front: torch calls hooks in dictionary order."""
     for number in [number for number in hooks if number != handle.id]:
         hooks[number] = hooks.pop(number)
 
 
 def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
-    """How elements have been changed, if it is in one of the ways of which ranks can be compared."""
+    """Classify the change of elements, if ranks can be compared by it."""
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
     given, left = before.double(), after.double()
     known = given.isfinite() & left.isfinite() & (given.abs() > 1e-30)

@@ -1,8 +1,8 @@
-"""The history of the parameters on one rank: missing gradients, zeros, changes; which of it the other ranks know.
+"""Track missing gradients, zeros and changes of parameters on one rank, and reports.
 
-And a detailed record of one step: gradients that arrive at parameters, other leaves that receive one, values of
-`.grad`. It costs a hook on each parameter and a walk of the graph, so only steps 0, 1, 2, 4, 8, 16 ... are probed, and
-steps whose gradients are to be compared.
+Also a detailed record of a step: gradients that arrive at parameters, other leaves with a gradient, and values of
+`.grad`. A probe costs a hook per parameter and a walk of the graph, so only steps 0, 1, 2, 4, 8, 16, ... and steps
+whose gradients are compared are probed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.record.parameters.hooked_gradients import HookedGradients
 from ddpcheck.stream.rank_report import RankReport
 
-_EXPLAINED_EARLY = 2  # the step in which never used ones are explained, for a run that ends before they are judged
-_ZERO_FROM = 4  # the step from which a gradient that was always zero is reported
+_EXPLAINED_EARLY = 2  # step in which unused parameters are explained, in case the run ends early
+_ZERO_FROM = 4  # first step in which always-zero gradients are reported
 
 
 class ParameterHistory:
     """Missing gradients, zeros and changes of the parameters of one wrapper.
 
     Attributes:
-        around_replay: Makes the context in which a forward pass is run again to say why a parameter is missing.
-        not_reported: By step, the parameters that DDP waited for in it and that no rank has reported before.
+        around_replay: Returns the context of a forward rerun that explains missing parameters.
+        not_reported: Parameters that DDP waited for and no rank has reported yet, by step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ParameterHistory:
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._unfrozen_noticed = False
         self._never_used = set(parameters)
-        self._idle: set[str] = set()  # not reached by the engine in a step with a probe
+        self._idle: set[str] = set()  # not reached by the engine in a probed step
         self._sometimes_missing: set[str] = set()
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
@@ -70,18 +70,18 @@ class ParameterHistory:
         accumulated: frozenset[str],
         late: frozenset[str] = frozenset(),
     ) -> None:
-        """Record a step that has ended.
+        """Record an ended step.
 
         Args:
-            step: Its number.
-            probe: Of it, where there was one.
-            unused: The parameters that have no part in its last backward pass, as the engine says.
-            awaited: Those of them that DDP has waited for.
-            accumulated: Those that have had a part in backward passes under `no_sync` before.
-            late: Those of `awaited` that a second backward pass may reach.
+            step: Number of the step.
+            probe: Probe of the step, if any.
+            unused: Parameters that the last backward pass did not use, by the autograd engine.
+            awaited: `unused` parameters that DDP has waited for.
+            accumulated: Parameters with gradients of earlier backward passes under `no_sync`.
+            late: `awaited` parameters that a second backward pass may reach.
         """
         if probe is not None:
-            if self._wrapper.static_graph and step == 0:  # DDP takes them for used, and will wait for them
+            if self._wrapper.static_graph and step == 0:  # DDP will wait for these parameters
                 awaited |= probe.unused - unused
             self._never_used &= probe.unused - accumulated
             self._sometimes_missing |= probe.unused
@@ -95,12 +95,12 @@ class ParameterHistory:
             self.not_reported[step] = self._ordered(awaited - late - self._reported)
 
     def left_out(self, step: int, names: Iterable[str], snapshot: Snapshot | None) -> None:
-        """Record that these had no part in a step, which has ended before that was known, and why, by its snapshot."""
+        """Record and explain parameters that turned out missing in an ended step."""
         self.not_reported[step] = self._ordered({*names, *self.not_reported.get(step, ())})
         self._ends |= self._explained(set(names) - self._ends.keys(), snapshot)
 
     def is_reported(self, names: Iterable[str]) -> bool:
-        """Whether every rank knows that each of these has been missing."""
+        """Return True if every rank knows that these parameters were missing."""
         return self._reported.issuperset(names)
 
     def note_reported(self, reports: Iterable[RankReport]) -> None:
@@ -118,15 +118,15 @@ class ParameterHistory:
         thorough: bool = False,
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> RankReport:
-        """The report of this rank.
+        """Return the report of this rank.
 
         Args:
-            step: That has just ended.
-            settled: Whether never used parameters are judged now, which an option allows for.
-            probe: Of the step, where there was one.
-            snapshot: Of its last forward pass.
-            thorough: Whether to look for changes of parameters without a probe, too.
-            parameters: Those that the module has now, where they are known.
+            step: Number of the step that has just ended.
+            settled: True to judge tolerated unused parameters now.
+            probe: Probe of the step, if any.
+            snapshot: Snapshot of the last forward pass.
+            thorough: True to look for parameter changes without a probe, too.
+            parameters: Current parameters of the module, if known.
         """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
@@ -144,7 +144,7 @@ class ParameterHistory:
         )
 
     def notices_unfrozen(self) -> bool:
-        """Whether a parameter requires grad that did not when DDP was constructed, and this has not been noticed."""
+        """Return True once if a parameter frozen at construction requires grad now."""
         was_noticed = self._unfrozen_noticed
         self._unfrozen_noticed = was_noticed or self._has_unfrozen()
         return self._unfrozen_noticed and not was_noticed
@@ -153,13 +153,13 @@ class ParameterHistory:
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def changed(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, str]:
-        """What has happened to parameters since they were wrapped, in a word, by name."""
+        """Return changes of parameters since wrapping, by name: "added", "replaced", ..."""
         changed = changes(self._at_start, self._module, parameters)
-        if self._wrapper.sharded:  # which follows all other changes in the next forward pass
+        if self._wrapper.sharded:  # `fully_shard` adopts other changes in the next forward pass
             changed = {name: how for name, how in changed.items() if how in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}
             used = shards_in_use(self._module) if changed else set()
-            if not used:  # what is gathered is not known, and may be in the place of the shard for a while
+            if not used:  # gathered parameters are unknown, and may replace a shard temporarily
                 gathered = (n for n in parameters if is_gathered(parameters[n], self._parameters.get(n)))
                 whole = set(gathered) - self._wrapper.ignored
                 changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
@@ -170,7 +170,7 @@ class ParameterHistory:
     def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
-        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient has been replaced by zeros
+        excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient was replaced by zeros
         zero = self._zeros.look(excused)
         if step >= _ZERO_FROM:
             states |= dict.fromkeys(self._ordered(zero), "zero")
@@ -185,7 +185,7 @@ class ParameterHistory:
         )
 
     def _lost(self, probe: StepProbe, snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Why backward gave no gradient; for compiled code, why it gives none as the code is written."""
+        """Return why backward gave no gradient; for compiled code, as if run eagerly."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
         self._ends |= self._explained(compiled - self._ends.keys(), snapshot)
         known = {name: self._ends[name] for name in compiled & self._ends.keys()}
@@ -196,7 +196,7 @@ class ParameterHistory:
         return tuple(name for name in self._parameters if name in wanted)
 
     def _explained(self, missing: set[str], snapshot: Snapshot | None) -> dict[str, PathEnd]:
-        """Why parameters are missing: this costs a forward pass, once for each of them."""
+        """Explain missing parameters by a forward rerun, once per parameter."""
         if not missing or snapshot is None:
             return {}
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
@@ -204,15 +204,15 @@ class ParameterHistory:
 
 
 class _ZeroGradients:
-    """The parameters whose gradient has been zero at every look."""
+    """Parameters whose gradient was zero at every look."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._zero = set(parameters)
-        self._moving: dict[str, int] = {}  # fingerprint of a parameter with a gradient, when it was first taken
+        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
 
     def look(self, excused: Set[str]) -> set[str]:
-        """Those that are not `excused`, once parameters have moved; none as long as that is not known."""
+        """Return always-zero parameters that are not `excused`, once parameters have moved."""
         if not self._zero:
             return set()
         zero_or_missing = zero_gradients(self._parameters) | excused
@@ -227,20 +227,20 @@ class _ZeroGradients:
 
 
 class StepProbe:
-    """A detailed record of one step.
+    """Detailed record of one step.
 
     Attributes:
-        arrivals: How often a gradient arrived at a parameter.
+        arrivals: Number of gradients that arrived, by parameter.
         lost: Parameters that backward reached without a gradient, with the Functions that may have returned None.
-        unregistered: Leaves that receive gradient, that the module holds, and that are no parameters of it.
-        created_in_forward: Parameters that the forward pass has made.
-        reentrant: Whether a re-entrant checkpoint is in the graph.
-        keep: What is kept of this rank's own gradients by name, a linear function of each; `None` where nothing is.
-        local: That of this rank's own gradients: what `.grad` held before, and what arrived; of shards, what arrived.
-        held: The gradients that shards had before.
-        beside: Shards to which a gradient came by another way than the reduction: an operation on the DTensor itself;
-            or terms of it, say, which torch adds up over the ranks of tensor parallelism before the reduction.
-        hooked: What hooks of the program have made of the gradients, where something of them is kept.
+        unregistered: Leaves with a gradient that the module holds, but not as parameters.
+        created_in_forward: Parameters that the forward pass has created.
+        reentrant: True if a re-entrant checkpoint is in the graph.
+        keep: Linear function of a gradient, by name, whose result is kept; `None` to keep nothing.
+        local: Kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only.
+        held: Gradients that shards had before.
+        beside: Shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that
+            torch sums over tensor-parallel ranks before the reduction.
+        hooked: Changes of gradients by program hooks, if gradients are kept.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class StepProbe:
         *,
         keep: Callable[[str, torch.Tensor], Any] | None,
     ) -> None:
-        """Look at the step of `module` that begins, at these of its parameters.
+        """Probe the step of `module` that begins, for these parameters.
 
-        `parts` are those of the module; `leaves` is what backward accumulates into, in their order. It may come to be
-        known in the forward pass only; then `attach` is called again.
+        `parts` are the parts of the module; `leaves` are the tensors that backward accumulates into, in the order of
+        `parameters`. If leaves become known in forward only, `attach` is called again.
         """
         self.arrivals: dict[str, int] = {}
         self.lost: dict[str, PathEnd] = {}
@@ -278,10 +278,10 @@ class StepProbe:
         self.attach()
 
     def attach(self) -> None:
-        """Hang hooks on the parameters that require grad now."""
+        """Register hooks on the parameters that require grad now."""
         self.detach()
         nodes = gradient_nodes(self._leaves)
-        self._handles = [  # on the node, which torch.autograd.grad does not run; it would run one on the tensor
+        self._handles = [  # on the node, since `torch.autograd.grad` also runs hooks on the tensor
             node.register_prehook(self._arrival(name, leaf))
             for name, leaf, node in zip(self._parameters, self._leaves, nodes, strict=True)
             if node is not None
@@ -291,7 +291,7 @@ class StepProbe:
         for name, module in self._module.named_modules() if self.keep is not None else ():
             self._handles += self.hooked.attach_to_module(name or "(the model)", module)
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
-        nodes = gradient_nodes([*shards.values()])  # where the engine accumulates, and torch's reduction does not
+        nodes = gradient_nodes([*shards.values()])  # run by the engine's accumulation, not by torch's reduction
         self._handles += [
             node.register_prehook(functools.partial(self._beside, name))
             for name, node in zip(shards, nodes, strict=True)
@@ -302,7 +302,7 @@ class StepProbe:
         self.beside.add(name)
 
     def detach(self) -> None:
-        """Take the hooks off: gradients that arrive from now on are not the loop's own."""
+        """Remove the hooks: gradients that arrive from now on are not the loop's own."""
         remove_hooks(self._handles)
 
     def _arrival(self, name: str, leaf: Any) -> Any:
@@ -324,13 +324,13 @@ class StepProbe:
         return arrived
 
     def _changed_in_place(self, name: str) -> None:
-        """Keep what hooks have left of the gradient in `.grad`: that is averaged."""
+        """Keep `.grad` as left by program hooks, since that value is averaged."""
         held = self._parameters[name].grad
         if self.keep is not None and held is not None and name in self.local and not is_shard(held):
             self.local[name] = self.keep(name, dense(held))
 
     def _keep_held(self, name: str) -> None:
-        """Keep what `.grad` holds from backward passes that were not averaged: it goes into this average."""
+        """Keep `.grad` from backward passes not reduced, which is part of this average."""
         held = self._parameters[name].grad
         if name in self.local or name in self.held or held is None or self.keep is None:
             return
@@ -340,19 +340,19 @@ class StepProbe:
             self.local[name] = self.keep(name, dense(held))
 
     def backward_begins(self) -> None:
-        """Keep what `.grad` holds; a parameter that is in the loss by another way may have had its gradient."""
+        """Keep `.grad`; a parameter used outside of forward may already have a gradient."""
         for name in self._parameters if self.keep is not None else ():
             self._keep_held(name)
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Walk the graph of the tensors that a forward pass has returned, while it exists."""
+        """Walk the graph of the tensors that a forward pass returned, while it exists."""
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
         now = self._parts.now().parameters
         new = {} if now is self._before else {name: p for name, p in now.items() if name not in self._before}
         if new:
-            gathered = shards_in_use(self._module)  # of two names of one shard, each has a whole of its own
+            gathered = shards_in_use(self._module)  # a shard with two names has two unsharded parameters
             self.created_in_forward |= {
                 name: UnregisteredTensor(name, tuple(parameter.shape), created_in_forward=True)
                 for name, parameter in new.items()
@@ -368,10 +368,10 @@ class StepProbe:
             self.unregistered = tuple(UnregisteredTensor(*names[place]) for place in names if place in wanted)
 
     def close(self) -> None:
-        """Take the hooks off, and see which gradients were lost: None arrived, and nothing else.
+        """Remove the hooks, and find lost gradients: only None arrived.
 
-        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP puts a Function of its own
-        around what forward returns; outputs that are not in the loss come back through it as None: nothing is lost.
+        Under `find_unused_parameters`, and in the first step under `static_graph`, DDP wraps the forward outputs in a
+        Function, through which outputs outside of the loss return None: no gradient is lost.
         """
         self.detach()
         roots, self._roots = self._roots, []
@@ -383,15 +383,15 @@ class StepProbe:
 
     @property
     def unused(self) -> frozenset[str]:
-        """The parameters that had no part in the step."""
+        """Return the parameters that were not used in the step."""
         return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
 
 
-_SINK = "_DDPSink"  # of torch/nn/parallel/distributed.py; private to torch
+_SINK = "_DDPSink"  # in torch/nn/parallel/distributed.py; private to torch
 
 
 def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """The parameters whose gradient exists and is exactly zero."""
+    """Return the parameters whose gradient exists and is exactly zero."""
     gradients = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
     values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
     some = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []

@@ -1,1 +1,1 @@
-"""Recorders of both runs of `ddpcheck run --check-parity`, and the replay of the first in the second."""
+"""Recorders for the two runs of `ddpcheck run --check-parity`."""

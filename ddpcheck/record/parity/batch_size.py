@@ -1,4 +1,4 @@
-"""Variables of a script that have its batch size: in a single process, that of all ranks together."""
+"""Scaling of batch-size variables of a script to the global batch size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_
 from ddpcheck.record.source.program_numbers import program_frames
 
 _NAME = re.compile(r"batch(?!es|_?idx|_?index|_?num)|(^|_)m?bsz?$|(samples|images|imgs)_per_", re.IGNORECASE)
-_MOST = 4096  # entries of a mapping or an object that are looked at
+_MOST = 4096  # max entries scanned per mapping or object
 _DEEPEST = 3
 
 
 def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
-    """Give the variables of the program on the stack that have a batch size another one; yield their names."""
+    """Assign `scaled` to batch-size variables on the stack; yield their names."""
     seen = set[int]()
     for frame in program_frames():
         yield from _scale(frame.f_globals, size, scaled, "", seen)
@@ -46,7 +46,7 @@ def _scale(held: MutableMapping[Any, Any], size: int, scaled: int, path: str, se
 
 
 def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
-    """Look into mappings, modules and objects of the program, and its options."""
+    """Recurse into mappings, option namespaces, and modules and objects of the program."""
     kind = type(value)
     if issubclass(kind, MutableMapping):
         yield from _scale(value, size, scaled, path, seen)
@@ -61,6 +61,6 @@ def _has_size(name: object, value: Any, size: int) -> bool:
 
 
 def _assign(frame: FrameType, name: str, value: int) -> None:
-    """Assign to a local variable; before Python 3.13, `f_locals` is a copy that has to be written back (PEP 667)."""
+    """Assign to a local variable (writes `f_locals` back before Python 3.13, PEP 667)."""
     frame.f_locals[name] = value
     ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

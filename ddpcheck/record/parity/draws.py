@@ -1,6 +1,6 @@
-"""Random numbers that a script draws: recorded on each rank, and given together to a single process.
+"""Recording of random draws on each rank, and replay in a single process.
 
-A draw is known by its line, and by how many there were at that line, with gradients and without.
+A draw is identified by its function, its line (with or without gradients) and its index at that line.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _OF_NUMPY = (
     *("rand", "randn", "random", "random_sample", "standard_normal", "normal", "uniform", "randint", "integers"),
     *("permutation", "choice", "beta", "binomial", "poisson", "exponential", "multivariate_normal", "dirichlet"),
 )
-_DEEPEST = 12  # frames of torch below a line of the program
+_DEEPEST = 12  # max torch frames between the call and a line of the program
 
 
 class RandomDraws(Recorder, subjects=("parity",)):
-    """Records what lines of the program draw once training may begin, or replays what those of all ranks have drawn."""
+    """Recorder of random draws of program lines, or replay in a single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
-        """Begin; `replays`: whether a single process gets the numbers of the ranks."""
+        """Initialize; `replays`: if True, the single process gets the ranks' numbers."""
         self._samples = samples
         self._replays = replays
         self._process = os.getpid()
@@ -80,7 +80,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
             return drawn
         of_ranks = self._samples.of_ranks(key, number) if name.endswith(("randperm", "permutation")) else ()
         if len(of_ranks) > 1 and rows_of(drawn) == sum(map(rows_of, of_ranks)):
-            return drawn  # an order of the samples of all ranks: each rank has one of its own samples
+            return drawn  # a permutation over the samples of all ranks; each rank only permuted its own shard
         try:
             value = self._samples.replayed(key, number, rows_of(drawn))
         except NotTogetherError as error:
@@ -94,7 +94,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
         return value
 
     def follow_numpy(self, module: Any) -> None:
-        """Follow the draws of numpy's functions, and of generators that the script makes."""
+        """Patch numpy's global random functions and the generators that the script creates."""
         for name in _OF_NUMPY:
             if hasattr(module, name):
                 Patch(module, name, functools.partial(self._drawing, name=f"numpy.random.{name}"))
@@ -115,7 +115,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
         self._samples.note_cat(made, tensors, dim)
 
     def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Have what divides a tensor of all ranks divide the part of each rank, and put the pieces together."""
+        """Make a method split each rank's part of a tensor; concatenate the pieces."""
 
         @functools.wraps(original)
         def divide(tensor: Any, *arguments: Any, **named: Any) -> Any:
@@ -132,9 +132,9 @@ class RandomDraws(Recorder, subjects=("parity",)):
 
 
 def _line_of_draw(frame: FrameType) -> str:
-    """Return the line of the program that draws, itself or by torch; "" for what is no part of a step.
+    """Return the program line of a draw; "" outside of steps.
 
-    An evaluation, which perhaps only rank 0 makes, may come to the same line as a step.
+    An evaluation, possibly on rank 0 only, may run the same line as a step.
     """
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""

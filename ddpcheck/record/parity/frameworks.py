@@ -1,4 +1,4 @@
-"""Packages that read the world size from elsewhere, and compilers: the single process is as it would be without."""
+"""Patches that make Lightning and TorchScript run unmodified in a single process."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Has Lightning use one device, and notes whether accelerate steps schedules.
+    """Patch of Lightning for a single device, and detector of accelerate's schedule stepping.
 
     Attributes:
-        steps_schedules: Whether a schedule is stepped once for each rank, as accelerate does.
+        steps_schedules: True if a schedule is stepped once per rank, as accelerate does.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
@@ -46,7 +46,7 @@ class Frameworks(Recorder, subjects=("parity",)):
 
 @contextlib.contextmanager
 def _originals_in_place(_code: object) -> Iterator[None]:
-    """Have TorchScript compile what the code calls, and not what stands in its place."""
+    """Restore the original functions while TorchScript compiles, instead of the patched ones."""
     places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
     current = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, function in current:

@@ -1,4 +1,4 @@
-"""Layers of a single process that compute for the samples of each rank alone: dropout, and statistics of a batch."""
+"""Per-rank dropout and batch normalization in a single process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class RankLayers(Recorder, subjects=("parity",)):
-    """Records the state of the generator before each dropout, or has a single process use those of all ranks.
+    """Recorder of the generator state before each dropout, or per-rank replay.
 
-    Batch normalization takes the statistics of each rank's rows, and its running statistics from those that come first:
-    of rank 0, which DDP broadcasts, or of another rank if noise is measured.
+    Batch normalization uses the statistics of each rank's rows. The first rank updates the running statistics: rank 0,
+    which DDP broadcasts, or another rank if noise is measured.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._process = os.getpid()
-        self._backward, self._calls = -1, 0  # in the forward passes before a backward pass
+        self._backward, self._calls = -1, 0  # forward calls since the last backward pass
         for name in DROPOUTS:
             Patch(functional, name, self._dropping)
         Patch(functional, "scaled_dot_product_attention", self._attending)
@@ -36,11 +36,11 @@ class RankLayers(Recorder, subjects=("parity",)):
             Patch(functional, "batch_norm", self._normalizing)
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows of each rank; empty if they are not known."""
+        """Return the rows of each rank; empty if unknown."""
         owners = self._samples.owners(len(inputs)) if inputs.dim() else None
         if owners is None:
             return ()
-        # As a rank has it in memory, in which order random numbers are drawn.
+        # Random numbers are drawn in memory order, so keep the memory format of a rank's tensor.
         strides = inputs.stride()
         order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
         back = sorted(range(len(strides)), key=order.__getitem__)
@@ -65,7 +65,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             mask = arguments[0] if arguments else named.get("attn_mask")
             if not p or not self._follows():
                 return original(query, key, value, *arguments, **named)
-            if mask is None or len(mask) != len(query):  # that of all rows
+            if mask is None or len(mask) != len(query):  # one mask for all rows
                 return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
             rest, more = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
             return self._with_states(lambda *parts: original(*parts, *rest, **more), query, key, value, mask)
@@ -77,7 +77,7 @@ class RankLayers(Recorder, subjects=("parity",)):
         return is_rank and self._samples.draws and not torch.compiler.is_compiling()
 
     def _with_states(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Keep the state of the generator for a call; in a single process, call it for the rows of each rank."""
+        """Record the generator state; in a single process, compute on each rank's rows."""
         if self._backward != self._samples.backwards:
             self._backward, self._calls = self._samples.backwards, 0
         key, generator = f"dropout {self._calls}", _generator(inputs[0])
@@ -130,9 +130,9 @@ def _generator(inputs: torch.Tensor) -> torch.Generator:
 def _without_padding(
     compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Compute with tensors as long as those of a rank, which draws as many numbers, and pad the result."""
+    """Compute without padding, to draw as many numbers as the rank; pad afterwards."""
     own = [one[tuple(map(slice, (len(one), *shape[1:])))].clone() for one, shape in zip(inputs, shapes, strict=True)]
     made = compute(*own)
-    whole = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], made.shape[-1])  # of dropout, of attention
+    whole = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], made.shape[-1])  # dropout, attention
     missing = [size - own_size for size, own_size in zip(whole, made.shape, strict=True)]
     return functional.pad(made, [count for size in reversed(missing) for count in (0, size)])

@@ -1,4 +1,4 @@
-"""A run whose random numbers, clocks and rounding are others: what differs from a run without is noise."""
+"""Perturbation of random numbers, clocks and rounding, to measure noise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from ddpcheck.gather.patching import Patch, patched
 
 _OTHER_SEED = 7919
-_FASTER = 16.0  # times as fast a clock runs
+_FASTER = 16.0  # clock speed-up factor
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
 
 
 class Noise:
-    """Changes clocks from now on, and random numbers once training may begin: parameters begin with the same values.
+    """Perturbation of clocks at once, and of random numbers after parameter initialization.
 
     Attributes:
-        eps: The rounding of gradients, relative: that of float32, or of the dtype that autocast has used.
+        eps: Relative rounding error of gradients: of float32, or of the coarsest autocast dtype used.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Noise:
             Patch(module, "manual_seed" if module is torch else "seed", self._seeding)
 
     def begin(self) -> None:
-        """Draw other numbers: an optimizer is there, or a wrapper computes."""
+        """Reseed the generators; called by an optimizer's constructor or a wrapper's forward."""
         if self._is_on:
             return
         self._is_on = True
@@ -50,7 +50,7 @@ class Noise:
             self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
 
     def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
-        """Change each element of gradients or parameters by as much as rounding does, or a few times as much."""
+        """Perturb each element of gradients or parameters by `times` rounding errors."""
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.is_floating_point():
                 eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)

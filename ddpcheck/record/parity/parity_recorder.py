@@ -1,4 +1,4 @@
-"""The steps of a script, and the numbers and tensors that it shows and saves: in a run on ranks, or in one process."""
+"""Recorder of optimizer steps, and of shown and saved values."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ from ddpcheck.stream.entries import WatchingFailed
 
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_STEPS = 2048
-_MOST_DESCRIBED = 1 << 14  # of all optimizers together
+_MOST_DESCRIBED = 1 << 14  # over all optimizers
 _MOST_LOOKS = 64
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of an optimizer's groups, set by it and by schedulers
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # rates in param_groups, set by the optimizer or by schedulers
 _FEW = 64
-_LARGEST = 1 << 22  # elements of an input whose rows are compared
+_LARGEST = 1 << 22  # max elements of an input whose rows are compared
 _FEATURES = 4
-_OF_KERNELS = 8  # roundings, in which activations of a deep model differ between batches of two sizes
+_OF_KERNELS = 8  # rounding errors by which activations of a deep model differ between two batch sizes
 
 
 class ParityRecorder(Recorder, subjects=("parity",)):
-    """Records what this process does, from the import of torch on; `begin` gives it the log of its rank."""
+    """Recorder of this process from the import of torch on."""
 
     def __init__(self, options: ParityOptions) -> None:
         self._options = options
@@ -79,16 +79,16 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self._frameworks = Frameworks(is_alone=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._names: Any = WeakIdKeyDictionary()  # of parameters
+        self._names: Any = WeakIdKeyDictionary()  # parameter names
         self._losses: list[torch.Tensor] = []
         self._loss_at: Location | None = None
-        self._clip: tuple[float, float] | None = None  # since the last step
+        self._clip: tuple[float, float] | None = None  # (norm, max_norm) of the last clip since the step
         self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
         self._steps = 0
         self._full_at = 0
-        self._in_closure: ParityStep | None = None  # the step that is under way, if it has a closure
+        self._in_closure: ParityStep | None = None  # pending step, if the optimizer was called with a closure
         self._described = self._stepped_inside = 0
-        self._rates: list[float] | None = None  # of the single process, while those of the ranks are in their place
+        self._rates: list[float] | None = None  # the single process's own rates while the ranks' rates are set
         self._trace = ValueTrace(self.write, lambda: self.samples.loads)
         self._shows = Shown(self.write, self.samples, lambda: self._steps, self._known_rates)
         self._looks = 0
@@ -106,14 +106,14 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         when_imported(("numpy.random",), self._draws.follow_numpy)
 
     def begin(self, add: Callable[[Entry], object], folder: Path, rank: int) -> None:
-        """Write what was recorded so far, and what comes, into the log of a rank."""
+        """Write recorded and later entries to the log of a rank."""
         self._add, waiting, self._waiting = add, self._waiting, []
         self.samples.begin(folder, rank)
         for entry in waiting:
             add(entry)
 
     def close(self, why: str = "") -> None:
-        """The script has ended, or has come as far as it is compared."""
+        """Write the last entries, at the end of the script or comparison."""
         self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
         full, splits = self.samples.why_full, self.samples.splits_statistics
         batch = self._options.batch if self.samples.is_smaller else 0
@@ -152,14 +152,14 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self.samples.note_evaluation()
 
     def _look(self) -> None:
-        """Note the numbers that the program has before it evaluates, perhaps."""
+        """Record the program's numbers before a possible evaluation."""
         if not self.samples.evaluates and self._looks < _MOST_LOOKS:
             self._looks += 1
             self._shows.look()
         self._trace.begin()
 
     def _forwards(self, wrapper: Any, *inputs: Any, **named: Any) -> None:
-        if self._noise is not None:  # not before: the script may construct another model after its first wrapper
+        if self._noise is not None:  # not earlier: the script may construct another model after its first wrapper
             self._noise.begin()
         if not wrapper.training or not torch.is_grad_enabled():
             return
@@ -187,16 +187,16 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             self._clip = float(norm), float(limit[0] if isinstance(limit, tuple) else limit)
 
     def _leave(self, why: str) -> None:
-        """End the process, whatever the script would do with an exception."""
+        """End the process without an exception, which the script could catch."""
         self.close(why)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
-        """An optimizer is about to step: note its gradients, and step with the learning rates of the ranks.
+        """Record an optimizer's gradients before its step, and set the ranks' learning rates.
 
-        A closure computes the gradients in the step: they are noted after it.
+        If the optimizer has a closure, which computes the gradients, they are recorded after the step.
         """
         if os.getpid() != self._process:
             return
@@ -205,7 +205,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         number, counts = self._optimizers[optimizer]
         count = counts[0]
         counts[0] += 1
-        if not inside or self._stepped_inside < self.samples.backwards:  # by hooks on parameters: one for all of them
+        if not inside or self._stepped_inside < self.samples.backwards:  # steps in parameter hooks count once
             self._steps += 1
             self._stepped_inside = self.samples.backwards if inside else 0
         if self._reader is not None and 0 < self._options.steps < self._steps:
@@ -227,7 +227,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             _set_rates(optimizer, recorded[0])
 
     def _compare_rows(self, number: int) -> None:
-        """Leave if the step of a single process has the rows of more micro-batches than there are on each rank."""
+        """Exit if the step has the rows of several micro-batches per rank."""
         key, rows = f"rows {number}", self._given[-1].item()
         if self._reader is None:
             self.samples.keep(key, rows)
@@ -264,7 +264,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         )
 
     def _note_gradients(self, optimizer: Any, step: ParityStep) -> None:
-        """Write a step, with the gradients and what they were made of."""
+        """Write a step with its gradients, inputs and losses."""
         if not step.count:
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -272,7 +272,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if self._noise is not None:
             self._noise.round(gradients.values())
         sizes = norms(gradients)
-        if step.sharded:  # the norms of all ranks make that of the whole
+        if step.sharded:  # keep one replica of each, so that the ranks' norms combine to the full norm
             sizes = {place: size * _counts(parameters[int(place)]) for place, size in sizes.items()}
         made = replace(
             step,
@@ -282,7 +282,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             loss_at=self._loss_at,
             clip=self._clip,
             backwards=self.samples.backwards,
-            samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # else rows are others
+            samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # padded rows differ
         )
         self.write(made)
         self._clip, self._losses, self._given = None, [], torch.zeros_like(self._given)
@@ -296,7 +296,7 @@ _LOSS = re.compile(r"scale\((\w+)\)|backward\((\w+)|(\w+)\.backward\(")
 
 
 def _loss_line(frame: FrameType | None) -> Location | None:
-    """Return the line that has last assigned the loss of which backward is called in a frame, else that of the call."""
+    """Return the last assignment of a backward call's loss, or the call's line."""
     if frame is None:
         return None
     path, line = frame.f_code.co_filename, frame.f_lineno
@@ -311,10 +311,10 @@ _loss_lines: dict[tuple[str, int], Location] = {}
 
 
 def _features(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over the rows of a tensor of a few nonlinear functions of each row, and the number of rows.
+    """Return the row count of a tensor, and sums of nonlinear row functions.
 
-    These are random Fourier features (Rahimi and Recht, 2007): the sums over ranks are those of all rows together, and
-    other rows have other sums, while rounding changes little.
+    These are random Fourier features (Rahimi and Recht, 2007). Sums over ranks equal sums over all rows; different rows
+    have different sums, while rounding changes little.
     """
     rows = tensor.reshape(len(tensor), -1).cpu().double()
     generator = torch.Generator().manual_seed(rows.shape[1])
@@ -323,7 +323,7 @@ def _features(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
-    """Tell the program, and nothing else, that this process is another rank."""
+    """Return another rank from `get_rank` to callers in the program only."""
 
     @functools.wraps(original)
     def get_rank(*arguments: Any, **named: Any) -> int:
@@ -334,13 +334,13 @@ def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
 
 
 def _is_part(parameter: torch.Tensor) -> bool:
-    """Return if a rank has a shard of a parameter: by `fully_shard`, tensor parallelism or FullyShardedDataParallel."""
+    """Return True if a parameter is sharded by `fully_shard`, tensor parallelism or FullyShardedDataParallel."""
     in_fsdp1 = getattr(parameter, "_fsdp_flattened", False) or type(parameter).__name__ == "FlatParameter"
     return is_shard(parameter) or in_fsdp1
 
 
 def _counts(parameter: Any) -> bool:
-    """Return if this rank's part of a parameter is no copy of what a rank before it has."""
+    """Return False if this rank's shard duplicates the shard of a lower rank."""
     if not is_shard(parameter):
         return _is_part(parameter) or not dist.is_initialized() or dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate() or ()
@@ -348,7 +348,7 @@ def _counts(parameter: Any) -> bool:
 
 
 def _together(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """Return a sketch of all tensors, of the sketches of each: blocks are added under signs of their own."""
+    """Combine the sketches of all tensors with tensor-dependent signs."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
     for place, part in enumerate(parts.values()):
@@ -368,13 +368,13 @@ def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
 
 
 recorder: ParityRecorder | None = None
-"""That of this process, once torch is there."""
+"""Recorder of this process, or None before torch is imported."""
 
 
 def start(options: ParityOptions, folder: str) -> None:
-    """Record from now on: torch has just been imported.
+    """Start recording; torch has just been imported.
 
-    A single process writes its files below `folder`, and its log there: it may need no process group.
+    A single process, possibly without a process group, writes its files and its log below `folder`.
     """
     global recorder
     pass_over_packages()

@@ -1,4 +1,4 @@
-"""Files of batches and random draws, one for each rank, and their values put together."""
+"""Per-rank files of batches and random draws, and concatenation of the ranks' values."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch import cat
 
 _LENGTHS = struct.Struct("<II")
 _NAME = "samples-{}"
-_LARGEST = 1 << 26  # bytes of a rank's file
+_LARGEST = 1 << 26  # max bytes of a rank's file
 _LARGEST_VALUE = 1 << 24
-_LEFT_FREE = 1 << 25  # bytes of the file system, which the logs of ranks need more than samples do
+_LEFT_FREE = 1 << 25  # bytes kept free on the file system for the ranks' logs
 
 
 class NotTogetherError(Exception):
-    """Values of ranks that cannot be put together."""
+    """Values of ranks that cannot be concatenated."""
 
 
 class SampleWriter:
-    """The file of one rank, to which values are added in the order in which the script gets them.
+    """File of a rank's values, in the order of use in the script.
 
     Attributes:
-        why_full: Why a value had no place any more, in words; none is added from then on.
+        why_full: Reason why recording stopped, '' while values are still recorded.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Begin a new file: one of an earlier start of the ranks has other values under the same keys."""
+        """Create a new file, to drop the values of an earlier start."""
         self._size = 0
         self.why_full = ""
         try:
@@ -43,7 +43,7 @@ class SampleWriter:
             self.why_full = _reason(error)
 
     def add(self, key: str, value: Any) -> None:
-        """Add a value under a key, unless it has no place or cannot be pickled."""
+        """Append a value, unless the file is full or pickling fails."""
         if self.why_full:
             return
         try:
@@ -62,7 +62,7 @@ class SampleWriter:
         whole = _LENGTHS.pack(len(name), len(blob)) + name + blob
         try:
             written = self._file.write(whole)
-            if written < len(whole):  # and the next write would raise
+            if written < len(whole):  # a partial write; the next write raises the error
                 self._file.write(whole[written:])
         except OSError as error:
             self.why_full = _reason(error)
@@ -73,7 +73,7 @@ def _reason(error: OSError) -> str:
 
 
 class SampleReader:
-    """The values of all ranks of a run, by key."""
+    """Values of all ranks of a run, by key."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.world_size = world_size
@@ -81,7 +81,7 @@ class SampleReader:
         self._places = [_places_in(path) for path in self._paths]
 
     def get(self, key: str) -> list[Any]:
-        """Return the values that ranks have under a key, in their order; empty if there is none."""
+        """Return the values of a key in rank order, without missing ranks."""
         found = []
         for path, places in zip(self._paths, self._places, strict=True):
             if key in places:
@@ -92,12 +92,12 @@ class SampleReader:
         return found
 
     def count(self, key: str) -> int:
-        """Return how many ranks have a value under a key."""
+        """Return the number of ranks with a value under a key."""
         return sum(key in places for places in self._places)
 
 
 def _packed(value: Any) -> bytes:
-    """Pickle a value; tensors by their bytes, for torch.save takes ten times as long for a small one."""
+    """Pickle a value; tensors as raw bytes, ten times faster than torch.save."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()
@@ -124,7 +124,7 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
     with path.open("rb") as file:
         while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
             name, length = _LENGTHS.unpack(head)
-            if file.tell() + name + length > size:  # the rank was killed while it wrote, or the disk was full
+            if file.tell() + name + length > size:  # the rank was killed while writing, or the disk was full
                 break
             key = file.read(name).decode()
             found[key] = file.tell(), length
@@ -133,10 +133,10 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
-    """Put the values of ranks together along the batch dimension; a value that all ranks have may stay as it is.
+    """Concatenate the ranks' values along the batch dimension; keep equal values.
 
     Raises:
-        NotTogetherError: They have no batch dimension, or other shapes beside it.
+        NotTogetherError: The values have no batch dimension, or their other dimensions differ.
     """
     is_one = not is_whole and all(is_same(values[0], value) for value in values[1:])
     return values[0] if is_one else _joined(values)
@@ -160,7 +160,7 @@ def _joined(values: Sequence[Any]) -> Any:
         kind: Any = type(first)
         return kind(parts)
     elif isinstance(first, list) and first and isinstance(first[0], str | bytes | int | float | dict):
-        return [item for value in values for item in value]  # one item for each sample, as default_collate leaves texts
+        return [item for value in values for item in value]  # one item per sample, as default_collate returns strings
     elif isinstance(first, list | tuple):
         if len({len(value) for value in values}) > 1:
             raise NotTogetherError("their lengths differ")
@@ -171,11 +171,11 @@ def _joined(values: Sequence[Any]) -> Any:
     raise NotTogetherError(f"{type(first).__name__} has no batch dimension")
 
 
-_PADDING = (-100, 0)  # of labels, and of everything else, unless another value ends more rows
+_PADDING = (-100, 0)  # labels, other tensors; fallback: the most frequent constant end of rows
 
 
 def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pad batches of sequences to the longest of all ranks, as the script pads its rows; empty if that is not known."""
+    """Pad sequences to the longest of all ranks; empty if padding is unknown."""
     shapes = [value.shape for value in values]
     if len({len(shape) for shape in shapes}) > 1 or not all(value.numel() for value in values):
         return []
@@ -197,7 +197,7 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_padded(value: Any, part: Any) -> bool:
-    """Return if what was put together is longer than a part of it in more than its rows."""
+    """Return True if a concatenated value was padded, compared to a part."""
     if isinstance(value, Mapping | UserDict):
         return any(is_padded(value[key], part[key]) for key in value)
     if isinstance(value, list | tuple) and isinstance(part, list | tuple):
@@ -206,7 +206,7 @@ def is_padded(value: Any, part: Any) -> bool:
 
 
 def rows_of(value: Any) -> int:
-    """Return how many rows the first tensor or array in a value has; 0 without one."""
+    """Return the row count of the first tensor or array, or 0."""
     if isinstance(value, Mapping | UserDict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
@@ -216,7 +216,7 @@ def rows_of(value: Any) -> int:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return if two values are equal, tensors and arrays element by element."""
+    """Return True if two values are equal, tensors and arrays element by element."""
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
     if isinstance(one, Mapping | UserDict):

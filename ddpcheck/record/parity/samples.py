@@ -1,7 +1,7 @@
-"""Where samples enter a script: recorded on each rank, and given together to a single process.
+"""Recording of loader batches on each rank, and replay in a single process.
 
-A batch is known by the line that constructs its loader, by the pass over that and by its place in it. A single process
-that comes to the same place gets the values of all ranks, put together along the batch dimension.
+A batch is identified by the line that constructs its loader, the pass over the loader and its index in the pass. At the
+same index, a single process gets the batches of all ranks, concatenated along the batch dimension.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ from ddpcheck.record.parity.sample_store import (
 )
 from ddpcheck.record.rank.environment import ParityOptions
 
-_MOST_WAITING = 4096  # values of a process that is no rank yet
-_MOST_WITHOUT = 64  # batches of a pass that are kept before any backward pass
+_MOST_WAITING = 4096  # max values recorded before the process has a rank
+_MOST_WITHOUT = 64  # max batches recorded of a pass without a backward pass
 
 
 @dataclass(slots=True)
 class _Pass:
-    key: str  # of the loader and the pass
-    began: int  # backward passes before it
+    key: str  # loader and pass
+    began: int  # backward passes before this pass
     batches: int = 0
     rows: int = 0
     is_over: bool = False
-    is_replayed: bool | None = None  # as far as that is known
-    rows_of_one: int = -1  # those of the whole pass in this process, if the loader knows them
-    length: int = -1  # in batches, if the loader knows it
+    is_replayed: bool | None = None  # None if not decided yet
+    rows_of_one: int = -1  # samples per pass in this process, -1 if unknown
+    length: int = -1  # batches per pass, -1 if unknown
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
-    """Records what enters the script, or replays it if there is a `reader`.
+    """Recorder of the script's inputs, or replay if there is a `reader`.
 
     Attributes:
-        rows: The rows of each rank in what was put together, by their sum, the last one at the end; a loader may be
-            ahead of the step. Empty if they are not known.
-        draws: Whether random draws of the script count: from the first wrapper or optimizer on.
-        backwards: How many backward passes have begun.
-        loads: Whether a loader makes a batch, which is recorded as a whole.
-        parts: Of tensors of all ranks, those of each rank.
-        on_pass: Is called before each pass over a loader.
-        splits_statistics: Whether statistics of a batch were those of the rows of each rank.
-        scaled: The variables of the script that have the batch size of all ranks.
-        is_smaller: Whether batches of a loader are smaller than the script has them.
-        is_padded: Whether sequences were padded to the longest of all ranks.
+        rows: Rows of each rank in a concatenated batch, by their sum, the latest last (a loader may prefetch). Empty if
+            unknown.
+        draws: True if random draws of the script are recorded: from the first wrapper or optimizer on.
+        backwards: Number of backward passes begun.
+        loads: True while a loader makes a batch, whose draws are not recorded.
+        parts: The tensors of each rank, by concatenated tensor.
+        on_pass: Called before each pass over a loader.
+        splits_statistics: True if batch statistics were computed per rank.
+        scaled: Script variables whose value was scaled to the global batch size.
+        is_smaller: True if a loader's batch size was reduced.
+        is_padded: True if sequences were padded to the longest of all ranks.
     """
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
@@ -94,7 +94,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.loads = False
         self.backwards = 0
         self.on_pass: Callable[[], object] = lambda: None
-        self._evaluated = -1  # the number of backward passes when an evaluation ended last
+        self._evaluated = -1  # number of backward passes at the end of the last evaluation
         self._refused = set[str]()
         for kind in (data.DataLoader, data.BatchSampler):
             Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
@@ -104,7 +104,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.seed("python", random.getstate, random.setstate)
 
     def seed(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
-        """Begin with the random numbers of rank 0, which are new in each process if the script does not seed."""
+        """Seed with rank 0's state, random if the script does not seed."""
         if self._reader is None:
             self.keep(f"seed {name}", get())
         elif states := self._reader.get(f"seed {name}"):
@@ -113,7 +113,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     # The store
 
     def begin(self, folder: Path, rank: int) -> None:
-        """Write what was recorded so far, and what comes: this process is a rank."""
+        """Write recorded and later values to the file of this rank."""
         if self._reader is None:
             self._writer = SampleWriter(folder, rank)
             waiting, self._waiting = self._waiting, []
@@ -122,22 +122,22 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
     @property
     def why_full(self) -> str:
-        """Return why values of this step are not recorded any more, in words; empty if they are."""
+        """Return the reason why values are no longer recorded, '' if they are."""
         return "" if self._writer is None else self._writer.why_full
 
     @property
     def replays(self) -> bool:
-        """Return if this is the single process."""
+        """Return True if this is the single process."""
         return self._reader is not None
 
     def of_ranks(self, key: str, number: int) -> list[Any]:
-        """Return what ranks have kept under a key and its number, in the order in which their rows are put together.
+        """Return the ranks' values of a key and index, in concatenation order.
 
-        If the single process takes the batches of the ranks in turn, that of the rank whose turn it is.
+        If the single process takes the ranks' batches in turn, return only the value of the rank whose turn it is.
         """
         if self._reader is None:
             return []
-        turns = self._turns if self._reader.count(f"{key}#0") == len(self._order) else 1  # what all ranks do
+        turns = self._turns if self._reader.count(f"{key}#0") == len(self._order) else 1  # recorded by all ranks
         values = self._reader.get(f"{key}#{number // turns}")
         if len(values) != len(self._order):
             return values
@@ -145,7 +145,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return [values[place] for place in places]
 
     def keep(self, key: str, value: Any) -> None:
-        """Keep a value for the single process."""
+        """Record a value for the single process."""
         if os.getpid() != self._process:
             return
         if self._writer is None:
@@ -154,10 +154,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._writer.add(key, value)
 
     def replayed(self, key: str, number: int, rows_here: int = 0) -> Any:
-        """Return the values of all ranks under a key together, of which the single process itself would have some rows.
+        """Return the concatenated values of all ranks; `rows_here`: own row count.
 
         Raises:
-            NotTogetherError: Some rank has none, or they cannot be put together.
+            NotTogetherError: No rank has a value, or the values cannot be concatenated.
         """
         values = self.of_ranks(key, number)
         if not values:
@@ -170,14 +170,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         count = rows_of(value)
         is_whole, owners = count == sum(rows), self.owners(count)
         if not is_whole or count in self.rows or owners is None or owners.bincount().tolist() != [*rows]:
-            self.note_rows(rows if is_whole else ())  # no draws for rows that were made of those of a batch
+            self.note_rows(rows if is_whole else ())  # not for draws with a row count derived from a batch
         if self.rows and isinstance(value, torch.Tensor):
             self.parts[value] = values
             return self.in_rows(value)
         return value
 
     def note_rows(self, rows: tuple[int, ...]) -> None:
-        """Note the rows of each rank in what was put together; empty if they are not known."""
+        """Record the rows per rank of a concatenated value; empty to clear."""
         if rows:
             self.rows.pop(sum(rows), None)
             self.rows[sum(rows)] = rows
@@ -187,10 +187,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             self._owners.clear()
 
     def owners(self, count: int) -> torch.Tensor | None:
-        """Return the place of the rank that has each of some rows; `None` if that is not known."""
+        """Return the rank index of each of `count` rows; None if unknown."""
         if count in self._owners:
             return self._owners[count]
-        known = {count: (count,)} if self._turns > 1 else self.rows  # of one rank
+        known = {count: (count,)} if self._turns > 1 else self.rows  # one rank
         total = count if count in known else next((total for total in reversed(known) if not count % total), 0)
         if not total or not count:
             return None
@@ -198,21 +198,21 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
     def in_rows(self, value: torch.Tensor) -> torch.Tensor:
-        """Bring what was put together rank by rank into the order of the rows that the script computes with."""
+        """Reorder a value concatenated by rank into the row order of the script."""
         owners = self.owners(len(value))
         if owners is None or bool((owners.diff() >= 0).all()):
             return value
         return value[owners.argsort(stable=True).argsort().to(value.device)]
 
     def note_cat(self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
-        """Note the ranks of the rows of batches that the script puts one after the other: of crops, of views."""
+        """Record the ranks of concatenated rows from several batches (crops, views)."""
         owners = [self.owners(len(tensor)) for tensor in tensors if len(tensor)] if self.rows and not dim else [None]
         if known := [some for some in owners if some is not None]:
             if len(known) == len(owners) > 1:
                 self._owners[len(made)] = cat(known)
 
     def _batch_dim(self, values: Sequence[Any]) -> int:
-        """Return the dimension of random numbers that has as many elements as the batch has rows, if not the first."""
+        """Return the batch dimension of random numbers, 0 for the first or unknown."""
         last = [*self.rows.values()][-1] if self.rows else ()
         if not last or len(values) != len(last) or not all(isinstance(v, torch.Tensor) for v in values):
             return 0
@@ -231,7 +231,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     # Loaders
 
     def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
-        place = 1 if kind is data.DataLoader else 2  # of batch_size among the arguments, `self` not counted
+        place = 1 if kind is data.DataLoader else 2  # index of batch_size in the arguments, without `self`
         size_of = guarded(self._size_of)
 
         @functools.wraps(construct)
@@ -248,7 +248,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def _size_of(
         self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any], place: int
     ) -> int | None:
-        """Return the batch size of all ranks together; record that of this one."""
+        """Return the global batch size to use; on a rank, record its size."""
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
             return None
         name = kind.__name__
@@ -273,12 +273,12 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return sum(sizes)
 
     def _is_taken_whole(self, key: str, dataset: Any) -> bool:
-        """Return if the ranks that evaluate with a loader take all of its samples: one of them, or each."""
+        """Return True if the ranks (or a single rank) each evaluate all samples."""
         assert self._reader is not None
         ended = self._reader.get(f"{key} pass 0 ended")
         if not ended or self._reader.count(f"{key} pass 0 trains"):
             return False
-        with contextlib.suppress(Exception):  # a stream has no length
+        with contextlib.suppress(Exception):  # an iterable dataset has no length
             return len(ended) < self._reader.world_size or all(rows == len(dataset) for _, rows in ended)
         return False
 
@@ -319,7 +319,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                 raise StopIteration
             took(made, batch)
             if 1 < made.batches == made.length and not is_of_program(sys._getframe(1).f_code.co_filename):
-                self._ended(made)  # a package that counts batches does not ask for more
+                self._ended(made)  # a package that counts batches does not request another
             return batch if replayed is None else replayed[0]
 
         return __next__
@@ -342,21 +342,21 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._sink(PassTaken(made.key, made.rows, made.rows_of_one, trains, made.batches))
 
     def note_evaluation(self) -> None:
-        """The script evaluates, until the next backward pass."""
+        """Record that the script evaluates until the next backward pass."""
         self._evaluated = self.backwards
 
     @property
     def evaluates(self) -> bool:
-        """Return if an evaluation has ended, or a model was put into evaluation mode, since the last backward pass."""
+        """Return True after an evaluation or eval mode, until the next backward pass."""
         return self._evaluated == self.backwards
 
     @property
     def is_under_way(self) -> bool:
-        """Return if a pass over a loader is under way that no backward pass has come from."""
+        """Return True if a loader pass is in progress without a backward pass."""
         return any(m.began == self.backwards and m.batches and not m.is_over for m in self._open.values())
 
     def _is_replayed(self, made: _Pass) -> bool:
-        """Return if a pass trains, or evaluates samples that a single process would not take by itself."""
+        """Return True if a pass trains, or evaluates samples of other ranks."""
         if made.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{made.key} ended")
@@ -367,14 +367,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return made.is_replayed
 
     def _has_ended(self, made: _Pass) -> bool:
-        """Return if a pass that trains had no batch more on any rank."""
+        """Return True if no rank has another batch in a training pass."""
         if self._reader is None or not self._is_replayed(made):
             return False
         ended = self._reader.get(f"{made.key} ended")
         return bool(ended) and max(batches for batches, _ in ended) * self._turns <= made.batches
 
     def _in_place_of(self, made: _Pass, batch: Any) -> tuple[Any] | None:
-        """Return the batch of all ranks; `None` if the process's own one stays: evaluations are not replayed."""
+        """Return the batch of all ranks, or None to keep the own batch."""
         if self._reader is None:
             return None
         key = f"{made.key} batch"
@@ -393,7 +393,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return (value,)
 
     def note_backward(self) -> None:
-        """A backward pass begins: passes that are under way train."""
+        """Record that a backward pass begins and that all passes in progress train."""
         self.backwards += 1
         if self._reader is None:
             for made in [*self._open.values()]:
@@ -403,7 +403,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
 
 def _line_of(frame: FrameType, thing: object) -> str:
-    """Return the line of the program that constructs a thing or iterates over it."""
+    """Return the program line that constructs or iterates over an object."""
     for one in frames_from(frame):
         if is_of_program(one.f_code.co_filename):
             if one.f_code.co_name != "__init__" or next(iter(variables_of(one).values()), None) is not thing:

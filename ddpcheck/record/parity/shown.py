@@ -1,4 +1,4 @@
-"""The numbers and tensors that a script shows, logs, tracks and saves."""
+"""Recorder of numbers and tensors that a script shows, logs, tracks and saves."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.source import program_numbers
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z_])")
-_TIME = re.compile(r"\b\d+:\d\d(?::\d\d(?:\.\d+)?)?\b")  # of a clock, or that something has taken
-_LONGEST = 4096  # characters of a text
+_TIME = re.compile(r"\b\d+:\d\d(?::\d\d(?:\.\d+)?)?\b")  # time of day or duration
+_LONGEST = 4096  # max characters of a text
 _MOST_SHOWN = 4096
 _MOST_SAVED = 16
 _MOST_TENSORS = 4096
@@ -42,7 +42,7 @@ _ORDERS = (2, 1, 4, math.inf)
 
 
 class Shown(Recorder, subjects=("parity",)):
-    """Writes down what the script shows and saves, after how many `steps`, at which learning `rates`."""
+    """Recorder of shown and saved values, with step count and learning rates."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Shown(Recorder, subjects=("parity",)):
         self._steps, self._rates = steps, rates
         self._process = os.getpid()
         self._shown = self._saved = 0
-        self._record: Any = None  # the last one of `logging`
-        self._known: set[float] = set()  # numbers that the program had when it last began to evaluate
+        self._record: Any = None  # last record of `logging`
+        self._known: set[float] = set()  # the program's numbers at the begin of the last evaluation
         patched(builtins, "print", self._prints)
         patched(logging.Handler, "handle", self._logs)
         patched(torch, "save", self._saves)
         patched(json, "dump", self._dumps)
         patched(json, "dumps", self._dumps)
-        with contextlib.suppress(AttributeError):  # a stream of another class
+        with contextlib.suppress(AttributeError):  # a stream without a writable `write`
             sys.stdout.write = self._writing(sys.stdout.write)  # type: ignore[method-assign]
         writer = "torch.utils.tensorboard.writer"
         when_imported((writer,), lambda module: patched(module.SummaryWriter, "add_scalar", self._tracks))
@@ -72,7 +72,7 @@ class Shown(Recorder, subjects=("parity",)):
         when_imported(("wandb",), lambda module: patched(module, "log", self._tracks_all))
 
     def look(self) -> None:
-        """Note the numbers that the program has before it evaluates, and the shares that it may make of them."""
+        """Record the program's numbers, and possible ratios of them, before an evaluation."""
         held = program_numbers.numbers_of_program()
         counts = [(name.partition(".")[0], value) for name, value in held.items() if value > 1 and value == value // 1]
         shares = {v / n for name, v in held.items() for function, n in counts if name.startswith(f"{function}.")}
@@ -115,7 +115,7 @@ class Shown(Recorder, subjects=("parity",)):
         return write
 
     def _writes(self, text: str, path: str) -> None:
-        if is_of_program(path) or path == csv.__file__:  # not what `print` writes
+        if is_of_program(path) or path == csv.__file__:  # skip what `print` writes
             self._show("written", text)
 
     def _show(self, how: str, text: str) -> None:
@@ -151,7 +151,7 @@ class Shown(Recorder, subjects=("parity",)):
 
 
 def _norms(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Return norms of several orders, and that of the positive elements."""
+    """Return norms of several orders, and the 2-norm of the positive elements."""
     values = dense(tensor).detach()
     if not values.numel():
         return (0.0,)

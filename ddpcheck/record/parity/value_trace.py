@@ -1,4 +1,4 @@
-"""The numbers that the functions of a script compute in its first evaluations, line by line."""
+"""Tracer of the numbers that functions compute in the first evaluations."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.record.source import program_numbers
 
 _MOST_EVALUATIONS = 3
-_MOST_BEGUN = 12  # of which some turn out to train
-_MOST_VALUES = 2048  # of an evaluation
-_MOST_LINES = 1 << 15  # of an evaluation
-_FEW = 16  # elements of a tensor
-_MOST_INSIDE = 32  # attributes of an object
+_MOST_BEGUN = 12  # traces started; some turn out to be training
+_MOST_VALUES = 2048  # per evaluation
+_MOST_LINES = 1 << 15  # per evaluation
+_FEW = 16  # max elements of a tensor
+_MOST_INSIDE = 32  # max attributes of an object
 
 _Numbers = tuple[float, ...]
 
 
 class ValueTrace(Recorder, subjects=("parity",)):
-    """Follows lines of the program from the start of what may be an evaluation to the next backward pass.
+    """Tracer of program lines from a possible evaluation to the next backward pass.
 
-    A program that has a trace function of its own is left alone.
+    A program with its own trace function is not traced.
     """
 
     def __init__(self, sink: Callable[[Entry], object], is_loading: Callable[[], bool]) -> None:
-        """Begin; `is_loading`: whether a loader makes a batch, which is not followed."""
+        """Initialize; `is_loading`: True while a loader makes a batch, which is not traced."""
         self._sink = sink
         self._is_loading = is_loading
         self._process = os.getpid()
-        self._loops: set[CodeType] = set()  # functions in which passes over loaders begin
+        self._loops: set[CodeType] = set()  # functions that iterate over data loaders
         self._is_on = False
         self._begun = self._written = self._lines = 0
         self._values: list[TracedValue] = []
-        self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # the last line, and variables before it
+        self._frames: dict[FrameType, tuple[int, dict[str, _Numbers]]] = {}  # last line, and variables before it
         self._enter, self._step = guarded(self._entered, self), guarded(self._stepped, self)
 
     def begin(self) -> None:
-        """An evaluation begins, perhaps: a pass over a loader, say."""
+        """Start tracing a possible evaluation, for example a pass over a loader."""
         self._loops |= {frame.f_code for frame in program_numbers.program_frames()}
         if self._is_on or sys.gettrace() is not None or self._written >= _MOST_EVALUATIONS:
             return
@@ -61,7 +61,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
         sys.settrace(self._enter)
 
     def end(self, *, evaluates: bool, steps: int) -> None:
-        """A backward pass begins, or the script ends."""
+        """Stop tracing: a backward pass begins, or the script ends."""
         if not self._is_on:
             return
         self._is_on = False
@@ -91,7 +91,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
                 self._note(frame, line, name, numbers)
         if event == "return":
             if (returned := _numbers_of(value)) is not None:
-                # A function that goes over no batches makes numbers of its arguments.
+                # Attribute the result of a function without a data loop to the caller, which passes the arguments.
                 outer = frame.f_back if frame.f_code not in self._loops and "self" not in frame.f_locals else None
                 outer = outer if outer in self._frames else frame
                 self._note(outer, outer.f_lineno, "return", returned)
@@ -109,7 +109,7 @@ class ValueTrace(Recorder, subjects=("parity",)):
 
 
 def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
-    """Return the numbers of variables, and of what their objects and mappings hold."""
+    """Return the numbers in local variables, and inside their objects and mappings."""
     found: dict[str, _Numbers] = {}
     for name, value in [*frame.f_locals.items()]:
         if (numbers := _numbers_of(value)) is not None:
@@ -121,7 +121,7 @@ def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
 
 
 def _numbers_of(value: Any) -> _Numbers | None:
-    """Return a number, or the few numbers of a tensor, a list or a dict."""
+    """Return the numbers in a scalar, or a small tensor, list or dict."""
     if type(value) is bool:
         return None
     if isinstance(value, torch.Tensor) and value.dim():

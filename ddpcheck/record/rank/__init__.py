@@ -1,1 +1,1 @@
-"""A rank of an unmodified script: how it is entered, and what watches it."""
+"""Entry points and recorders for one rank of an unmodified script."""

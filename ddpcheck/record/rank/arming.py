@@ -1,4 +1,4 @@
-"""Waits in a process for a process group: who joins one is a rank, whatever has started it.
+"""Start to watch a process as a rank once it joins a process group.
 
 Neither torch nor the rest of ddpcheck is imported before the script does so: a script sets variables such as
 CUDA_VISIBLE_DEVICES first, and workers of a data loader or a compiler, which inherit the environment, join no group.
@@ -20,11 +20,11 @@ from ddpcheck.record.rank.environment import ParityOptions, RunOptions, options_
 from ddpcheck.record.rank.module_finder import guarded, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
-_WITH_LINES = (  # whose constructions and seeds are noted, which come before there is a process group too
+_WITH_LINES = (  # constructions and seeds are recorded, also before a process group exists
     *("torch.random", "torch.utils.data.dataset", "torch.utils.data.sampler", "torch.utils.data.distributed"),
     *("torch.utils.data.dataloader", "numpy.random"),
 )
-_COLLECTIVES = (  # those that programs import by name
+_COLLECTIVES = (  # often imported by name
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "barrier"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_gather_object"),
     *("gather_object", "broadcast_object_list", "scatter_object_list", "all_gather_single", "reduce_scatter_single"),
@@ -32,13 +32,13 @@ _COLLECTIVES = (  # those that programs import by name
 _REPLACED = (*_COLLECTIVES, "destroy_process_group")
 
 replacements: dict[str, Callable[..., Any]] = {}
-"""What is called in the place of a collective of torch, by its name; empty until this process is watched."""
+"""Replacement by name of a `torch.distributed` function; empty until this process is watched."""
 
-stand_ins: list[Callable[..., Any]] = []  # the functions that stand in the place of torch's collectives
+stand_ins: list[Callable[..., Any]] = []  # functions that replace torch's, under the same name
 
 
 def wait_for_process_group() -> None:
-    """Have `rank_watch` begin once this process has joined a process group; that is seen as soon as torch is there."""
+    """Start `rank_watch` once this process joins a process group."""
     started_processes.mark_first_process()
     when_imported((_WITH_GROUPS,), _arm)
     when_imported(_WITH_LINES, _follow_lines)
@@ -46,14 +46,14 @@ def wait_for_process_group() -> None:
 
 
 def record_parity() -> None:
-    """Have what both runs are compared by recorded as soon as torch is there, if this run is compared with another."""
+    """Start parity recording once torch is imported, if the run is compared."""
     if (options := options_of_run(os.environ)) is not None and (parity := options.parity) is not None:
         folder = options.folder
         when_imported(("torch",), lambda _module: _record_parity(parity, folder))
 
 
 def _record_parity(options: ParityOptions, folder: str) -> None:
-    from ddpcheck.record.parity import parity_recorder  # not in each Python process
+    from ddpcheck.record.parity import parity_recorder  # import only if needed
 
     parity_recorder.start(options, folder)
     if options.replays and started_processes.is_first_process():
@@ -73,7 +73,7 @@ def _arm(module: ModuleType) -> None:
 
 
 def _follow_lines(module: ModuleType) -> None:
-    from ddpcheck.record.data import constructions  # not in each Python process
+    from ddpcheck.record.data import constructions  # import only if needed
 
     constructions.follow(module)
 
@@ -90,7 +90,7 @@ def _replaceable(name: str, original: Any) -> Any:
 def _begin() -> None:
     from ddpcheck.record.rank import rank_watch
 
-    rank_watch.begin(replacements, stand_ins)  # imports what DDP's constructor would import
+    rank_watch.begin(replacements, stand_ins)  # imports only modules that DDP's constructor imports, too
 
 
 def _announcing(original: Any) -> Any:
@@ -100,7 +100,7 @@ def _announcing(original: Any) -> Any:
         with meeting.noted(arguments, named):
             original(*arguments, **named)
         collects = gc.isenabled()
-        gc.disable()  # to go through all objects of torch would take half as long again as the imports
+        gc.disable()  # a collection over all torch objects would add half of the import time
         try:
             guarded(_begin)()
         finally:

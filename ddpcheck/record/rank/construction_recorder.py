@@ -1,4 +1,4 @@
-"""Describes what is wrapped before DDP's constructor communicates: it may raise, abort or hang on what differs."""
+"""Describe modules before DDP's constructor, which may raise or hang on a mismatch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ddpcheck.record.replicas.set_order import is_order_of_a_set
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MOST_SIZES = 512
-_MOST_FRAMES = 4  # of the user's, around the registration of a parameter
-_LARGEST_OFFSET = 4  # padding, unknown, begin and end, which a vocabulary counts beside its words
+_MOST_FRAMES = 4  # innermost user functions at the registration of a parameter
+_LARGEST_OFFSET = 4  # padding, unknown, begin and end tokens of a vocabulary
 
 
 class ConstructionRecorder(Recorder):
-    """Notes where modules and parameters are registered, and what counts there; describes what is wrapped."""
+    """Recorder of registration lines and nearby sizes; describes wrapped modules."""
 
     def __init__(self) -> None:
-        """Begin; uses torch's public registration hooks."""
-        # by identity: `torch.compile` would follow a hook into a WeakKeyDictionary, and a module may have an __eq__
+        """Install torch's public registration hooks."""
+        # by id(): `torch.compile` would trace into a WeakKeyDictionary, and a module may define __eq__
         self._lines: dict[int, tuple[ref[nn.Module], dict[str, Location]]] = {}
         self._sizes: dict[SizedVariable, None] = {}
         hook: Any = guarded(self._registered)
@@ -44,11 +44,11 @@ class ConstructionRecorder(Recorder):
         registration.register_module_module_registration_hook(hook)
 
     def begun(self, arguments: tuple[Any, ...], named: Mapping[str, Any], construct: Any) -> WrapperBegun | None:
-        """Describe what a constructor is about to wrap; `arguments` begin with the wrapper."""
+        """Describe the module about to be wrapped; `arguments` start with the wrapper."""
         module = named.get("module", arguments[1] if len(arguments) > 1 else None)
         options = constructor_options(construct, *arguments, **named)
         if not isinstance(module, nn.Module) or not options:
-            return None  # the constructor will say what is wrong
+            return None  # the constructor raises its own error
         group = named.get("process_group") or dist.group.WORLD
         mesh = named.get("device_mesh")
         if mesh is not None:
@@ -86,9 +86,9 @@ class ConstructionRecorder(Recorder):
                 self._sizes.update((one, None) for one in found if _may_be(one.size, wanted))
 
     def _lines_of(self, module: nn.Module) -> dict[str, Location]:
-        """By name of what is in a module, the line that registered it; of what is in line with its holder not again."""
+        """Return the registration line by child name; omitted if equal to the parent's."""
         found: dict[str, Location] = {}
-        nearest: dict[str, Location | None] = {}  # by name of a module, that of it or of what holds it
+        nearest: dict[str, Location | None] = {}  # registration line by module path, inherited from the parent
         for path, part in module.named_modules():
             above, _, own = path.rpartition(".")
             nearest[path] = found.get(path, nearest.get(above) if own else None)
@@ -114,9 +114,9 @@ def _may_be(size: int, wanted: set[int]) -> bool:
 
 
 def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[SizedVariable]:
-    """Those that count."""
+    """Yield integers and container sizes larger than 1."""
     for name, value in variables:
-        kind = type(value)  # exactly: a class of the user's may count in a way of its own
+        kind = type(value)  # exact type: a subclass may define its own `__len__`
         if kind is int or kind in _CONTAINERS:
             size = value if kind is int else len(value)
             if size > 1:
@@ -124,13 +124,13 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
 
 
 def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
-    """The innermost functions of the user's that run; not the top of a module, whose variables stay."""
+    """Return the innermost user functions on the stack, without module top levels."""
     found = (one for one in frames_from(frame) if is_of_program(one.f_code.co_filename))
     return itertools.islice((one for one in found if one.f_code.co_name != "<module>"), _MOST_FRAMES)
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
-    """The modules of which at least three children stand as a set of their names is gone through in this process."""
+    """Yield modules whose children (3 or more) are in this process's set order."""
     for path, part in module.named_modules():
         names = [name for name, _ in part.named_children()]
         if len(names) > 2 and not all(name.isdigit() for name in names) and is_order_of_a_set(names):

@@ -1,4 +1,4 @@
-"""The environment that the processes of a watched script inherit.
+"""Environment variables that the processes of a watched script inherit.
 
 This module is light: it never imports torch.
 """
@@ -14,55 +14,55 @@ from pathlib import Path
 
 _VARIABLE = "_DDPCHECK_RUN"
 STACK_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Has a rank write its stack: no signal that a script or a scheduler would use."""
+"""Signal that makes a rank write its stack, unlikely to have another use."""
 
-_LONGEST = 240  # of what a name may have
+_LONGEST = 240  # maximum characters in a file name
 _ON_PATH = str(Path(__file__).parent / "on_path")
 
 
 @dataclass(frozen=True, slots=True)
 class ParityOptions:
-    """How a run is compared with another one, on ranks or in a single process, which replays the samples of ranks."""
+    """Options of a run that is compared with another run."""
 
-    samples: str = ""  # the folder in which ranks have left their samples; empty for the run that records them
-    world_size: int = 0  # the number of these ranks
-    order: tuple[int, ...] = ()  # in which their rows are put together
-    backwards: int = 0  # how many backward passes have their samples there; 0 for all
+    samples: str = ""  # folder with the ranks' samples, or '' for the run that records samples
+    world_size: int = 0  # number of ranks that recorded samples
+    order: tuple[int, ...] = ()  # rank order in which rows are concatenated
+    backwards: int = 0  # number of backward passes with samples; 0 for all
     steps: int = 0  # optimizer steps to compare; 0 for all
-    batch: int = 0  # samples that a batch of a loader has on each rank at most; 0 for as many as the script has
-    in_turn: bool = False  # whether the single process takes batches of ranks in turn, and not put together
-    draws: bool = True  # whether random draws of the script are replayed
-    since: float = 0.0  # when the run on ranks began, in seconds since the epoch: what has changed since is of that run
-    is_noise: bool = False  # whether random numbers and clocks are to be others
-    as_rank: int = 0  # the rank that the single process takes itself for
+    batch: int = 0  # maximum batch size per loader and rank; 0 to keep the script's
+    in_turn: bool = False  # True if the single process takes the ranks' batches in turn, not concatenated
+    draws: bool = True  # True to replay random draws of the script
+    since: float = 0.0  # start of the run on ranks, in seconds since the epoch; later file changes belong to that run
+    is_noise: bool = False  # True to change random numbers and clocks
+    as_rank: int = 0  # rank that the single process acts as
 
     @property
     def replays(self) -> bool:
-        """Return if these are of the single process."""
+        """Return True in the single process, which replays samples."""
         return bool(self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How the ranks of a script are watched."""
+    """Options for watching the ranks of a script."""
 
-    folder: str  # where each rank leaves its log
-    every: int = 10  # synchronised backward passes from one comparison of the ranks to the next; 0 for never
-    parity: ParityOptions | None = None  # if the run is compared with another one
+    folder: str  # folder of the logs, one per rank
+    every: int = 10  # synchronized backward passes between two comparisons; 0 for never
+    parity: ParityOptions | None = None  # set if the run is compared with another run
 
 
 def environment_for(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` with what makes Python processes that inherit it look for a process group to watch."""
+    """Return `environ` with variables that make Python processes watch for a process group."""
     path = os.pathsep.join([_ON_PATH, *filter(None, [environ.get("PYTHONPATH")])])
     return {**environ, _VARIABLE: json.dumps(asdict(options)), "PYTHONPATH": path}
 
 
-UNWATCHED = "unwatched-"  # how the name of an empty file begins that says why a rank is not watched: no block is needed
+UNWATCHED = "unwatched-"  # name prefix of an empty file (works on a full disk) that says why a rank is not watched
 
 
 def note_unwatched(error: Exception) -> None:
-    """Leave such a file."""
-    from urllib.parse import quote  # not in each Python process
+    """Create a file whose name says why this rank is not watched."""
+    from urllib.parse import quote  # import only if needed
 
     if (options := options_of_run(os.environ)) is not None:
         said = f"rank {os.environ.get('RANK', '?')} is not watched: {type(error).__name__}: {error}"
@@ -70,14 +70,14 @@ def note_unwatched(error: Exception) -> None:
 
 
 def unwatched_in(folder: Path) -> tuple[str, ...]:
-    """What such files in the folder of a run say, in order."""
+    """Return the sorted reasons in the names of the `UNWATCHED` files of a run."""
     from urllib.parse import unquote
 
     return (*sorted(unquote(path.name.removeprefix(UNWATCHED)) for path in folder.glob(f"{UNWATCHED}*")),)
 
 
 def options_of_run(environ: Mapping[str, str]) -> RunOptions | None:
-    """The options of the run that a process belongs to; `None` for a process that belongs to none."""
+    """Return the run options of a process, or `None` outside of a watched run."""
     text = environ.get(_VARIABLE)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The files that a script writes with `torch.save` and reads with `torch.load`, and others that it has just written."""
+"""Record files that a script saves, loads, or reads soon after a write."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.rank_log import RankLog
 
-_MOST_USES = 4096  # distinct ones: by path, how, line, and collectives before
-_SHARED_MEMORY = "pym-"  # of `multiprocessing`, which begins as a file
-_MOST_LOOKS = 1 << 14  # at files that are opened to be read
-_MOST_READS = 8  # of one of them
-_STARTED = 30.0  # seconds before this process, at which another rank may have begun to write
+_MOST_USES = 4096  # distinct uses, by path, mode, line and number of collectives
+_SHARED_MEMORY = "pym-"  # file name prefix of shared memory of `multiprocessing`
+_MOST_LOOKS = 1 << 14  # files opened for reading that are checked
+_MOST_READS = 8  # recorded reads per file
+_STARTED = 30.0  # seconds; another rank may start writing this long before this process starts
 _LOCKS = ("fcntl.flock", "fcntl.lockf")
 _NOT_GIVEN = object()
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
@@ -35,7 +35,7 @@ _WRITERS = re.compile(r"-packages.(numpy|pandas|yaml|joblib|omegaconf|safetensor
 
 
 class FileRecorder(Recorder, subjects=("files",)):
-    """Follows `torch.save`, `torch.load` and `open`."""
+    """Recorder of `torch.save`, `torch.load` and `open`."""
 
     def __init__(self, run: Recording) -> None:
         self._log: RankLog = run.log
@@ -46,8 +46,8 @@ class FileRecorder(Recorder, subjects=("files",)):
         self._started = time.time() - _STARTED
         self._looks = 0
         self._reads: Counter[str] = Counter()
-        self._locked = -1  # collectives before this rank last tried to lock a file, and has so waited for others
-        self._opened: dict[str, int] = {}  # to be written, by path: the size that was seen last; negative before that
+        self._locked = -1  # collectives before the last attempt to lock a file, which waits for other ranks
+        self._opened: dict[str, int] = {}  # last size in bytes of files opened for writing, by path; -1 if unknown
         note, note_lock = guarded(self._note_opened), guarded(self._note_lock)
         note_removed = guarded(self._note_removed)
 
@@ -71,7 +71,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         began = self._log.collectives, self._log.waited
         sharded = [watch.parameters for watch in list(self._watches) if watch.is_sharded]
         shard = next((found for one in sharded if (found := shard_held(obj, one)) is not None), None)
-        self._note(f, began, None, writes=True, shard=shard)  # this rank may be ended before it is done
+        self._note(f, began, None, writes=True, shard=shard)  # recorded early: this rank may be killed during the save
         yield
         self._note(f, began, None, writes=True, shard=shard)
 
@@ -81,7 +81,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         try:
             loaded = yield
             self._log.loads += 1
-        finally:  # also where it raises, on a file that is cut off, say
+        finally:  # also if it raises, e.g. on a truncated file
             self._note(f, began, loaded, writes=False, mapped=map_location is not _NOT_GIVEN)
 
     def _note(
@@ -125,7 +125,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         self._locked = self._log.collectives
 
     def _note_opened(self, path: Any, mode: Any, flags: int) -> None:
-        """A file is opened: one that the program empties in order to write it is written."""
+        """Record a file that the program truncates, reads, or creates without a mode."""
         if not isinstance(path, str | os.PathLike) or os.path.basename(path).startswith(_SHARED_MEMORY):
             return
         if isinstance(mode, str) and mode.startswith("w"):
@@ -138,36 +138,36 @@ class FileRecorder(Recorder, subjects=("files",)):
         elif isinstance(mode, str) and mode.startswith("r"):
             self._note_read(path)
         elif mode is None and flags & os.O_CREAT:
-            if flags & os.O_EXCL:  # of two ranks one gets it
+            if flags & os.O_EXCL:  # succeeds on one rank only
                 self._note_lock()
-            if (line := _line_of_program()) is not None:  # it may say that another one is complete
+            if (line := _line_of_program()) is not None:  # a marker file may signal that another file is complete
                 now = self._log.collectives
                 self._write(FileUsed(os.path.realpath(path), False, now, now, line, waited=True, by_torch=False))
 
     def _note_removed(self, path: Any, *_folder: int) -> None:
-        """One is about to be removed; its path may begin at another folder than the current one."""
+        """Record the size before a removal, by base name (`dir_fd` paths are relative)."""
         last = os.path.basename(os.fsdecode(path))
         for name in self._opened:
             if os.path.basename(name) == last:
                 self._note_size(name)
 
     def _note_size(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the file no longer exists
             self._opened[name] = os.stat(name).st_size
 
     def _note_read(self, path: str | os.PathLike[str]) -> None:
-        """One that has been written lately may be one that another rank is writing."""
+        """Record a read of a recently modified file, which another rank may be writing."""
         if self._looks >= _MOST_LOOKS:
             return
         self._looks += 1
         try:
             found = os.stat(path)
-        except OSError:  # it is not there; the program will be told
+        except OSError:  # no such file: the program's own call raises
             return
         if found.st_mtime < self._started or not stat.S_ISREG(found.st_mode):
             return
         name = os.path.realpath(path)
-        if name.startswith(_NO_FILES) or name.endswith(".py") or self._reads[name] >= _MOST_READS:  # no source
+        if name.startswith(_NO_FILES) or name.endswith(".py") or self._reads[name] >= _MOST_READS:  # skip source files
             return
         if (line := _line_of_program()) is not None:
             self._reads[name] += 1
@@ -177,9 +177,9 @@ class FileRecorder(Recorder, subjects=("files",)):
 
 
 def _line_of_program(*, by_torch: bool = False) -> Location | None:
-    """The line of the program that uses a file, itself or by a library that is for that; and no package on its behalf.
+    """Return the program line that uses a file, directly or through an I/O library.
 
-    `by_torch`: or torch on its behalf.
+    Returns None if another package uses the file. `by_torch`: also accept a use by torch for the program.
     """
     for frame in frames_from(sys._getframe(1)):
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The lines at which a script makes optimizers, and changes modules that are wrapped."""
+"""Record the lines where a script creates optimizers and changes wrapped modules."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.source_scope import assignment_in_program
 
 _MOST_CHANGES = 256
-_MOST_TIMES = 8  # that a line with `eval` is looked at: of a model that is in no wrapper, say, in each step
+_MOST_TIMES = 8  # checks per line with `eval`, which may run in each step on an unwrapped model
 _APPLY: Any = nn.Module.apply.__code__
 
 
 class LineRecorder(Recorder):
-    """Records where things are made, and changes of wrapped modules."""
+    """Recorder of optimizer lines and of changes to wrapped modules."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._seen: set[tuple[int, str, Location | None]] = set()
-        self._evaluated: dict[Location | None, int] = {}  # how often, by line
+        self._evaluated: dict[Location | None, int] = {}  # number of calls, by line
         self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self.scaler: Any = None  # the enabled GradScaler that steps an optimizer now
+        self.scaler: Any = None  # enabled GradScaler whose step() is running
         self.made = 0
-        # the seed of torch's generator when the first parameter was registered, and the line that has set it
+        # torch seed at the first parameter registration, and the line that set the seed
         self.seeded: tuple[int | None, Location | None] = (None, None)
-        self._hooks: dict[Any, Location] = {}  # the line that registers a hook of a tensor, by its code
+        self._hooks: dict[Any, Location] = {}  # registration line of a tensor hook, by code object
         patched(torch.optim.Optimizer, "__init__", self._optimizer_made)
         patched(torch.optim.Optimizer, "load_state_dict", self._optimizer_restored)
         patched(torch.amp.GradScaler, "load_state_dict", self._optimizer_restored)
@@ -52,7 +52,7 @@ class LineRecorder(Recorder):
         patched(nn.Module, "apply", functools.partial(self._values_changed, "apply"))
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             patched(torch.Tensor, name, self._tensor_hooked)
-        patched(nn.Module, "eval", self._evaluates)  # not `train`, which calls itself for each child
+        patched(nn.Module, "eval", self._evaluates)  # not `train`, which recurses into children
         patched(nn.Module, "requires_grad_", self._thawed)
         patched(nn.Parameter, "requires_grad_", self._thawed)
         patched(nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooked)
@@ -61,23 +61,23 @@ class LineRecorder(Recorder):
         registration.register_module_module_registration_hook(hook)
 
     def optimizers(self) -> list[Any]:
-        """All that the script has constructed and still holds."""
+        """Return the optimizers that the script constructed and still references."""
         return [one for one in list(self._optimizers) if hasattr(one, "param_groups")]
 
     def of_optimizer(self, optimizer: Any) -> Location | None:
-        """The line that has constructed it."""
+        """Return the line that constructed the optimizer."""
         return self._optimizers.get(optimizer)
 
     def rates_of(self, optimizer: Any) -> str:
-        """A digest of the learning rates of its groups when it was constructed; empty where that was not seen."""
+        """Return a digest of the initial learning rates by group, or '' if unknown."""
         return self._rates.get(optimizer, "")
 
     def of_restored(self, optimizer: Any) -> Location | None:
-        """The line that has last given it a state."""
+        """Return the line of the last `load_state_dict` call on the optimizer or scaler."""
         return self._restored.get(optimizer)
 
     def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
-        """A watch has noticed changes of parameters of these kinds, the line of which may not have been seen."""
+        """Record the line of a `requires_grad` change detected by a watch."""
         if {"frozen", "unfrozen"}.isdisjoint(kinds) or any(
             key[:2] == (watch.number, "requires_grad") for key in self._seen
         ):
@@ -102,7 +102,7 @@ class LineRecorder(Recorder):
         self.scaler = None
 
     def _values_changed(self, how: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
-        if sys._getframe(CALLER).f_code is not _APPLY:  # which calls itself for each child
+        if sys._getframe(CALLER).f_code is not _APPLY:  # `apply` recurses into children
             self._note_parameters("values", how, module)
 
     def _evaluates(self, module: nn.Module) -> None:
@@ -129,7 +129,7 @@ class LineRecorder(Recorder):
             self._hooks[code] = where
 
     def note_step_in_backward(self, optimizer: Any) -> None:
-        """An optimizer steps while a backward pass runs: DDP averages the gradients when that has ended."""
+        """Record an optimizer step during backward, before DDP has averaged the gradients."""
         held = {id(p) for p in parameters_of(optimizer)}
         hooks = (self._hooks.get(frame.f_code) for frame in frames_from(sys._getframe(1)))
         where = next(filter(None, hooks), None) or user_location()
@@ -165,6 +165,6 @@ class LineRecorder(Recorder):
 
 
 def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
-    """Where a module is in a wrapped one; "" for that one, and for what holds it."""
+    """Return the path in the wrapped module; '' for the root and its parents."""
     path = watch.path_of(module)
     return "" if path is None and any(part is watch.module for part in module.modules()) else path

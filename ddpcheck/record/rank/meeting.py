@@ -1,4 +1,4 @@
-"""A note that this process is in `init_process_group`, or what it has raised there: no rank has a log before it joins.
+"""Report a process inside `init_process_group`, or its error, before a log exists.
 
 This module is light: it never imports torch.
 """
@@ -16,15 +16,15 @@ from ddpcheck.record.rank.environment import options_of_run
 from ddpcheck.record.rank.started_processes import is_first_process
 
 SUFFIX, RAISED = ".joining", ".unmet"
-_GIVEN = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # the arguments, as torch orders them
+_GIVEN = ("backend", "init_method", "timeout", "world_size", "rank", "store")  # in the order of torch's signature
 
 
 @contextlib.contextmanager
 def noted(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-    """While the block runs, a file says that this process waits to join, with these arguments; and why it has not."""
+    """Write a file while the process is joining, with its arguments or error."""
     options, file = options_of_run(os.environ), None
     if options is not None:
-        with contextlib.suppress(Exception):  # whatever the arguments are: torch tells what is wrong with them
+        with contextlib.suppress(Exception):  # invalid arguments: torch raises its own error
             from msgspec import json
 
             note = json.encode(_joining({**dict(zip(_GIVEN, arguments, strict=False)), **named}))

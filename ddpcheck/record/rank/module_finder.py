@@ -1,4 +1,4 @@
-"""Changes modules right after the program has imported them, before it can take a reference to what is in them.
+"""Patch modules right after their import, before the program can take references.
 
 This module is light: it never imports torch.
 """
@@ -18,7 +18,7 @@ _Follow = Callable[[ModuleType], object]
 
 
 def when_imported(names: Iterable[str], follow: _Follow) -> None:
-    """Call `follow` with each module of these names: now, or as soon as the program imports it."""
+    """Call `follow` with each named module, now or right after its import."""
     for name in names:
         if name in sys.modules:
             guarded(follow)(sys.modules[name])
@@ -29,9 +29,9 @@ def when_imported(names: Iterable[str], follow: _Follow) -> None:
 
 
 def guarded(function: Callable[..., object]) -> Callable[..., None]:
-    """A function of ours that a program comes to: an error of it is noted in the folder of the run, and passed to none.
+    """Wrap a function: its errors go to the run folder and never propagate.
 
-    It may well be an ImportError: a program may refuse modules that it does not know.
+    Errors include ImportError: a program may block modules unknown to it.
     """
 
     def call(*arguments: object) -> None:
@@ -48,7 +48,7 @@ _awaited: dict[str, _Follow] = {}
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that are awaited as Python would; a loader goes on to change them."""
+    """Finder of awaited modules, with a loader that calls `follow`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -68,7 +68,7 @@ _finder = _Finder()
 
 
 class _LoaderThatFollows(Loader):
-    """Loads a module, then puts the real loader back, which `inspect` and others ask for the source."""
+    """Loader that calls `follow`, then restores the real loader (for `inspect`)."""
 
     def __init__(self, loader: Loader, follow: _Follow) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Point-to-point calls: what this rank waits for, which other rank is to send or to receive, and that it receives."""
+"""Record point-to-point calls: the peer waited for, and the ranks received from."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ddpcheck.gather.patching import Recorder, accompanied, patched
 from ddpcheck.record.recording import Recording
 from ddpcheck.stream.entries import PeerReceived
 
-_STARTED = ("isend", "irecv")  # whose result is waited for
+_STARTED = ("isend", "irecv")  # return a `Work` to wait for
 _RECEIVES = ("recv", "irecv")
 
 
 class PeerRecorder(Recorder, subjects=("collectives",)):
-    """Tells the log what this rank begins to wait for, and when it waits no more; and from which ranks it receives."""
+    """Recorder of point-to-point waits and of the ranks received from."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
         self._log = run.log
         self._received: set[PeerReceived] = set()
         self._works: WeakKeyDictionary[Any, PeerWait] = WeakKeyDictionary()
-        self._waiting = False  # in a call that makes others
+        self._waiting = False  # inside a recorded wait: nested waits are not recorded
         replace_functions(("send", "recv", *_STARTED), self._accompanied)
         patched(distributed_c10d.Work, "wait", self._waits)
 
@@ -77,7 +77,7 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
 
 
 def _peer_of(given: Mapping[str, Any]) -> int:
-    """The rank in the whole job; -1 for a receive from whoever sends first."""
+    """Return the global rank of the peer; -1 for a receive from any rank."""
     peer = next((rank for key in ("dst", "src") if (rank := given.get(key)) is not None), None)
     if peer is not None:
         return int(peer)

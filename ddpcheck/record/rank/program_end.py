@@ -1,6 +1,6 @@
-"""How the main module of a rank has ended: Python calls no hook for `raise SystemExit`, and its end looks like another.
+"""Detect how the main module of a rank ended: `raise SystemExit` calls no hook.
 
-The frame of the module outlives it where it is held, and says which instruction was its last one.
+A referenced frame outlives its module, and `f_lasti` gives the last executed instruction.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ddpcheck.stream.entries import ProgramEnded
 
 
 def main_frame() -> FrameType | None:
-    """The frame of the main module, if it is on this stack; it keeps nothing alive but the names of the module."""
+    """Return the main module's frame, if on this stack; references only the module's globals."""
     modules = (frame for frame in frames_from(sys._getframe()) if frame.f_code.co_name == "<module>")
     return next((frame for frame in modules if frame.f_globals.get("__name__") == "__main__"), None)
 
 
 def last_error() -> BaseException | None:
-    """The exception that Python has printed last, by whichever hook: what has ended the main module, if that has."""
+    """Return the last exception that an excepthook printed (`sys.last_value`), or None."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
 
 def end_of_main(frame: FrameType | None) -> ProgramEnded:
-    """Whether the main module has come to its end; else which line has raised SystemExit, or has called what has."""
+    """Return how the main module ended, with the last line for a SystemExit."""
     if frame is None:
         return ProgramEnded()
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]

@@ -1,6 +1,6 @@
-"""Watches every wrapper that a rank of an unmodified script constructs.
+"""Watch every wrapper that a rank of an unmodified script constructs.
 
-Nothing here raises into the script: what fails in ddpcheck ends a recorder, and the report says so.
+Nothing here raises into the script: an error in ddpcheck stops a recorder and is reported.
 """
 
 from __future__ import annotations
@@ -87,22 +87,22 @@ from ddpcheck.worlds.failures import described
 _DDP: Any = nn.parallel.DistributedDataParallel
 _MOST_OVERWRITINGS = 64
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by which a launcher ends a rank
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # sent by a launcher to end a rank
 _LAST_WORK = 0.03
-"""Seconds at the exit, and before the process group is destroyed, in which gloo's threads may free the last work. That
-takes the GIL, for which plain torch has two races, too. Where the interpreter has begun to end, Python stops the thread
-inside C++, which aborts the process ("terminate called without an active exception"). Where a wrapper is freed after
-the group was destroyed, its reducer has the last reference to that, and joins the threads while it holds the GIL: the
-process never ends (`hang_watch` sees that). Comparisons at the end would make both more frequent."""
+"""Seconds to wait, at exit and before the process group is destroyed, while gloo's threads free the last work.
+
+Freeing work takes the GIL: two races, also in plain torch. At interpreter shutdown, Python stops the thread in C++ and
+the process aborts ("terminate called without an active exception"). If a wrapper is freed after the group, its reducer
+drops the last reference to the group and joins the threads with the GIL held: a deadlock (see `hang_watch`)."""
 _rank: _WatchedRank | None = None
-_takes_faults = False  # whether `faulthandler` writes for ddpcheck where a signal such as SIGSEGV has come from
+_takes_faults = False  # True if the script has not enabled `faulthandler`, so fatal signals are logged
 
 
 def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Callable[..., Any]]) -> None:
-    """Watch every wrapper that this process constructs from now on; it has just joined a process group.
+    """Watch every wrapper constructed from now on; call after joining a process group.
 
-    `replacements` is what is called in the place of collectives that the script may have imported by name; `stand_ins`
-    are the functions that it has in their place.
+    `replacements` maps the name of a collective to the function to call instead; `stand_ins` are the functions that
+    the script may have imported by name.
     """
     global _rank
     for function in stand_ins:
@@ -113,21 +113,21 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
 
 
 def begin_alone(options: RunOptions) -> None:
-    """Record how this process ends, which is compared with ranks and may need no process group."""
+    """Record the end of this single process, which may have no process group."""
     global _rank
     _rank = _WatchedRank(options, {})
 
 
 class _WatchedRank:
-    """The watches of this process, which is a rank; a process that is forked from it (a data loader's) is none."""
+    """Watches of this rank; forked processes (data loader workers) are ignored."""
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._has_ended = self._has_raised = False
         self._main = main_frame()
-        self._of_group: Counter[str] = Counter()  # wrappers, by their process group
+        self._of_group: Counter[str] = Counter()  # number of wrappers, by process group
         self._overwritings = 0
-        self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines that start it
+        self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines of start()
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         has_group = dist.is_available() and dist.is_initialized()
         group = (dist.get_rank(), dist.get_world_size(), backend_of()) if has_group else (0, 1, "")
@@ -138,7 +138,7 @@ class _WatchedRank:
         OwnErrors.taken_by = self._failed
         self._parity: Any = None
         if options.parity is not None:
-            from ddpcheck.record.parity import parity_recorder  # not in each rank
+            from ddpcheck.record.parity import parity_recorder  # import only if needed
 
             self._parity = parity_recorder.recorder
         if self._parity is not None:
@@ -203,7 +203,7 @@ class _WatchedRank:
             self._watch(wrapper, began_alike=named.get("init_sync", True) is not False)
 
     def _prepares(self, reducer: Any, *outputs: Any) -> None:
-        """DDP does this in its forward; a framework, before a backward pass inside of that (Lightning, by hand)."""
+        """Expect a backward pass if a framework (Lightning) calls `prepare_for_backward`, not DDP."""
         if sys._getframe(CALLER).f_code.co_filename != DDP_FILE:
             for watch in list(self._watches):
                 watch.expects(reducer, outputs)
@@ -220,7 +220,7 @@ class _WatchedRank:
             replacements["destroy_process_group"] = accompanied(stand_in, self._destroying)
 
     def _called(self, call: Call) -> None:
-        """Write a collective that is about to be made, with its thread and the exception that is being handled."""
+        """Record a collective before the call, with thread and exception being handled."""
         error, thread = sys.exc_info()[1], threading.current_thread()
         if thread in self._threads:
             lines = (*call.callers, *self._threads[thread])
@@ -240,7 +240,7 @@ class _WatchedRank:
         self._log.waited = True
 
     def _record_end(self) -> None:
-        """Keep the stack of this rank when it is asked for, or killed; and the exception that ends the script."""
+        """Record stacks on request or at a fatal signal, and the script's uncaught exception."""
         self._log.hold_stacks(_write_stacks_to)
         os.register_at_fork(after_in_child=_keep_no_stack)
 
@@ -257,13 +257,13 @@ class _WatchedRank:
         patched(threading.Thread, "start", self._thread_starts)
         for module, name in ((sys, "exit"), (os, "_exit")):
             patched(module, name, functools.partial(self._exits, f"{module.__name__}.{name}"))
-        if (quitter := getattr(builtins, "exit", None)) is not None:  # of `site`; `quit` is of the same class
+        if (quitter := getattr(builtins, "exit", None)) is not None:  # from `site`; `quit` has the same class
             patched(type(quitter), "__call__", functools.partial(self._exits, "exit"))
         on_end.append(guarded(self._process_ended))
 
     def _exits(self, function: str, *_arguments: object, **_named: object) -> None:
         if str(sys._getframe(CALLER).f_globals.get("__name__")).startswith("multiprocessing."):
-            return  # which ends each process of its own so
+            return  # the normal exit of its child processes
         error, handled = sys.exc_info()[1], None
         if os.getpid() == self._process and isinstance(error, Exception):
             handled = {**described(error, "", ""), "exception": None}
@@ -273,7 +273,7 @@ class _WatchedRank:
         self._threads[thread] = lines_of_program(sys._getframe(CALLER))
 
     def _thread_ends(self, given: Any, *_more: object) -> None:
-        """An exception ends a thread, which Python prints and forgets."""
+        """Record an uncaught exception of a thread, which Python only prints."""
         if os.getpid() == self._process and isinstance(error := given.exc_value, Exception):
             name = given.thread.name if given.thread is not None else ""
             self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
@@ -281,13 +281,13 @@ class _WatchedRank:
     def _raised(self, error: BaseException) -> None:
         if os.getpid() == self._process:
             self._has_raised = True
-            reply = {**described(error, "", ""), "exception": None}  # the agent imports nothing of the script's
+            reply = {**described(error, "", ""), "exception": None}  # the agent cannot import classes of the script
             reply["clipped"] = kinds_clipped(error)
             self._log.add(RankRaised(reply))
             _tell_torchrun(f"{reply['type']}: {reply['text']}", reply["traceback"])
 
     def _process_ended(self, error: BaseException | None) -> None:
-        """A rank that the script has started as a process of `multiprocessing` ends, perhaps without `atexit`."""
+        """Record the end of a `multiprocessing` rank, where `atexit` may not run."""
         self._main = None
         if isinstance(error, SystemExit):
             self._ended(ProgramEnded("raise", str(exception_location(error) or "")))
@@ -308,7 +308,7 @@ class _WatchedRank:
         if os.getpid() != self._process:
             return None
         self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
-        of_group = self._of_group[group]  # the same one on all its ranks, which construct it together
+        of_group = self._of_group[group]  # equal on all ranks of the group, which construct wrappers in the same order
         note = self._lines.note_changes
         watch = ScriptWatch(self._run, wrapper, note, began_alike=began_alike, of_group=of_group, built=built, at=at)
         if watch.is_off:
@@ -321,7 +321,7 @@ class _WatchedRank:
         return watch
 
     def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
-        """Notice a backward pass that comes through what a collective has overwritten; and gradients that are sums."""
+        """Detect a backward pass through an overwritten tensor, and gradients summed by hand."""
         self._sums.note_left(call, given)
         tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
         of_all = len(call.members) == dist.get_world_size()
@@ -332,7 +332,7 @@ class _WatchedRank:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
         if not isinstance(tensor, torch.Tensor) or call.differentiable or not call.carries_gradient:
             return
-        if node_of(tensor) is None:  # parameters that are averaged: no gradient has to come through it
+        if node_of(tensor) is None:  # averaged parameters: no gradient flows through the collective
             return
 
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -362,7 +362,7 @@ class _WatchedRank:
             self._close_recorders(failing=failing)
         ended = ended or end_of_main(self._main)
         if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
-            self._raised(error)  # the script has put a hook of its own in the place of ours
+            self._raised(error)  # the script has replaced our `sys.excepthook`
         self._log.add(ended)
         time.sleep(_LAST_WORK)
 
@@ -375,10 +375,10 @@ class _WatchedRank:
 
 
 def _while_handling(call: Call, error: BaseException) -> Call:
-    """A collective that is called while an exception is handled: in an `except` or a `finally`."""
+    """Add the exception being handled (`except` or `finally`) to a collective."""
     if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return call
-    with contextlib.suppress(Exception):  # an exception whose __str__ raises
+    with contextlib.suppress(Exception):  # `__str__` of the exception may raise
         kind, text, where = type(error).__qualname__, str(error), exception_location(error)
         if (original := original_of(error)) is not None:
             kind, text, where = original.type, original.text, original.location or where
@@ -389,7 +389,7 @@ def _while_handling(call: Call, error: BaseException) -> Call:
 
 def _write_stacks_to(descriptor: int) -> None:
     global _takes_faults
-    _takes_faults = _takes_faults or not faulthandler.is_enabled()  # else the script has it write where it wants
+    _takes_faults = _takes_faults or not faulthandler.is_enabled()  # else keep the output file of the script
     if _takes_faults:
         faulthandler.enable(file=descriptor, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
@@ -403,11 +403,11 @@ def _keep_no_stack() -> None:
 
 
 def _tell_torchrun(message: str, traceback: str) -> None:
-    """Write the error file of this rank, which torchrun shows on its page; `torch.distributed.elastic` says how."""
+    """Write the error file of this rank for torchrun (see `torch.distributed.elastic`)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path and not os.path.exists(path):
         details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
-        beside = f"{path}.{os.getpid()}"  # the agent may end this process in the middle of it, and read
+        beside = f"{path}.{os.getpid()}"  # the agent may kill this process, or read the file, during the write
         with contextlib.suppress(OSError):
             Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
             os.replace(beside, path)

@@ -1,7 +1,7 @@
-"""`ScriptWatch`: a watch that writes down what it would exchange with the other ranks.
+"""Record on one rank, for a later comparison, the state that ranks would exchange.
 
-It asks no other rank and touches nothing of the script: no collective, no wait, no gradient of zeros where one is
-missing. What it writes is judged with the logs of the other ranks when the script has ended.
+A `ScriptWatch` never communicates, waits, or adds zero gradients. The log is compared with the logs of the other
+ranks after the script has ended.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
 
-_ALWAYS_FOR, _THEN_EVERY = 32, 16  # steps after which parameters are asked whether they are frozen yet
+_ALWAYS_FOR, _THEN_EVERY = 32, 16  # check for unfrozen parameters in the first 32 steps, then every 16
 _JOINED = "under Join, ranks without further batches may have left the loop"
 _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
 _INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced", "step")
-_DISCARDED_STEPS = 2  # optimizer steps, one after the other, before which gradients were thrown away
+_DISCARDED_STEPS = 2  # consecutive optimizer steps with discarded gradients before a report
 
 
 class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
-    """The watch on one wrapper of a script, which is the `number`-th that this rank has constructed.
+    """Watch on one wrapper of a script, the `number`-th constructed on this rank.
 
-    The door of a `StepRecorder`, and itself told of the steps.
+    Receives the records of a `StepRecorder`, and listens to the same step events.
 
     Attributes:
-        is_sharded: Whether it is a module that `fully_shard` has sharded.
-        apart: Whether ranks may have left the loop, or train apart on purpose, as `StepRecorder` knows it.
-        numbered: By identity of its parameters, the number of the wrapper and the name: "0/fc.weight".
+        is_sharded: True if the module is sharded by `fully_shard`.
+        apart: True if ranks may have left the loop or train apart on purpose (see `StepRecorder`).
+        numbered: Wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._note_changes = note_changes
         self._inputs = InputRecorder(log.add, number, lambda: run.samples)
         self._pace = PaceRecorder(run, number)
-        self._through_forward = False  # the backward pass that runs comes from what the wrapper has returned
-        self._incomplete = False  # the last reduction, which waits for gradients that have not come
+        self._through_forward = False  # True if the running backward pass starts at an output of the wrapper
+        self._incomplete = False  # True if the last reduction still waits for gradients
         self._attached = True
-        self._told_apart = False  # that steps are not compared
+        self._told_apart = False  # True once a skipped comparison is reported
         self._marks = ApartMarks(lambda: self._recorder, number)
-        self._alarmed = False  # a report is due when the step has ended
-        self._is_fresh = False  # what a sampled step has left: no optimizer has stepped since then, and none zeroed
-        self._fresh: dict[str, torch.Tensor] = {}  # parameters whose averaged gradient was not zero
-        self._reduced: dict[str, float] = {}  # norms of gradients of shards, as the last reduction has left them
-        self._loads = 0  # of files, before the last step that has ended
-        self._discarded = 0  # optimizer steps before which all of these were thrown away by it
+        self._alarmed = False  # True if a report is due at the end of the step
+        self._is_fresh = False  # True after a sampled step, until an optimizer steps or zeroes gradients
+        self._fresh: dict[str, torch.Tensor] = {}  # parameters with a nonzero averaged gradient at `zero_grad`
+        self._reduced: dict[str, float] = {}  # gradient norms of shards after the last reduction
+        self._loads = 0  # `torch.load` calls before the end of the last step
+        self._discarded = 0  # consecutive optimizer steps without any of the `_fresh` gradients
         self._recorder = StepRecorder(
             wrapper,
             self,
@@ -143,16 +143,16 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def forwards(self) -> int:
-        """How many forward passes there have been that may train."""
+        """Return the number of forward passes with gradients enabled."""
         return self._collectives.forwards
 
     @property
     def called_in(self) -> tuple[CodeType | None, Location | None]:
-        """The function of the program that has called the wrapper last, in a pass that may train, and its line."""
+        """Return the calling function and line of the last forward pass with gradients."""
         return self._collectives.code, self._collectives.line
 
     def has_other_shards(self) -> bool:
-        """Whether a sharded module has other parameters now, as after `load_state_dict(assign=True)`, and uses them."""
+        """Return True if the module uses new shards, e.g. after `load_state_dict(assign=True)`."""
         name, known = next(iter(self.parameters.items()), ("", None))
         here: Any = self.module
         for part in name.split("."):
@@ -160,7 +160,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return here is not known and isinstance(here, torch.Tensor) and is_shard(here)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """The forward pass of a sharded module is about to run, and to gather its parameters."""
+        """Record the start of a sharded module's forward pass, and its all-gather."""
         if self._gathers_together:
             self._collectives.gathers(self._gathers_in)
         self._recorder.tracker.before_forward(wrapper, arguments, named)
@@ -169,86 +169,86 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._recorder.tracker.after_forward(wrapper, (), output)
 
     def note_scale(self, name: str, part: nn.Module, where: Location | None) -> None:
-        """A method of a sharded module is called that decides what its reduction divides by."""
+        """Record a call that sets the divisor of a sharded module's reduction."""
         theirs = {id(p) for p in part.parameters()}
         names = tuple(n for n, p in self.module_parameters() if id(p) in theirs)
         self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
     def note_module(self, path: str, part: nn.Module, where: Location | None) -> None:
-        """A module was assigned in the place of one that `fully_shard` had sharded, before the first forward pass."""
+        """Record a module assigned over a sharded module before the first forward pass."""
         names = tuple(f"{path}.{name}" for name, _ in part.named_parameters())
         self._log.add(ModuleChanged(self.number, "module", path, names, where))
 
     def note_replaced(self, name: str, where: Location | None, *, later: bool) -> None:
-        """A parameter was assigned in the place of a shard, and is none that `fully_shard` gathers.
+        """Record a parameter that replaced a shard and is not gathered by `fully_shard`.
 
-        `later`: after the first forward pass, which may have been one that does not train.
+        `later`: after the first forward pass, which may have run without gradients.
         """
         forwards = max(self.forwards, 1) if later else 0
         self._log.add(ModuleChanged(self.number, "replaced", name, (name,), where, forwards, self.step))
 
     def look_for_leaves(self, prefix: str, part: nn.Module) -> None:
-        """The parameters of a part of a sharded module are in the place of their shards."""
+        """Find unsharded parameters of a part while they replace the shards."""
         self._recorder.tracker.parameters.look_for_leaves(prefix, part)
 
     def shard_scales(self) -> dict[str, float]:
-        """By what factor the norm of each shard's gradient has grown since the reduction, by number and name."""
+        """Return the growth of each shard's gradient norm since the reduction, by "0/name"."""
         gradients = {name: self.parameters[name].grad for name in self._reduced}
         now = norms({name: gradient for name, gradient in gradients.items() if gradient is not None})
         return {f"{self.number}/{name}": size / self._reduced[name] for name, size in now.items()}
 
     @property
     def step(self) -> int:
-        """The number of synchronised backward passes that have ended."""
+        """Return the number of finished synchronized backward passes."""
         return self._recorder.tracker.number
 
     @property
     def is_of_living_wrapper(self) -> bool:
-        """Whether the wrapper is still there; the module that it wrapped may be trained without it."""
+        """Return True if the wrapper is alive; the module may be trained without it."""
         return self._recorder.wrapper is not None
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Those that the wrapper synchronises, by name."""
+        """Return the parameters that the wrapper synchronizes, by name."""
         return self._recorder.parameters
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of the wrapped module as it is now, by name."""
+        """Return all current parameters of the wrapped module, by name."""
         return iter(self._recorder.parts.now().parameters.items())
 
     def later_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that the wrapped module has, and that were added, replaced or unfrozen after the wrapper was made."""
+        """Return parameters added, replaced or unfrozen after wrapping, by name."""
         changed = self._recorder.history.changed()
         known = dict(self.module_parameters())
         return ((name, known[name]) for name, how in changed.items() if how in _SINCE and name in known)
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Where a module was in the wrapped one when that was wrapped; `None` for another."""
+        """Return the path of a module at wrapping time, or `None` if unknown."""
         return self._paths.get(id(module))
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the step that is under way is looked at."""
+        """Return True if the current step is sampled."""
         return self._is_sampled(self.step)
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether a parameter has what backward passes have added since the last reduction, or that has not ended."""
+        """Return True if gradients were added since the last reduction, or it is incomplete."""
         return self._recorder.loop.ledger.put_off or self._incomplete
 
     @property
     def joins(self) -> bool:
-        """Whether ranks without further batches may have left the loop (`Join`)."""
+        """Return True if ranks without further batches may have left the loop (`Join`)."""
         return self._recorder.joins
 
     def expects(self, reducer: object, outputs: Any) -> None:
-        """`prepare_for_backward` is called by a framework: a backward pass comes, perhaps inside of forward."""
+        """Expect a backward pass after a framework called `prepare_for_backward`."""
         wrapper = self._recorder.wrapper
         if wrapper is not None and getattr(wrapper, "reducer", None) is reducer:
             self._recorder.tracker.expect(outputs)
 
     def gradients_zeroed(self) -> None:
-        """`zero_grad` is called on the wrapper, or on an optimizer that holds some of its parameters."""
+        """Record a `zero_grad` call of the wrapper or of an optimizer with its parameters."""
         self._recorder.loop.add(ZEROED)
         if self._is_fresh:
             self._is_fresh = False
@@ -259,19 +259,19 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def reduced_gradients(self) -> InRows | None:
-        """The gradients, where the backward pass that ends now has reduced them and they were captured."""
+        """Return captured gradients that the ending backward pass has reduced, or `None`."""
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
-        """A backward pass of the script begins, of whatever."""
+        """Handle the start of any backward pass of the script."""
         self._through_forward = False
-        self._replica.reduced = None  # of one that has raised
+        self._replica.reduced = None  # left by a backward pass that raised
         if not self.is_sharded:
             tracker = self._recorder.tracker
             self._bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
 
     def any_backward_ended(self) -> None:
-        """It has ended; shards are reduced whichever module's forward it comes through."""
+        """Detect a finished backward pass that bypassed the wrapper (never for shards)."""
         self._replica.reduced = None
         if self._through_forward or self.is_sharded or self._recorder.tracker.number != self._bypass.reductions:
             return
@@ -279,11 +279,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._bypass.backward_ended()
 
     def parameters_written(self) -> None:
-        """The script has written parameters by itself."""
+        """Record that the script itself has written parameters."""
         self._replica.changed |= self.forwards > 0
 
     def optimizer_steps(self) -> None:
-        """An optimizer with parameters of the wrapper is about to step."""
+        """Handle the start of a step of an optimizer with parameters of the wrapper."""
         if self._replica.waits:
             self._replica.write()
         self._is_fresh = False
@@ -300,7 +300,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._recorder.tell(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
-        """Leave the wrapper as it was; may be called again. `failing`: the script ends in an exception."""
+        """Detach from the wrapper; idempotent. `failing`: the script ends with an exception."""
         was_attached, self._attached = self._attached, False
         self._replica.write()
         if was_attached and not failing:
@@ -316,10 +316,10 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if was_attached and not failing and (last := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
 
-    # As the door of the recorder
+    # Methods of `Door`
 
     def alarm(self, _step: int) -> None:
-        """Have this rank write its report when the step has ended."""
+        """Request a report at the end of the step."""
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
@@ -328,15 +328,15 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def left_out(self, step: int) -> None:
-        """Write a report: the next forward pass may raise."""
+        """Write a report now, since the next forward pass may raise."""
         self._report(self._recorder.history.report(step, settled=False))
 
     def absent(self, report: RankReport) -> None:
-        """Write it: the reduction may abort this process."""
+        """Write a report now, since the reduction may abort this process."""
         self._log.add(StepsReported(self.number, report, begun=True))
 
     def reduced(self, ended: EndedStep) -> None:
-        """Write the report, the replica, and what the forward pass was given, if it is their turn; and count."""
+        """Write the report, replica and forward inputs if due, and count the step."""
         step = ended.number
         alarmed, self._alarmed = self._alarmed, False
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
@@ -368,10 +368,10 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._note_changes(self, tuple(mine.changes.values()))
         self._log.add(StepsReported(self.number, mine))
 
-    # As a listener
+    # Methods of `StepListener`
 
     def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Note what the forward pass has the ranks exchange; and what it is given, where it is to train nothing."""
+        """Record collectives of the forward pass, and its inputs if gradients are disabled."""
         if not self._attached:
             return
         self._collectives.broadcasts(wrapper)
@@ -379,7 +379,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._inputs.evaluates(self.step, (arguments, dict(named)))
 
     def forward_begins(self) -> None:
-        """Write what was captured in the last step, where no optimizer has stepped, and what is kept of its buffers."""
+        """Write state captured in the last step, unless an optimizer step has done so."""
         if self._replica.waits:
             self._replica.write()
             self._replica.write_buffers()
@@ -388,7 +388,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Count it, by its line."""
+        """Count a forward pass by line."""
         self._collectives.forward_returned(synced=synced)
         if (wrapper := self._recorder.tracker.parameters.wrapper()) is not None and wrapper.training:
             self._pace.forwards += 1
@@ -406,7 +406,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return is_probed(step) or (self._is_due(step) and not self.apart)
 
     def backward_begins(self) -> None:
-        """Note the collectives of the reduction that comes."""
+        """Record the collectives of the coming reduction."""
         self._through_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:

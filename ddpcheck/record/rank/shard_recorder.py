@@ -1,6 +1,6 @@
-"""The modules of a script that `fully_shard` is called on: the outermost of them is what is watched, as a wrapper is.
+"""Modules sharded by `fully_shard`: watch the outermost module like a wrapper.
 
-Which one that is shows in the first forward pass: torch takes the one that is called first for the root, too.
+The first forward pass shows the outermost module, which torch also takes as the root.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
-_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; without it no shard is watched
-_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # likewise; without it no value from before is known
+_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown
 
 
 _MOST_ASSIGNED = 256
 _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Location | None]
-"""A module, the name in it, the parameter that was assigned, and the line."""
+"""(module, attribute name, assigned parameter, line)"""
 
 
 def _never_compiled(original: Any, around: Any) -> Any:
-    """`original` as `patched` replaces it; torch.compile leaves it alone, as it does the original."""
+    """Wrap a function as `patched` does, excluded from torch.compile like the original."""
     return torch.compiler.disable(accompanied(original, around))
 
 
 class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
-    """Follows the forward passes of sharded modules; has `watch` watch each outermost module, and tells it of its own.
+    """Recorder of forward passes of sharded modules; starts a watch per outermost module.
 
-    They are calls of the module, or of methods that `register_fsdp_forward_method` was told. `watch` takes the module,
-    the fingerprints of the values that its parameters were built with, where the rank still has its shard of them, and
-    the line that shards it. `sharded` takes each shard that is made.
+    Forward passes include methods registered with `register_fsdp_forward_method`. `watch` is called with the module,
+    fingerprints of initial parameter values (if this rank's shard is unchanged), and the line of `fully_shard`.
+    `sharded` is called with each new shard.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
     ) -> None:
         self._watch = watch
         self._note_shard = sharded
-        self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # that shard a module
+        self._lines: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # line that shards the module
         self._scales: WeakKeyDictionary[nn.Module, list[tuple[str, Location | None]]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[nn.Module, tuple[Callable[[], ScriptWatch | None], str]] = WeakKeyDictionary()
-        self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # a shard, the whole of it, and itself
+        self._built: dict[int, tuple[Callable[[], Any], int, int]] = {}  # (shard, fingerprints of whole and shard)
         self._assigned: list[_Assigned] = []
-        self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # in the place of others
+        self._modules: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # replace sharded modules
         registration.register_module_parameter_registration_hook(UnpickledHook(self._registers))
         registration.register_module_module_registration_hook(UnpickledHook(self._registers_module))
         when_imported((_HOME,), guarded(self._follow))
@@ -80,7 +80,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
 
     def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         where = user_location()
-        for module in (modules,) if isinstance(modules, nn.Module) else modules:  # torch 2.4 gives one
+        for module in (modules,) if isinstance(modules, nn.Module) else modules:  # torch 2.4 passes one module
             self._lines[module] = where
 
     def _scaled(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
@@ -106,7 +106,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             self._built[id(shard)] = tensor_ref(shard), value, fingerprint(shard)
 
     def _registers(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """A parameter is assigned; note it where it takes the place of a shard, or of what was gathered of one."""
+        """Record a parameter assigned over a shard or over a gathered parameter."""
         before = module._parameters.get(name)
         if before is None or not isinstance(parameter, nn.Parameter) or parameter is before:
             return
@@ -114,16 +114,16 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
 
     def _registers_module(self, module: nn.Module, name: str, given: Any) -> None:
-        """A module is assigned; note it where it takes the place of one with shards, and has none itself."""
+        """Record an unsharded module assigned over a sharded module."""
         before = module._modules.get(name)
         if before is not None and before is not given and isinstance(given, nn.Module):
             if any(map(is_shard, before.parameters())) and not any(map(is_shard, given.parameters())):
                 self._modules[given] = user_location()
 
     def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
-        """Before a forward pass of the outermost module: what was assigned since the last one and is not gathered.
+        """Report parameters assigned since the last forward pass that are not gathered.
 
-        In the first one torch takes other shards for its own.
+        In the first forward pass, torch adopts new shards.
         """
         assigned, self._assigned = self._assigned, []
         for one in assigned:
@@ -161,7 +161,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
             watch.shards_returned(module, output)
 
     def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
-        """Watch a module: the outermost one, for its forward pass is the first of all that are in it."""
+        """Watch the outermost module, whose forward pass runs first."""
         watch = self._watch(module, self._values_of(module), self._lines.get(module))
         made: Callable[[], ScriptWatch | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():

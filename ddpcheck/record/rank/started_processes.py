@@ -1,7 +1,7 @@
-"""Ranks that a script starts by itself, with `mp.spawn` or `multiprocessing.Process`, below a process of torchrun's.
+"""Ranks that a script starts with `mp.spawn` or `multiprocessing.Process` under torchrun.
 
-They inherit torchrun's variables, of which one says that the store of its agent is there, wherever they meet; and
-`multiprocessing` makes exit codes of what they raise, where no hook of Python's sees it.
+Such ranks inherit torchrun's variables, which promise the agent's store even if the ranks meet elsewhere; and
+`multiprocessing` turns exceptions into exit codes, so that no excepthook runs.
 
 This module is light: it never imports torch.
 """
@@ -14,17 +14,17 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_MARK = "_DDPCHECK_STARTED"  # the first process below the agent: its pid, the port of the agent's store, torchrun's run
+_MARK = "_DDPCHECK_STARTED"  # first process below the agent: "pid:port of the agent's store:torchrun run id"
 _RESTART = "TORCHELASTIC_RESTART_COUNT"
 _RUN, _PORT, _USES_AGENT = "TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
 
 on_end: list[Callable[[BaseException | None], object]] = []
-"""What is called when the function of a process of `multiprocessing` has ended, with what it raised; of an exit in the
-handler of an exception, that one."""
+"""Callbacks at the end of a `multiprocessing` process, with its exception or None. A nonzero `SystemExit` is replaced
+by the exception being handled, if any."""
 
 
 def mark_first_process() -> None:
-    """Note in the environment where the agent's store is, if no process above this one has."""
+    """Record the agent's store in the environment, unless a parent process has."""
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
@@ -33,7 +33,7 @@ def mark_first_process() -> None:
 
 
 def _note_restart(number: str) -> None:
-    """Have a file say so: a process that ends before it joins a process group leaves no log."""
+    """Record a restart in a file: a process may end before its log exists."""
     from pathlib import Path
 
     from ddpcheck.record.rank.environment import options_of_run
@@ -45,13 +45,13 @@ def _note_restart(number: str) -> None:
 
 
 def is_first_process() -> bool:
-    """Whether torchrun has started this process, and not a process of the script's."""
+    """Return True if torchrun, not the script, has started this process."""
     pid, _, run = os.environ.get(_MARK, "::").split(":", 2)
     return bool(run) and run == os.environ.get(_RUN) and pid == str(os.getpid())
 
 
 def launched_beside() -> int:
-    """Return how many processes torchrun has started on this machine, if this one is a process of theirs; else 0."""
+    """Return torchrun's local world size in processes that the script started; else 0."""
     run = os.environ.get(_MARK, "::").split(":", 2)[2]
     if not run or run != os.environ.get(_RUN) or is_first_process():
         return 0
@@ -59,10 +59,10 @@ def launched_beside() -> int:
 
 
 def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
-    """Before a process group is made: drop the variable where a process of the script's meets the others elsewhere.
+    """Unset torchrun's store variable if the script's ranks meet at another port.
 
-    There is no store then but one of their own, which torch would not make. Only a process that torchrun has not
-    started does so: what torchrun starts fails under torchrun too, if it has another port.
+    Torch would not create the store of the process group otherwise. Processes started by torchrun keep the variable:
+    with another port, they also fail without ddpcheck.
     """
     pid, port, run = os.environ.get(_MARK, "::").split(":", 2)
     if not run or run != os.environ.get(_RUN) or pid == str(os.getpid()):
@@ -76,8 +76,8 @@ def leave_agent_store(arguments: Sequence[Any], named: dict[str, Any]) -> None:
 
 
 def follow_ends() -> None:
-    """Have `on_end` called, before `multiprocessing` makes an exit code of an exception."""
-    import multiprocessing.process  # as torch has done
+    """Call `on_end` before `multiprocessing` turns an exception into an exit code."""
+    import multiprocessing.process  # torch has imported it already
 
     process: Any = multiprocessing.process.BaseProcess
     original = process.run
@@ -95,7 +95,7 @@ def follow_ends() -> None:
 
 
 def _tell(error: BaseException | None) -> None:
-    if isinstance(error, SystemExit) and error.code:  # torch.multiprocessing exits with 1 for what its function raised
+    if isinstance(error, SystemExit) and error.code:  # torch.multiprocessing exits with 1 after an exception
         error = error.__context__ or error
     for told in on_end:
         told(error)

@@ -1,4 +1,4 @@
-"""Asynchronous collectives of the script: whether their results are waited for, and what is written before that.
+"""Detect asynchronous collectives without a wait, and tensor writes before the wait.
 
 `async_op=True` returns a `Work` at once. Until its `wait()` returns, the tensors belong to the collective (PyTorch
 docs, torch.distributed, "Synchronous and asynchronous collective operations").
@@ -36,51 +36,51 @@ _WAYS = (
     *("wait", "get_future", "get_future_result", "is_completed", "is_success", "exception", "result", "synchronize"),
     *("block_current_stream", "boxed"),
 )
-"""Methods of a `Work` by which a script may learn that it is done."""
+"""Methods of `Work` by which a script can wait for, or check, completion."""
 
-_GIVEN = ("tensor", "input", "input_tensor")  # what a collective overwrites or reads; outputs torch writes itself
-# what one of several coalesced collectives returns, whose handle their manager has; private to torch
+_GIVEN = ("tensor", "input", "input_tensor")  # arguments read or overwritten; torch itself writes outputs
+# returned by coalesced collectives, whose manager holds the handle; private to torch
 _COALESCED: Any = getattr(distributed_c10d, "_IllegalWork", ())
-_MOST_LOOKS = 64  # at what a line has started
+_MOST_LOOKS = 64  # checks per line
 
 
 class _Pending(Struct):
-    """A collective that has been started, and not waited for."""
+    """Started collective without a wait yet."""
 
-    handle: Any  # a weak reference
+    handle: Any  # weak reference to the `Work`
     operation: str
     location: Location
-    on_cpu: bool  # whether its tensors are there
+    on_cpu: bool  # True if all tensors are on the CPU
     tensors: list[weakref.ref[torch.Tensor]]
-    places: set[int]  # of its tensors
-    # of what was given to it, and the highest version that this has by the collective alone
+    places: set[int]  # memory addresses of the tensors
+    # (tensor reference, highest version reached by the collective alone) of each argument
     versions: list[tuple[Callable[[], Any], int]]
 
 
 class WorkRecorder(Recorder, subjects=("collectives",)):
-    """Hands `sink` each line whose collectives are waited for, dropped, or whose tensors are written before that.
+    """Recorder of asynchronous collectives: waits, dropped handles, and writes before a wait.
 
-    Each once: a line may start a collective in every step.
+    Reports each line once. Dropped handles count on CPU only: on a GPU, a later wait in the stream may cover them.
     """
 
     def __init__(self, sink: Callable[[Entry], object], are_gradients: Callable[[Collection[int]], bool]) -> None:
-        """Begin; `are_gradients` says whether a gradient of what optimizers hold is at any of these places."""
+        """Begin; `are_gradients` returns True if an optimizer's gradient is at any address."""
         self._sink = sink
         self._are_gradients = are_gradients
         self._looks: Counter[Location] = Counter()
-        self._pending: dict[int, _Pending] = {}  # by the identity of the handle
+        self._pending: dict[int, _Pending] = {}  # by `id()` of the `Work`
         self._told: set[Entry] = set()
         self._follows = False
-        self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # identity of arguments
+        self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # `id()` of the arguments, versions
         record_given(guarded(self._starts))
         record_started(guarded(self._started))
 
     def _starts(self, call: Call, given: Mapping[str, Any]) -> None:
-        """Note versions before the call: the backend's thread may have written a result when the call returns."""
-        if given.get("async_op") and dist.get_rank(given.get("group")) >= 0:  # a member
+        """Record versions before the call: the backend's thread may write before it returns."""
+        if given.get("async_op") and dist.get_rank(given.get("group")) >= 0:  # members of the group only
             tensors, backend = tensors_of(given), dist.get_backend(given.get("group"))
             result = id(given.get("tensor"))
-            versions = [  # all views of a tensor have its version in common
+            versions = [  # views share the version counter of their base
                 (tensor_ref(one), version_of(one) + (id(one) == result and _writes(one, call, backend)))
                 for one in map(given.get, _GIVEN)
                 if isinstance(one, torch.Tensor) and not one._is_view()
@@ -107,7 +107,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             all(tensor.device.type == "cpu" for tensor in tensors),
             [*map(weakref.ref, tensors)],
             {*map(place_of, tensors)},
-            versions if call_before == id(given) else [],  # another thread's
+            versions if call_before == id(given) else [],  # else recorded by another thread
         )
 
     def _uses(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
@@ -115,7 +115,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         if pending is None:
             return
         self._add(WorkUsed(pending.location))
-        yield  # after wait(), the backend has made all of its own writes
+        yield  # after wait(), the backend has finished its own writes
         written = [
             ref for ref, version in pending.versions if (tensor := ref()) is not None and version_of(tensor) > version
         ]
@@ -125,7 +125,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._add(TensorOfWorkWritten(pending.operation, pending.location, of_gradients, waits_at))
 
     def _dropped(self, number: int, _handle: object) -> None:
-        """What no variable refers to may be read by nobody. On a GPU, a later wait in the stream may be for it, too."""
+        """Report a dropped handle if its CPU tensors are gradients or still referenced."""
         pending = self._pending.pop(number, None)
         if pending is None or not pending.on_cpu or not self._looks_at(pending):
             return
@@ -134,7 +134,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _looks_at(self, pending: _Pending) -> bool:
-        """Whether a line is looked at once more: more than once, since its optimizer may not be known at first."""
+        """Return True if a line may be checked again (its optimizer may be unknown)."""
         self._looks[pending.location] += 1
         return self._looks[pending.location] <= _MOST_LOOKS
 
@@ -145,13 +145,13 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
 
 
 def _writes(tensor: torch.Tensor, call: Call, backend: str) -> bool:
-    """Whether gloo itself writes a result by an operation that the version counts: a division, or a copy."""
+    """Return True if gloo bumps the tensor version (by a division or a copy)."""
     on_cpu, averages = tensor.device.type == "cpu", "AVG" in call.payload.split(", ")
     return (on_cpu or "nccl" not in backend) and (averages or not on_cpu or tensor.layout != torch.strided)
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a variable of the program refers to one of the tensors: by itself, or as a container or a module."""
+    """Return True if a program variable, container or module refers to a tensor."""
     wanted = set(map(id, tensors))
     for _, value, _ in program_variables(depth=1) if wanted else ():
         held: Iterable[object] = (value,)
@@ -165,7 +165,7 @@ def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_of_program(frame: FrameType | None) -> bool:
-    """Whether the script itself has called the function in whose place ours stands, and no package, or torch."""
+    """Return True if the script itself called the patched function, not a package."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("ddpcheck."):
         frame = frame.f_back
     return frame is not None and is_of_program(frame.f_code.co_filename)

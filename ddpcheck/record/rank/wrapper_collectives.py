@@ -1,4 +1,4 @@
-"""The collectives that a wrapper makes by itself, in C++, written down with the passes of the loop that they are of."""
+"""Record collectives that a wrapper makes in C++, by forward and backward pass."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
-WITH_BUCKETS = "with the order of buckets"  # of a forward pass of DDP's, beside its broadcast of buffers
+WITH_BUCKETS = "with the order of buckets"  # DDP forward pass that also exchanges the bucket order
 _MOST_LINES = 256
 
 
 class _Line:
-    """A line that calls the wrapper."""
+    """Line that calls the wrapper."""
 
     def __init__(self, location: Location | None) -> None:
         self.location = location
         self.number, self.text = (0, "") if location is None else (location.line, str(location))
-        self.forwards = 0  # that may train
+        self.forwards = 0  # forward passes with gradients
 
 
 class WrapperCollectives(Recorder, subjects=("collectives",)):
-    """Collectives of one wrapper, and its forward passes that may train, which tell its backward passes apart."""
+    """Recorder of one wrapper's collectives and of its forward passes with gradients."""
 
     def __init__(self, log: RankLog, number: int, which: str) -> None:
-        """Begin; `which` says in the log which wrapper of its process group it is, where there are several."""
+        """Begin; `which` names the wrapper in the log if its process group has several."""
         self.forwards = 0
         self._log = log
         self._number = number
         self._which = which
-        self._lines: dict[tuple[CodeType, int] | None, _Line] = {}  # by what the innermost frame of the program runs
-        self._by_location: dict[Location | None, _Line] = {}  # functions may share one
+        self._lines: dict[tuple[CodeType, int] | None, _Line] = {}  # by code and line of the innermost program frame
+        self._by_location: dict[Location | None, _Line] = {}  # several functions may share a location
         self._last = _Line(None)
-        # of the last reduction; who holds a group keeps its threads
+        # process group of the last reduction; weak, since a reference keeps the group's threads alive
         self._group: tuple[ref[Any], Group] | None = None
-        self._unsynced = 0  # of them, under no_sync
+        self._unsynced = 0  # forward passes under no_sync
         self._has_reduced = False
 
     def forward_returned(self, *, synced: bool) -> None:
-        """A forward pass that may train has returned."""
+        """Count a forward pass with gradients."""
         frame = user_frame(sys._getframe(1))
         key = None if frame is None else (frame.f_code, frame.f_lineno)
         line = self._lines.get(key)
         if line is None:
             where = user_location(frame) if frame is not None else None
-            if len(self._lines) >= _MOST_LINES:  # of code that is made anew
+            if len(self._lines) >= _MOST_LINES:  # code objects may be created anew in each step
                 self._lines.clear()
             line = self._lines[key] = self._by_location.setdefault(where, _Line(where))
         self.forwards += 1
@@ -67,29 +67,29 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     @property
     def code(self) -> CodeType | None:
-        """The function of the program that has made the last of them."""
+        """Return the program function that ran the last forward pass with gradients."""
         return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
 
     @property
     def line(self) -> Location | None:
-        """Of the last forward pass that may train."""
+        """Return the line of the last forward pass with gradients."""
         return self._last.location
 
     def broadcasts(self, wrapper: nn.Module) -> None:
-        """A forward pass of DDP's begins, perhaps with a broadcast of buffers."""
+        """Record the buffer broadcast of a DDP forward pass, if any."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
-            if not wrapper._join_config.enable:  # a rank that has no batch any more takes part without a forward pass
+            if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
                 which = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
                 note_collective(DDP_FORWARD, ", ".join(which), wrapper.process_group)
 
     def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
-        """Whether a forward pass exchanges the order of buckets: the first one that trains after a backward pass."""
+        """Return True if DDP exchanges the bucket order: first training forward after a backward."""
         searches = wrapper.find_unused_parameters and not wrapper.static_graph
         rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
-        """A forward pass of a sharded module begins, which gathers its parameters."""
+        """Record the all-gather of a sharded module's forward pass."""
         where = user_location()
         line = self._by_location.get(where, _Line(where))
         place = ""
@@ -98,7 +98,7 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         note_collective(SHARD_FORWARD, self._which, group, place=place)
 
     def reduces(self, wrapper: nn.Module) -> None:
-        """A backward pass that DDP averages begins; what is of shards, torch does in Python."""
+        """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
         if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
             return
         self._has_reduced = True

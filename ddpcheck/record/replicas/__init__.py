@@ -1,1 +1,1 @@
-"""The replica on a rank, models beside it, and what the program keeps of them."""
+"""Record the replica of a rank, and other models and tables in the program."""

@@ -1,4 +1,4 @@
-"""What a script holds in its variables: tables that it has derived, copies of models, criteria with a state."""
+"""Find state in the variables of a script: derived tables, model copies, criteria."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.record.source.source_scope import asked_for_places, program_files, writing_line
 
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
-_FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # of a list
-_MOST_OBJECTS = 4096  # that the variables of the program are followed to
-_MOST_NESTED, _MOST_HELD = 2, 16  # containers, one in the other, in which there may be models, and items of one
+_FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # texts in a list
+_MOST_OBJECTS = 4096  # objects reached from program variables
+_MOST_NESTED, _MOST_HELD = 2, 16  # depth of nested containers searched for models, and items per container
 _MOST_TOGETHER = 1 << 16  # tensors
-_MOST_LOOKS = 3  # at a module that is no copy
-_MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with its buffers, for each parameter
-_MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # of the largest parameter, by which a copy is known
-_FEWEST_NUMBERS = 64  # of the largest parameter of a part, by which a copy of this part is known
-_SIMILAR_NORM = 0.7  # what two starts that are mixed as an average mixes them do not fall below, where the cosine does
+_MOST_LOOKS = 3  # looks at a module that is not a copy
+_MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with buffers, per parameter
+_MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # compared elements of the largest parameter, and minimum cosine, for a copy
+_FEWEST_NUMBERS = 64  # elements of a part's largest parameter, for a copy of the part
+_SIMILAR_NORM = 0.7  # norm ratio; an average of two starts stays above, although the cosine may not
 
 
 # Tables
 
 
 def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
-    """Those that an object holds: a dataset, say."""
+    """Return the tables that an object holds, e.g. a dataset."""
     name = type(holder).__name__
     held = getattr(holder, "__dict__", {})
     file = file_of_class(type(holder))
@@ -72,7 +72,7 @@ def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
 
 
 def tables_of_program() -> list[DerivedTable]:
-    """Dictionaries of plain values, and lists of texts, in the user's functions that run now and in their modules."""
+    """Return dictionaries and text lists in variables of running user functions and modules."""
     found: list[DerivedTable] = []
     for path, value, where in program_variables(depth=1):
         if table := _table(value):
@@ -82,9 +82,9 @@ def tables_of_program() -> list[DerivedTable]:
 
 
 def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
-    """The place of each text in a list that is put together from a set, where the program asks it for places.
+    """Return the index of each text in a set-ordered list, if asked for.
 
-    The order of other lists is nothing to judge: that of a rank's own files, say.
+    The order of other lists, such as a rank's own files, is no finding.
     """
     kind = type(value)
     if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:
@@ -99,11 +99,11 @@ def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTab
 
 
 def _table(value: Any) -> dict[str, str] | None:
-    """A dictionary of plain keys to plain values, spelled; `None` for anything else."""
+    """Return a dictionary of plain keys and values as `repr` strings, or `None`."""
     if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
         return None
-    held = value.copy()  # at once: another thread may change it
-    if not all(issubclass(type(item), str | int) for pair in held.items() for item in pair):  # and ask no proxy
+    held = value.copy()  # copy first: another thread may change the dictionary
+    if not all(issubclass(type(item), str | int) for pair in held.items() for item in pair):  # safe for proxy objects
         return None
     return {repr(key): repr(item) for key, item in held.items()}
 
@@ -112,35 +112,35 @@ def _table(value: Any) -> dict[str, str] | None:
 
 
 class StateRecorder(Recorder, subjects=("replicas",)):
-    """Looks at models that no wrapper and no optimizer holds, and on which training may depend all the same.
+    """Recorder of models outside of wrappers and optimizers that may affect training.
 
-    These are copies of a wrapped module, or of a part of it (an EMA, a teacher, a target network, the best so far), as
-    a module or as its parameters; modules with buffers through which backward comes (a criterion with a centre, or with
-    a queue); and other modules that the program calls while it trains (a frozen teacher).
+    Records copies of a wrapped module or part (an EMA, a teacher, a target network, the best so far), as a module or as
+    parameters; modules with buffers that take part in backward (a criterion with a center or a queue); and other
+    modules that the program calls in training (a frozen teacher).
     """
 
     def __init__(
         self, run: Recording, uses: UseRecorder, copied: Callable[[str, Iterable[torch.Tensor]], object]
     ) -> None:
-        """Begin; `uses` and `copied` are told of the copies that are found."""
+        """Begin; `uses` and `copied` receive the copies that are found."""
         self._run = run
         self._uses = uses
         self._copy_found = copied
-        self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what forward has been called for
-        self._seen: dict[str, Callable[[], Any]] = {}  # by path of a list or dictionary, its first tensor
-        self._together: Counter[int] = Counter()  # by the memory of a tensor, how often it was reduced or broadcast
-        self._first: dict[str, tuple[int, StateHeld]] = {}  # by path, what a copy was that has not been seen again yet
-        self._stay: set[str] = set()  # paths of which that tensor has been there twice
-        self._called: Counter[str] = Counter()  # by path of a module that is called, and neither, how often it was seen
+        self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # last use of forward; '' if none yet
+        self._seen: dict[str, Callable[[], Any]] = {}  # first tensor, by path of a list or dictionary
+        self._together: Counter[int] = Counter()  # number of reductions and broadcasts, by memory address of a tensor
+        self._first: dict[str, tuple[int, StateHeld]] = {}  # first record of a copy not seen again yet, by path
+        self._stay: set[str] = set()  # paths whose first tensor was the same in two looks
+        self._called: Counter[str] = Counter()  # number of looks, by path of a called module (no copy, no criterion)
 
     def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
-        """Write down what variables hold before step `count` of an optimizer; all optimizers together hold `held`."""
+        """Record variables before step `count`; `held`: tensors of all optimizers."""
         steps = {*map(id, held)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
-        # a teacher is wrapped at times, for its buffers, and frozen then: it is compared in no step of its own
+        # a teacher may be wrapped for its buffers while frozen: no step of its own is compared
         watched = [(w, every) for w, every in watched if any(p.requires_grad or id(p) in steps for p in every.values())]
         wrapped = [one for watch, every in watched if not watch.is_sharded for one in _of_wrapped(watch, every)]
-        wrapped.sort(key=len, reverse=True)  # one may hold a part of what another one does
+        wrapped.sort(key=len, reverse=True)  # a module may contain another: largest first
         trained = steps | {id(p) for of_one in wrapped for p in of_one.values()}
         trained.update(id(p) for _, every in watched for p in every.values())
         seen: set[int] = set()
@@ -154,7 +154,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
             seen.add(id(value))
             state, stays = self._copied(path, value, wrapped, parts)
             if any(node_of(tensor) is not None for tensor in state.values()):
-                continue  # of an inner loop, which differentiates it
+                continue  # differentiated in an inner loop
             if state and not stays:
                 self._first[path] = id(value), self._described(optimizer, count, path, value, state, where)
                 state = {}
@@ -165,7 +165,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
                 if copies:
                     self._copy_found(path, state.values())
                     seen_as, first = self._first.pop(path, (0, None))
-                    if first is not None and seen_as == id(value):  # now it is known to stay
+                    if first is not None and seen_as == id(value):  # now known to stay
                         self._run.add(first)
                 if copies and isinstance(value, nn.Module):
                     self._uses.follow(value, path, _line_of(path, where))
@@ -192,7 +192,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, other)
 
     def note_together(self, tensor: Any) -> None:
-        """A collective has given a tensor the same values on all ranks."""
+        """Count a collective that made a tensor equal on all ranks."""
         if type(tensor) in (torch.Tensor, nn.Parameter) and len(self._together) < _MOST_TOGETHER:
             self._together[place_of(tensor)] += 1
 
@@ -203,9 +203,9 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         wrapped: Sequence[Mapping[str, torch.Tensor]],
         parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]],
     ) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """The parameters of a copy of a wrapped module or a part of one, and whether it has been there before.
+        """Return the parameters of a copy of a wrapped module, and if seen before.
 
-        Else it may be one of a single step, for an inner loop; or gradients or weights of it, made anew in each step.
+        A copy seen once may be temporary: of an inner loop, or gradients or weights created in each step.
         """
         if isinstance(value, nn.Module):
             tensors = _parameters(value)
@@ -235,7 +235,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return {}, False
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """The buffers of a module of the user's, or of a loss of torch's, where its output has a part in backward."""
+        """Return the buffers of a criterion (user's module or torch loss) used in training."""
         if not is_user_file(file_of_class(type(module))) and type(module).__module__ != _Loss.__module__:
             return {}
         statistics = batch_statistics(dict(module.named_modules()))
@@ -243,7 +243,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return buffers if buffers and self._use_of(module) == "training" else {}
 
     def _of_other(self, path: str, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """The parameters of a module that has been called, for some looks: nothing is to change them."""
+        """Return the parameters of a called module, for a few looks: expected constant."""
         tensors = _parameters(module)
         if not tensors or any(map(is_shard, tensors.values())):
             return {}
@@ -258,7 +258,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return self._used[module]
 
     def _in_use(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """It, if its forward has been called, or else those of its parts that other methods call (`encode_image`)."""
+        """Return the module if called, or else its called children (`encode_image`)."""
         seen = module in self._used
         if self._use_of(module):
             return [("", module)]
@@ -273,20 +273,20 @@ class StateRecorder(Recorder, subjects=("replicas",)):
 
 
 def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[Mapping[str, torch.Tensor]]:
-    """The parameters that a wrapper synchronises, and with frozen ones: a copy may have these or those."""
+    """Return the synchronized parameters, and all parameters if some are frozen."""
     trained = watch.parameters
     return [one for one in (trained, every if len(every) > len(trained) else {}) if trained and one]
 
 
 def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
-    """The parameters of the parts of the modules that are wrapped."""
+    """Return the parameters of each submodule of the wrapped modules."""
     modules = (watch.module for watch in list(watches) if not watch.is_sharded)
     parts = (_parameters(part) for module in modules for part in itertools.islice(nn.Module.modules(module), 1, None))
     return [part for part in parts if part]
 
 
 def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[str, torch.Tensor]]) -> bool:
-    """Whether a module is a copy of one of these: with the same layers, or if there is only one, with like weights."""
+    """Return True if a module copies a part: same layers, or similar weights."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
     alike = (one for one in parts if {name: tensor.shape for name, tensor in one.items()} == shapes)
@@ -296,7 +296,7 @@ def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[s
 def _like(
     ours: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, by_name: bool
 ) -> dict[str, torch.Tensor]:
-    """Those of `tensors` that have the names, or else the places, and the shapes of all of `ours`; else nothing."""
+    """Return `tensors` that match `ours` by name or place, and shape; else {}."""
     if not by_name:
         ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
     found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
@@ -304,7 +304,7 @@ def _like(
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """Those of a dictionary or list, past what a class of the user's makes of its methods."""
+    """Return the items of a dictionary or list, ignoring overridden methods."""
     return dict.values(value) if isinstance(value, dict) else list.__iter__(value)
 
 
@@ -319,9 +319,9 @@ def _by_name(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tensors may be the weights of such a module, and are no sums of gradients, squares or residuals of them.
+    """Return True if tensors may be weights, not gradient sums, squares or residuals.
 
-    They point where the parameters do, or are as large, with both signs: weights of another start.
+    Weights point in the direction of the parameters, or are as large with both signs (of another start).
     """
     a, b = _largest(found, ours)
     as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
@@ -329,14 +329,14 @@ def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
 
 
 def _points_alike(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the largest of them points where ours does, and neither by its few numbers nor by their sign alone."""
+    """Return True if the largest parameters point alike, with enough elements of both signs."""
     a, b = _largest(found, ours)
     known = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
     return bool(known and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
 
 
 def _largest(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first numbers of our largest parameter, and those of the other one of its name or place."""
+    """Return leading elements of the matching tensor, and of our largest parameter."""
     name = max(ours, key=lambda name: ours[name].numel())
     place = name if name in found else str(list(ours).index(name))
     a, b = (_plain(one.detach().flatten()[:_MOST_NUMBERS]) for one in (found[place], ours[name]))
@@ -348,17 +348,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """As torch gives them, whatever a class of the user's makes of the methods."""
+    """Return torch's named parameters, ignoring overridden methods."""
     return dict(nn.Module.named_parameters(module))
 
 
 def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
-    """Whether all that a module holds is there, has a shape by now, and is not trained; and its forward takes hooks."""
+    """Return True if a module is initialized, not lazy, not trained, and takes hooks."""
     try:
         if any(id(p) in trained for p in nn.Module.parameters(module)):
             return False
         held = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
-    except AttributeError:  # `__init__` has not been called
+    except AttributeError:  # `__init__` was not called
         return False
     return not isinstance(module, torch.jit.ScriptModule) and not any(map(nn.parameter.is_lazy, held))
 
@@ -367,7 +367,7 @@ def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
 
 
 def names_of_parameters(wanted: set[int]) -> dict[int, str]:
-    """The names of parameters in the modules of this process, with the class of the outermost one that DDP may wrap."""
+    """Return "Class.name" by `id()` of wanted parameters, from all modules of this process."""
     wrapper = nn.parallel.DistributedDataParallel
     kinds = ((item, type(item)) for item in gc.get_objects())
     modules = [item for item, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, wrapper)]
@@ -382,7 +382,7 @@ def names_of_parameters(wanted: set[int]) -> dict[int, str]:
 
 
 def names_of_tensors(wanted: set[int]) -> dict[int, str]:
-    """The names of tensors in the variables of the program, and in lists, tuples and dicts that these hold."""
+    """Return variable paths of wanted tensors, also in lists, tuples and dicts."""
     found: dict[int, str] = {}
     for path, value, _ in program_variables(depth=1):
         if id(value) in wanted:
@@ -396,10 +396,10 @@ def names_of_tensors(wanted: set[int]) -> dict[int, str]:
 
 
 def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, Location]]:
-    """Name, value and line of each variable of the user's functions that run now, and of their modules.
+    """Yield name, value and line of variables of running user functions and their modules.
 
-    The objects of the user's classes, and the user's modules, are followed, up to `depth` attributes; short lists,
-    tuples and dictionaries, up to `nested` of them, one in the other.
+    Follows objects of user classes, and user modules, up to `depth` attributes; short lists, tuples and dictionaries up
+    to `nested` levels.
     """
     names: set[str] = set()
     for frame in frames_from(sys._getframe(1)):
@@ -414,7 +414,7 @@ def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, L
 
 def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[str, Any]]:
     yield path, value
-    kind = type(value)  # an object may have a `__class__` or `__getattr__` that does something
+    kind = type(value)  # `__class__` and `__getattr__` of an object may run code
     if kind in (list, tuple, dict):
         for key, item in _held_in(value) if nested and len(value) <= _MOST_HELD else ():
             yield from _followed(f"{path}[{key!r}]", item, depth, nested - 1)
@@ -427,13 +427,13 @@ def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[
 
 
 def _held_in(container: Any) -> list[tuple[Any, Any]]:
-    """The items of a container that are no plain values."""
+    """Return the items of a container, except plain values and tensors."""
     items = container.copy().items() if type(container) is dict else enumerate(list(container))
     return [(key, item) for key, item in items if not issubclass(type(item), torch.Tensor | str | int | float)]
 
 
 def _line_of(path: str, where: Location) -> Location:
-    """The line that assigns a variable that is seen at `where`, or the last part of its path; else `where` itself."""
+    """Return the line that assigns a variable or path, or `where` if not found."""
     path = path.partition("[")[0]
-    anywhere = Location(where.path, sys.maxsize)  # as a global one, or under the same name as an argument
+    anywhere = Location(where.path, sys.maxsize)  # global, or an argument of the same name
     return last_assignment(where, path) or last_assignment(anywhere, path) or where

@@ -1,4 +1,4 @@
-"""The replica on one rank as data: a description of the module, and fingerprints of its tensors."""
+"""Describe the replica on one rank: module structure and tensor fingerprints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PLAIN: frozenset[type] = frozenset(PLAIN)
 
 
 class ReplicaCapture:
-    """The values of one replica.
+    """Values of one replica.
 
     Attributes:
-        count: How often they have been captured.
-        awaits_forward: Whether the values before the first forward pass are still to be kept.
+        count: Number of captures.
+        awaits_forward: True if values before the first forward pass are still to be kept.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class ReplicaCapture:
         shards: Mapping[str, nn.Parameter] | None = None,
         with_shards: bool = False,
     ) -> None:
-        """Begin where the wrapper has just been made.
+        """Begin right after the construction of the wrapper.
 
         Args:
-            known: The parts of the module in the wrapper.
-            rank: This one.
-            keeps_start: Whether the fingerprints that parameters have now are kept.
-            with_parameters: Whether those that they have in a step are captured with the rest.
-            shards: Its parameters of which this rank has a part; something else may be in the place of one for a while.
-            with_shards: Whether those are captured: what two ranks have of one may be other parts of it.
+            known: Parts of the wrapped module.
+            rank: This rank.
+            keeps_start: True to keep the current fingerprints of parameters.
+            with_parameters: True to capture parameter fingerprints in each step, too.
+            shards: Parameters that are sharded, by name; the module may replace a shard temporarily.
+            with_shards: True to capture shards; two ranks may hold different shards of a parameter.
         """
         self._shards = shards or {}
         self._with_shards = with_shards
@@ -56,23 +56,23 @@ class ReplicaCapture:
         self._in_step: dict[str, int] | None = None
 
     def forward_begins(self) -> None:
-        """Keep the fingerprints before the first forward pass, where those of the construction are kept."""
+        """Keep fingerprints before the first forward pass, if `keeps_start`."""
         if self.awaits_forward:
             self._at_first_forward = self.parameters()
             self.awaits_forward = not self._at_first_forward
 
     def forward_returned(self) -> None:
-        """Keep those after the first pass of a step that is compared: some move parameters in it, and put them back."""
+        """Keep fingerprints after the first forward pass: some move parameters meanwhile."""
         if self._with_parameters and self._in_step is None:
             self._in_step = self.parameters()
 
     def parameters(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, int]:
-        """The fingerprints now of the parameters that the module has, or of those that it had."""
+        """Return current fingerprints of `parameters`, or of the module's parameters."""
         return fingerprints(self._tensors(parameters).items())
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
         found = self._known.now().parameters if parameters is None else parameters
-        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, found.values())):  # as a rule
+        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, found.values())):  # usual case
             return {**found}
         whole = {n: p for n, p in found.items() if not (n in self._shards or is_shard(p) or is_part(p))}
         return {**whole, **self._shards} if self._with_shards else whole
@@ -85,9 +85,9 @@ class ReplicaCapture:
         parts: Parts | None = None,
         reduced: tuple[Mapping[str, torch.Tensor], InRows] | None = None,
     ) -> ReplicaState:
-        """The replica after so many steps, and `after_backward` another one, before the optimizer's step.
+        """Capture the replica after `step` steps; `after_backward`: of one more step.
 
-        `parts` of the module, and `reduced` parameters with their gradients in rows, are given where they are known.
+        `parts` of the module, and `reduced` (parameters, gradients in rows), are passed if known.
         """
         parts = parts or self._known.now()
         parameters, self._in_step = self._in_step, None
@@ -101,7 +101,7 @@ class ReplicaCapture:
             parameters=parameters or {},
             buffers=fingerprints(parts.buffers.items()),
         )
-        # Once it has run, tensors that are not registered (metrics, its last outputs) may differ by right.
+        # After a forward pass, unregistered tensors (metrics, last outputs) may differ legitimately.
         changing = step or after_backward or self.count
         description = self._known.structure(parts) if changing else describe(self._known.module)
         self.count += 1
@@ -118,7 +118,7 @@ class ReplicaCapture:
 def _gradients(
     trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
 ) -> dict[str, int]:
-    """The fingerprints of their gradients; 0 for one that has none."""
+    """Return the fingerprints of gradients; 0 for a missing gradient."""
     there = {name: p.grad for name, p in trained.items() if p.grad is not None}
     others = {name: gradient for name, gradient in there.items() if reduced.get(name) is not trained[name]}
     known = {**fingerprints(rows), **fingerprints(others.items())}

@@ -1,4 +1,4 @@
-"""What a comparison of the replicas would compare, written down; and buffers that have changed."""
+"""Record replica states for a comparison, and changed buffers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
-    """Writes down the replica of one wrapper, as it is in steps that are compared.
+    """Recorder of one wrapper's replica in compared steps.
 
     Attributes:
-        reduced: The gradients that the last reduction has left, until the backward pass has ended.
-        changed: Whether something else than an optimizer's step has changed parameters since the first forward pass.
-        waits: Whether something is there to be written.
+        reduced: Gradients after the last reduction, until the backward pass has ended.
+        changed: True if parameters changed outside of optimizer steps since the first forward pass.
+        waits: True if there is something to write.
     """
 
     changed = waits = False
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
-        """Of the `number`-th wrapper."""
+        """Begin for the `number`-th wrapper."""
         self._recorder = recorder
         self._module = recorder.module
         self._log = log
@@ -52,13 +52,13 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self.reduced: InRows | None = None
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
-        self._written: set[str] = set()  # those of them that have changed
-        self._begun = -1  # the captured step after which no forward pass has begun yet
+        self._written: set[str] = set()  # names of buffers that have changed
+        self._begun = -1  # captured step without a forward pass since then; -1 for none
 
     def write(self) -> None:
-        """Write what was captured, with the parameters of now.
+        """Write the captured state, with the current parameters.
 
-        An optimizer is about to step: some have moved parameters between forward and backward, and put them back.
+        Called at an optimizer step: some scripts move parameters temporarily between forward and backward.
         """
         of_step, self._captured = self._captured, None
         if of_step is not None:
@@ -75,14 +75,14 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        """Write the buffers with which the rank goes on after a captured step."""
+        """Write the buffers that the rank keeps after a captured step."""
         step, self._begun, self.waits = self._begun, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
             self._log.add(BuffersKept(self._number, step, buffers))
 
     def capture(self, step: int, probe: StepProbe | None, parts: Parts) -> None:
-        """Keep what there is after the backward pass of a step, until it is written; `parts` of the module then."""
+        """Keep the state after the backward pass of a step, to be written later."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
         self.reduced = left = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
@@ -114,9 +114,9 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._captured, self._begun, self.waits = (captured, parts.parameters), step, True
 
     def write_statistics(self, step: int) -> None:
-        """Write the running statistics that normalisation layers have after so many steps: the last ones.
+        """Write the last running statistics of normalization layers.
 
-        Under `fully_shard` nothing synchronises them, and a script may do that by itself from time to time.
+        `fully_shard` does not synchronize running statistics; a script may do so from time to time.
         """
         theirs = batch_statistics(dict(self._module.named_modules()))
         buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in theirs)
@@ -137,7 +137,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of gradients, by name; of parts of them by "number of the shard/name"."""
+    """Return kept gradients by name, and parts by "shard number/name"."""
     return {
         name: kept
         for of_all, parts in local.items()
@@ -150,7 +150,7 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
-    """The sketches of what a reduction has left, without what shards held before."""
+    """Return sketches of reduced gradients, minus gradients that shards held before."""
     if not held:
         return short_sketches(left)
     before = sketches(held)
@@ -158,7 +158,7 @@ def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Ite
 
 
 def batch_statistics(modules: Mapping[str, nn.Module]) -> set[str]:
-    """The buffers of normalisation layers: that each rank takes them from its own samples is DDP's plain way."""
+    """Return buffer names of normalization layers, which are per rank by design."""
     return {
         f"{path}.{name}".lstrip(".")
         for path, part in modules.items()

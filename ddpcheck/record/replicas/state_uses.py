@@ -1,4 +1,4 @@
-"""Calls of modules like the wrapped ones for their outputs alone (an EMA, say), and states that are loaded in vain."""
+"""Record evaluation calls of modules like the wrapped ones, and loads without effect."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MOST = 16  # modules
 
 
 class LoadRecorder(Recorder, subjects=("files",)):
-    """Follows `load_state_dict`; hands to `sink` what has loaded nothing, before the next step or at the end.
+    """Recorder of `load_state_dict` calls that load nothing, for `sink`.
 
-    A script that then loads the state with other keys, or another one, has meant the first load as a trial.
+    Reports at the next step or at the end, unless the state is loaded again with other keys, or another state is.
 
     Attributes:
-        waits: Whether there may be something to hand over.
+        waits: True if there may be something to report.
     """
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
@@ -55,7 +55,7 @@ class LoadRecorder(Recorder, subjects=("files",)):
             self._in_vain[module] = NothingLoaded(name, user_location(), keys, of_state, len(missing))
 
     def hand_over(self) -> None:
-        """An optimizer is about to step, or the script has ended."""
+        """Report loads without effect, before an optimizer step or at the end."""
         for one in list(self._in_vain.values()):
             self._sink(one)
         self._in_vain.clear()
@@ -67,11 +67,11 @@ def _holds(module: nn.Module, other: nn.Module) -> bool:
 
 
 def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
-    """What the keys of a state begin with and those of a module do not ("module."), or the other way round.
+    """Return the prefix ("module.") by which keys of state and module differ.
 
     Returns:
-        Whether the state has the prefix, and the prefix; None where none makes most of the keys fit, of the one that
-        has fewer: a state may be that of adapters, a module a part of what the state is of.
+        (True if the state has the prefix, prefix), or None if no prefix matches most keys of the smaller side: a state
+        may contain adapters only, or a module may be a part of the saved model.
     """
     fewest, of_module, of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
     for key, other in itertools.chain(
@@ -89,10 +89,10 @@ def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bo
 
 
 _MOST_MODULES = 64
-_MOST_LINES = 64  # by which a module is used
-_MOST_FEATURES = 16  # of a BatchNorm layer
+_MOST_LINES = 64  # calling lines per module
+_MOST_FEATURES = 16  # features of a BatchNorm layer
 _NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_ALL_OF_THE_FIRST = 4  # uses by one of these; then fewer and fewer
+_ALL_OF_THE_FIRST = 4  # recorded uses per line; then fewer and fewer
 
 
 @dataclass(slots=True)
@@ -100,31 +100,31 @@ class _Followed:
     name: str
     location: Location | None
     wrapped: bool
-    loaded: int | None = None  # a digest of what was loaded into it since the last optimizer step
-    step: int = -1  # of the last use
-    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that have used it since that step
-    uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # in how many steps, by line
+    loaded: int | None = None  # digest of the values loaded since the last optimizer step
+    step: int = -1  # optimizer step of the last use
+    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
+    uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # number of steps with a use, by line
 
 
 class UseRecorder(Recorder, subjects=("replicas",)):
-    """Follows copies of wrapped modules, wrapped modules, and what a state is loaded into; tells of their uses.
+    """Recorder of uses of wrapped modules, of copies, and of modules with loaded states.
 
-    A use is a call in evaluation, or without gradients: the first from a line after an optimizer step, or a load.
+    A use is a call in evaluation or without gradients: the first by a line after an optimizer step or a load.
     """
 
     def __init__(self, run: Recording, held: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Begin; `held` says what optimizers hold."""
+        """Begin; `held` returns the tensors of all optimizers."""
         self._run = run
         self._held = held
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
-        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # layers, after a step
+        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # resetting line, after a step
         patched(nn.Module, "load_state_dict", self._loads)
         for kind in _NORMS:
             patched(kind, "reset_running_stats", self._resets)
         Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
 
     def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
-        """Listen to the calls of a module from now on; not of one of shards, which differ between ranks by right."""
+        """Follow the calls of a module, unless sharded (shards differ between ranks)."""
         if module in self._followed or len(self._followed) >= _MOST_MODULES:
             return
         if not any(map(is_shard, nn.Module.parameters(module))):
@@ -135,7 +135,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
                     after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
 
     def follow_wrapped(self) -> None:
-        """Listen to those of the modules that are wrapped, too."""
+        """Follow the calls of the wrapped modules."""
         for watch in list(self._run.watches):
             if not watch.is_sharded:
                 self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
@@ -173,7 +173,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         if one.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(one.uses[lines]):
             return
         if not one.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
-            return  # an optimizer of its own trains it
+            return  # trained by an optimizer
         digest = _digest(module)
         reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
         statistics, where = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
@@ -187,7 +187,7 @@ def _digest(module: nn.Module) -> int:
 
 
 def _statistics(layer: nn.Module) -> tuple[float, ...]:
-    """The first running means, and variances; none while they are estimated."""
+    """Return the first running means and variances; () in training mode."""
     tensors = [getattr(layer, name) for name in ("running_mean", "running_var")]
     if layer.training or any(tensor is None for tensor in tensors):
         return ()
@@ -195,14 +195,14 @@ def _statistics(layer: nn.Module) -> tuple[float, ...]:
 
 
 def _evaluates(module: nn.Module, one: _Followed) -> bool:
-    """Whether a call is for the outputs alone; some train in the mode of evaluation, and some evaluate in a graph."""
+    """Return True if a call only needs outputs (some train in eval mode)."""
     return not torch.is_grad_enabled() or (not module.training and (one.loaded is not None or not one.wrapped))
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """A module, and what it only wraps: each holds all of its parameters."""
+    """Yield a module, and inner modules with all of its parameters."""
     count, pending = len(_shapes(module)), [module]
-    for layer in pending:  # which grows
+    for layer in pending:  # grows in the loop
         yield layer
         pending += [child for child in layer.children() if len(_shapes(child)) == count][:1]
 

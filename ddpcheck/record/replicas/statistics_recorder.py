@@ -1,11 +1,11 @@
-"""Running statistics that a script keeps outside of wrapped modules, and by which it normalises what it gives them.
+"""Detect running statistics that a script keeps outside of modules to normalize inputs.
 
-They are known by numbers, not by names. Where inputs of forward are (x - m) / c, and m has moved towards the mean of
-the samples x since the last look, then m / c has moved by a / (1 - a) of the mean of the inputs: an equation for each
-feature, with one unknown number for all of them. Where x itself is still there, the inputs are compared with it, too.
+Detection uses numbers, not names. If inputs of forward are (x - m) / c, and m has moved towards the mean of the
+samples x since the last look, then m / c has moved by a / (1 - a) of the mean of the inputs: an equation per feature,
+with one unknown number for all features. If x is still in memory, the inputs are compared with x, too.
 
-A rollout updates them many times before the wrapper is called, and calls the module inside, or a part of it, to act:
-these calls are looked at, too. What has moved so in a rollout counts once the wrapper is given some of its rows.
+A rollout updates the statistics many times before the wrapper is called, and acts by calls of the inner module or of a
+part. Such calls are recorded, too; a statistic found there counts once the wrapper is given rows of the rollout.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST_INPUTS = 4
-_MOST_COMPARED = 128  # features, and rows
+_MOST_COMPARED = 128  # features or rows
 _MOST_SCALES = 32
-_MOST_ROWS = 1 << 13  # of what the inputs may be a part of
+_MOST_ROWS = 1 << 13  # of a table that may contain the inputs
 _MOST_HELD = 128  # variables
 _MOST_SAMPLES = 16
-_MOST_COUNTS = 8  # beside a sum
-_MOST_CALLS = 32  # of collectives that are looked at, once there is a statistic that they may be given
+_MOST_COUNTS = 8  # count variables per sum
+_MOST_CALLS = 32  # collectives that are checked, once a statistic is known
 _SHOWN = 16
-_EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # as added to a variance
-_FITS = 1e-3  # relative residual, in at least three features: two fit one of many scales by chance
-_SAME = 1e-4  # of what inputs are divided by
-_ROUNDED = 2e-3  # relative rounding of what has changed, from which on nothing is known
-_CLEARLY = 10  # times the residual of what the inputs as they are would explain
-_LARGEST_SHARE = 0.999  # of the last samples in a statistic: their own mean is no running one
+_EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # usual terms added to a variance
+_FITS = 1e-3  # relative residual, in at least three features: two features fit one of many scales by chance
+_SAME = 1e-4  # relative to the divisor of the inputs
+_ROUNDED = 2e-3  # relative rounding error above which a move is unknown
+_CLEARLY = 10  # factor by which a fit must beat the fit of the plain inputs
+_LARGEST_SHARE = 0.999  # of the last samples in a statistic; a larger share means the samples' own mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Numbers:
-    """A variable, or an input of forward as samples by features: some of the features."""
+    """Sampled features of a variable, or of a forward input as (samples, features)."""
 
-    features: int  # all of them
-    count: int  # of the samples
+    features: int  # number of all features
+    count: int  # number of samples
     mean: torch.Tensor
-    rounding: torch.Tensor  # of each mean
+    rounding: torch.Tensor  # rounding error of each mean
     rows: torch.Tensor  # some of the samples
-    holder: type = NoneType  # the class of what holds a variable; none for a function
+    holder: type = NoneType  # class that holds a variable; `NoneType` for a function
 
 
 @dataclass(slots=True)
 class _Look:
-    """What was held, and given, when forward was called."""
+    """Held variables and inputs at one call of forward."""
 
     held: dict[str, _Numbers] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
-    samples: list[_Numbers] = field(default_factory=list)  # what the inputs may have been before
-    whole: list[_Numbers] = field(default_factory=list)  # more of what is given, or of samples: a rollout
-    offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # by name of what is subtracted, means of samples
-    acts: int = -1  # calls in rollouts by then
+    samples: list[_Numbers] = field(default_factory=list)  # possible inputs before normalization
+    whole: list[_Numbers] = field(default_factory=list)  # larger tables of inputs or samples: a rollout
+    offsets: dict[str, torch.Tensor] = field(default_factory=dict)  # means of samples, by name of the subtrahend
+    acts: int = -1  # number of rollout calls so far
 
     def without_rows(self) -> _Look:
         """Return a copy for the comparison with the next look."""
@@ -85,15 +85,15 @@ class _Look:
 
 @dataclass(slots=True)
 class _Tally:
-    """How a variable has moved since the wrapper's last call that was looked at."""
+    """Moves of a variable since the last recorded call of the wrapper."""
 
-    moves: list[int] = field(default_factory=list)  # for each the equations: 0 if not towards the mean of the inputs
-    features: int = 0  # of a statistic that was found
-    scale: torch.Tensor = field(default_factory=torch.Tensor)  # by which it normalises
-    goes_on: bool | None = None  # after a call of the wrapper; else it may be replaced there by that of all ranks
-    # rows that were given when it has fitted, and what they were before that
+    moves: list[int] = field(default_factory=list)  # number of equations per move; 0 if not towards the inputs' mean
+    features: int = 0  # features of a found statistic; 0 if none
+    scale: torch.Tensor = field(default_factory=torch.Tensor)  # divisor of the normalization
+    goes_on: bool | None = None  # True if found after a wrapper call; else ranks may synchronize the statistic there
+    # (rows as given, rows before normalization) at each fit
     rows: deque[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
-    is_trained_on: bool = False  # whether the wrapper has been given one of the rows
+    is_trained_on: bool = False  # True once the wrapper was given one of the rows
 
 
 @dataclass(slots=True)
@@ -101,17 +101,17 @@ class _Followed:
     number: int
     without: set[int]
     forwards: int = 0
-    called: _Look = field(default_factory=_Look)  # the last look in a call of the wrapper
-    acted: _Look = field(default_factory=_Look)  # and in one of a rollout
+    called: _Look = field(default_factory=_Look)  # last look in a wrapper call
+    acted: _Look = field(default_factory=_Look)  # last look in a rollout call
     tallies: dict[str, _Tally] = field(default_factory=dict)
-    entry: int = 0  # the identity of the part by which a rollout has entered the module
+    entry: int = 0  # `id()` of the part by which a rollout has entered the module
     rollouts: int = 0
-    calls: int = 0  # in this rollout
-    acts: int = 0  # in all of them
+    calls: int = 0  # calls in this rollout
+    acts: int = 0  # calls in all rollouts
 
 
 class StatisticsRecorder(Recorder, subjects=("replicas",)):
-    """Looks at what the program holds in some calls of wrappers, for running statistics."""
+    """Recorder of program variables in some calls of wrappers, to find running statistics."""
 
     def __init__(self, run: Recording) -> None:
         self._run = run
@@ -120,7 +120,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
-        """Listen to the calls of a wrapper."""
+        """Hook the calls of a wrapper."""
         state = _Followed(number, {id(part) for part in wrapper.modules()})
         self._followed.append(state)
         wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, state)), with_kwargs=True)
@@ -128,11 +128,11 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, state)))
             for part in (wrapper.module, *wrapper.module.children()):
                 own = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
-                if own and not isinstance(part, nn.TransformerEncoderLayer):  # which has no fast path with hooks
+                if own and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
                     before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
-        """A collective is about to be made: of a statistic, perhaps, or of its multiple."""
+        """Count a collective whose input may be a known statistic, or a multiple."""
         known = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
         if not known or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
@@ -145,7 +145,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._exchanged.update(name for name in names if any(_contains(one, now[name]) for one in handed))
 
     def _acts(self, state: _Followed, part: nn.Module, *given: Any) -> None:
-        """A part of the module is called, by the wrapper or in a rollout."""
+        """Handle a call of a module part, by the wrapper or in a rollout."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
                 return
@@ -183,9 +183,9 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
 
 
 def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True, begins: bool = False) -> None:
-    """Note what has moved since the last look; if that was not in the call before, only what has moved as a statistic.
+    """Record moves since the last look; without `counts`, only moves of statistics.
 
-    `begins`: the rollout has begun with `look`, and `last` is of the wrapper.
+    `begins`: `look` begins a rollout, and `last` is of a wrapper call.
     """
     _divide(look, last)
     changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
@@ -202,7 +202,7 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
             tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in alike]
 
 
-_Found = dict[str, tuple[int, torch.Tensor]]  # by name of a statistic: the number of equations, and the scale
+_Found = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
 
 
 def _is_looked_at(count: int) -> bool:
@@ -211,7 +211,7 @@ def _is_looked_at(count: int) -> bool:
 
 
 def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `given` has a row of a rollout, as it was or normalised by the present statistic."""
+    """Return True if `given` has a rollout row, plain or normalized by `mean`."""
     if given.features != mean.features:
         return False
     new = given.rows[given.rows.any(1)][:, None]
@@ -220,12 +220,12 @@ def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
 
 
 def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """What has moved as the mean of the inputs, times a scale that is held too."""
+    """Find variables that moved like the mean of the inputs times a held scale."""
     found: _Found = {}
     for name in changed:
         now, before = look.held[name], last.held[name]
         best = _FITS
-        for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before it is used, later, just after
+        for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
             alike = [given for given in of.inputs if given.features == now.features > 1]
             alike = [given for given in alike if _is_same_way(now, before, given)]
             scales = _scales(scaled_by, name) if alike else torch.empty(0)
@@ -233,7 +233,7 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
                 moved, known = _moved(now, before, scales)
                 known &= given.rounding <= _ROUNDED * given.mean.norm()
                 residual = _residuals(moved * known, given.mean * known)
-                plain = (given.mean, given.mean - before.mean)  # of which it is no sum or mean
+                plain = (given.mean, given.mean - before.mean)  # plain sums or means of the inputs, no statistics
                 plainly = torch.minimum(*(_residuals(moved * known, one * known / scales) for one in plain))
                 residual[(residual * _CLEARLY >= plainly) | (known.sum(1) < 3)] = 1.0
                 number = int(residual.argmin())
@@ -243,14 +243,14 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
 
 
 def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
-    """Return False if no positive scale lets a variable have moved as the mean of the inputs: a quick test."""
+    """Return False if no positive scale fits the move to the inputs (quick test)."""
     moved, size = now.mean - before.mean, given.mean.norm()
     known = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
     return not bool((known & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
 
 
 def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """What is subtracted from samples that are still there, and has moved towards their mean."""
+    """Find variables subtracted from known samples that moved towards the samples' mean."""
     found: _Found = {}
     for given in look.inputs if changed else ():
         for samples in look.samples:
@@ -262,7 +262,7 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
                     continue
                 moved, known = _moved(now, before, scale[None])
                 known &= offset.abs() > _CLEARLY * _SAME * scale
-                for mean in (samples.mean, last.offsets.get(name)):  # updated before it is used, or after it
+                for mean in (samples.mean, last.offsets.get(name)):  # updated before or after use
                     if mean is not None and _are_shares(moved * known, (mean - before.mean) / scale * known)[0]:
                         found[name] = max(1, int(known.sum()) - 1), scale
     return found
@@ -273,7 +273,7 @@ def _is_at(offset: torch.Tensor, scale: torch.Tensor, one: _Numbers) -> bool:
 
 
 def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
-    """What has moved towards the mean of samples of which some, when it is subtracted, are the inputs."""
+    """Find variables that moved towards the mean of a table with the raw inputs."""
     found: _Found = {}
     for whole in look.whole if changed else ():
         for name in (name for name in changed if look.held[name].features == whole.features > 1):
@@ -289,7 +289,7 @@ def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
 
 
 def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) -> bool:
-    """Whether the first rows, and the last, are among others."""
+    """Return True if the first, middle and last row are in a table."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
     return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
 
@@ -299,14 +299,14 @@ def _has_moved(now: _Numbers, before: _Numbers) -> bool:
 
 
 def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By how much of each scale a variable has moved; and for which features that is known well enough, beside all."""
+    """Return moves per scale, and a mask of features with known moves."""
     moved = (now.mean - before.mean) / scales
     size: torch.Tensor = moved.norm(dim=1, keepdim=True) / moved.shape[1] ** 0.5
     return moved, now.rounding <= _ROUNDED * scales * size
 
 
 def _scales(look: _Look, name: str) -> torch.Tensor:
-    """By what the inputs may have been divided: variables of as many features, or roots of them; in rows."""
+    """Return possible divisors of the inputs in rows: held variables and their roots."""
     mean = look.held[name]
     same = [one.mean for one in look.held.values() if one.features == mean.features]
     positive = [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES]
@@ -318,7 +318,7 @@ def _scales(look: _Look, name: str) -> torch.Tensor:
 
 
 def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The relative part of each row of `got` that a positive multiple of that of `wanted` does not explain."""
+    """Return the relative residual per row of `got` after a positive fit of `wanted`."""
     factors = (got * wanted).sum(1, keepdim=True) / (wanted * wanted).sum(1, keepdim=True).clamp_min(1e-300)
     residuals = (got - factors * wanted).norm(dim=1) / got.norm(dim=1).clamp_min(1e-300)
     fits: torch.Tensor = torch.where((factors[:, 0] > 0) & residuals.isfinite(), residuals, 1.0)
@@ -326,14 +326,14 @@ def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
-    """Whether what has moved is one share of the whole way, for each row."""
+    """Return True for each row that moved one share of the whole way."""
     part: torch.Tensor = (moved.norm(dim=1) < _LARGEST_SHARE * way.norm(dim=1)) & (moved.norm(dim=1) > 0)
     part &= _residuals(moved, way) < _FITS
     return part
 
 
 def _affine(given: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The offset m and the scale c, for each feature, by which inputs are (samples - m) / c; none if they are not."""
+    """Return [(m, c)] if inputs are (samples - m) / c, else []."""
     if (given.features, given.count) != (samples.features, samples.count) or given.count < 3:
         return []
     x_mean, y_mean = samples.rows.mean(0), given.rows.mean(0)
@@ -361,29 +361,29 @@ def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], withou
 
 
 def _divide(look: _Look, last: _Look) -> None:
-    """Add the quotients of sums and of a count beside them that has changed."""
+    """Add quotients of sums and of a changed count in the same holder."""
     counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
     for of in (look, last) if counts else ():
         for name, one in list(of.held.items()):
             for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
-                for less, by in ((0, count), (1, f"({count} - 1)")):  # of a variance
+                for less, by in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
                     if (number := of.counts[count] - less) > 0 and one.features > 1:
                         mean, rounding = one.mean / number, one.rounding / number
                         of.held.setdefault(f"{name} / {by}", replace(one, mean=mean, rounding=rounding))
 
 
 def _row_of(tensor: torch.Tensor) -> int:
-    """The features of a row of a table, or of rows of rows; 0 for what is none."""
+    """Return the last dimension of a table; 0 for a vector or scalar."""
     return tensor.shape[-1] if tensor.dim() > 1 else 0
 
 
 def _features(tensor: torch.Tensor) -> set[int]:
-    """How many there may be: all but the first dimension of a tensor, its last one, its second one, or just one."""
+    """Return possible feature counts: 1, sample size, second or last dimension."""
     return {1, tensor[0].numel() if tensor.dim() > 1 else tensor.numel(), *tensor.shape[1:2], *tensor.shape[-1:]}
 
 
 def _layouts(tensor: torch.Tensor, wanted: Collection[int]) -> list[_Numbers]:
-    """A tensor as samples by features."""
+    """Return a tensor as samples by features, for each wanted feature count."""
     tensor, found = tensor.detach(), {}
     for features in _features(tensor) & set(wanted):
         second = tensor.dim() > 2 and features not in (1, tensor[0].numel(), tensor.shape[-1])
@@ -397,7 +397,7 @@ def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
     eps = torch.finfo(rows.dtype).eps if rows.is_floating_point() else 0.0
     mean = few.mean(0, dtype=torch.float64).cpu()
     rounding = eps * few.abs().amax(0).double().cpu()
-    for bound in (few.amax(), few.amin()) if most else ():  # where samples are clipped, their mean is not known
+    for bound in (few.amax(), few.amin()) if most else ():  # the mean of clipped samples is unknown
         if float(2 * bound).is_integer() or int((few == bound).sum()) > 1:
             rounding[(few == bound).any(0).cpu()] = math.inf
     return _Numbers(features, count, mean, rounding, few[_spread(count, most)].double().cpu())
@@ -410,15 +410,15 @@ def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
 def _held(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Look, list[torch.Tensor]]:
-    """The variables with as many features, and counts; and what may be samples."""
+    """Return held variables of the wanted sizes and counts, and possible samples."""
     look = _Look()
     found = look.held
     samples: list[torch.Tensor] = []
-    known: dict[str, int] = {}  # by name, the identity
+    known: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}
     for path, value in held_by_program(wide=True, without=without):
         tensor, name = tensor_of(value), path.partition(".")[2]
-        if known.setdefault(name, id(value)) != id(value):  # another function has a variable of that name
+        if known.setdefault(name, id(value)) != id(value):  # another function has a variable of the same name
             name = path
         kinds[name] = type(value)
         if tensor is None or name in found or len(found) >= _MOST_HELD:
@@ -437,10 +437,10 @@ def _holder(name: str) -> str:
 
 
 def _contains(handed: torch.Tensor, held: _Numbers) -> bool:
-    """Whether some of the numbers that a collective is given are a statistic, or a multiple of it."""
+    """Return True if the input of a collective contains a statistic, or a multiple."""
     numbers = handed.detach().flatten().double().cpu()[: 1 << 16]
     if held.features > min(len(numbers), _MOST_COMPARED):
-        return len(numbers) >= held.features  # not known
+        return len(numbers) >= held.features  # unknown: assume so
     windows = numbers.unfold(0, held.features, 1)
     if held.features == 1:
         return bool(((windows - held.mean).abs() <= 1e-6 * held.mean.abs()).any())

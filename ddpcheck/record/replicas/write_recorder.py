@@ -1,4 +1,4 @@
-"""The lines at which a script writes parameters of wrapped modules by itself, outside of an optimizer's step."""
+"""Record lines where a script writes wrapped parameters outside of optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording
 
-_MOST_LINES = 64  # of the script
-_MOST_TIMES = 256  # that one line is looked at: a loop over parameters comes to it for each of them
+_MOST_LINES = 64  # lines of the script
+_MOST_TIMES = 256  # checks per line, which a loop may reach once per parameter
 _OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
 _NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad"})
 _IGNORED = ".data ="
-_NOT_WATCHED = -2  # the number of a wrapper, where what fully_shard has sharded has not run forward yet
-_Key = tuple[int, Location]  # the number of a wrapper, and a line
+_NOT_WATCHED = -2  # wrapper number before the first forward pass of a sharded module
+_Key = tuple[int, Location]  # (wrapper number, line)
 
 
 class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
-    """Follows the methods of parameters and shards that write in place, and their `data`.
+    """Recorder of in-place methods and `.data` of parameters and shards.
 
     Attributes:
-        stepping: Whether an optimizer does, by whose step parameters are to change. Set by `step`.
-        seen: What was written since the last step began, and by which line.
+        stepping: True during an optimizer step, which may write parameters. Set by `step`.
+        seen: Writes since the start of the last step, by wrapper and line.
     """
 
     def __init__(self, run: Recording) -> None:
         self.stepping = False
         self._run = run
-        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # by identity: a parameter, wrapper, name
-        self._lines: dict[tuple[Any, int], int] = {}  # by code and number: how often it was come to
+        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
+        self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
         self.seen: dict[_Key, ModuleChanged] = {}
         self._told: set[_Key] = set()
-        self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # what was written there, and how
+        self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
-        self._of_steps: dict[tuple[Any, str], Patch] = {}  # those of them that optimizers have called
+        self._of_steps: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
         self._follow(nn.Parameter)
         follow = guarded(self._follow)
         when_imported(("torch.distributed.tensor",), lambda home: follow(vars(home).get("DTensor")))
 
     def _follow(self, kind: Any) -> None:
-        if kind is None:  # torch 2.4 has DTensor at another place
+        if kind is None:  # torch 2.4 defines DTensor elsewhere
             return
         for name in dir(torch.Tensor):
             if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
@@ -63,8 +63,8 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         Patch(kind, "data", self._followed_data)
 
     def step(self, *, begins: bool) -> None:
-        """The step of an optimizer begins, or ends: what it calls for each parameter is not followed meanwhile."""
-        if begins is self.stepping:  # a step has raised, or one is inside of another
+        """Begin or end an optimizer step; undo patches of called methods meanwhile."""
+        if begins is self.stepping:  # a step has raised, or is nested
             return
         self.stepping = begins
         for patch in self._of_steps.values():
@@ -74,12 +74,12 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
                 patch.redo()
 
     def sharded(self, shard: torch.Tensor) -> None:
-        """A parameter was sharded, of a module that is watched from its first forward pass on."""
+        """Follow a shard whose module is watched from the first forward pass on."""
         self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
 
     def wrapped(self, watch: ScriptWatch) -> None:
-        """A wrapper has been constructed."""
-        for name, parameter in watch.module_parameters():  # frozen ones, too
+        """Follow the parameters of a new wrapper, and report earlier writes."""
+        for name, parameter in watch.module_parameters():  # frozen parameters, too
             self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
         name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
         for where, written in self._early.items():
@@ -90,14 +90,14 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
                 self._run.add(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """A variable holds the parameters of a copy of a wrapped module, which may be wrapped itself."""
+        """Follow parameters of a copy of a wrapped module, perhaps wrapped itself."""
         for tensor in tensors:
             known = self._wrapped.get(id(tensor))
             if known is None or known[0]() is not tensor or known[1] != OF_A_COPY:
                 self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
-        """Hand on what has been seen: a step begins, or the script has ended."""
+        """Write recorded lines to the log, before a step or at the end."""
         if self.seen:
             for key, one in self.seen.items():
                 if key not in self._told:
@@ -136,7 +136,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         return property(get, put)
 
     def _written(self, how: str, parameter: Any) -> None:
-        """A parameter is written, or is not (`_IGNORED`); or its data are asked for (`how` is empty)."""
+        """Record a write, an ignored write (`_IGNORED`), or a read of `.data` (empty `how`)."""
         known, number, name = self._wrapped[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
@@ -168,11 +168,11 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             self.seen[key] = ModuleChanged(number, what, how, names, where, *when)
 
 
-_CALLER = 3  # frames from what notes a write to the line that makes it
+_CALLER = 3  # frames from `_written` to the writing line
 
 
 def _method_on_data(frame: FrameType) -> str:
-    """The method by which a line of the script writes what it has as `.data`; "" where it only reads it."""
+    """Return the method that writes to a line's `.data`; "" for a read."""
     code = frame.f_code
     if not is_of_program(code.co_filename):
         return ""
@@ -182,7 +182,7 @@ def _method_on_data(frame: FrameType) -> str:
 
 @functools.cache
 def _writes_data(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
-    """As `_method_on_data`; `columns` of the expression that ends in `.data`: a line may have several of them."""
+    """Search the source for `_method_on_data`; `columns` of the `.data` expression."""
     statements = [
         node
         for node in ast.walk(parsed_source(file))

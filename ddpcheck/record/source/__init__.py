@@ -1,1 +1,1 @@
-"""The source and the variables of a program, where the line or a name is asked for."""
+"""Look up lines and names in the source and the variables of a program."""

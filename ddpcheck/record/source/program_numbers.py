@@ -1,4 +1,4 @@
-"""What the functions of a script hold: counters, sums, meters, lists of predictions and labels, running statistics."""
+"""Find numbers in functions of a script: counters, sums, meters, predictions, labels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SEVERAL_THINGS = ast.Dict | ast.List | ast.Set | ast.Tuple
 
 @functools.cache
 def clock_variables(code: CodeType) -> frozenset[str]:
-    """Their names, as "elapsed" or "self.batch_time"; without those that hold other things beside a time."""
+    """Return variables of times only, e.g. "elapsed" or "self.batch_time"."""
     body, found = body_of(code), set[str]()
     pairs = [] if body is None else list(_made_of(body))
     while more := {name for name, values in pairs if name not in found and all(_has(v, found) for v in values)}:
@@ -44,7 +44,7 @@ def clock_variables(code: CodeType) -> frozenset[str]:
 
 
 def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Each variable that is set, or whose method is called, and the values that make it so."""
+    """Yield each variable that is set, or whose method is called, with source values."""
     for node in own_nodes(body):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             if not isinstance(node.value, _SEVERAL_THINGS):
@@ -57,7 +57,7 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
 
 
 def _has(value: ast.expr, known: Container[str]) -> bool:
-    """Whether a clock is read in an expression, or one of these variables."""
+    """Return True if an expression reads a clock or a `known` variable."""
     calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
     if any(ast.unparse(call.func).rpartition(".")[2] in _CLOCKS for call in calls):
         return True
@@ -67,20 +67,20 @@ def _has(value: ast.expr, known: Container[str]) -> bool:
 _MOST_FRAMES = 6
 _MOST_NUMBERS = 256
 _MOST_OBJECTS = 1024
-_MOST_ITEMS = 4096  # of a list
+_MOST_ITEMS = 4096  # items of a list
 _MOST_ROWS = 1 << 14
 _MOST_IN_ARRAY = _MOST_ROWS << 10
-_MOST_ELEMENTS = 1 << 22  # of an input of forward
+_MOST_ELEMENTS = 1 << 22  # elements of a forward input
 _MOST_COLUMNS = 8
 _FEW_COUNTS = 3
-_MOST_LISTS = 6  # of rows
+_MOST_LISTS = 6  # lists of rows
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64)
-_DEEPEST = 4  # a meter in a dictionary of a logger
-_MOST_PARTS = 16  # of a list or tuple that is looked into
+_DEEPEST = 4  # e.g. a meter in a dictionary of a logger
+_MOST_PARTS = 16  # items of a list or tuple that are searched
 
 
 def numbers_of_program() -> dict[str, float]:
-    """The numbers that the functions on the stack hold, by function and variable."""
+    """Return the numbers in functions on the stack, by function and variable."""
     found: dict[str, float] = {}
     for name, value in held_by_program():
         number = number_of(value)
@@ -96,7 +96,7 @@ def numbers_of_program() -> dict[str, float]:
 
 
 def counters_of_program() -> dict[str, torch.Tensor]:
-    """The few numbers of a tensor, an array or a list that they hold, by function and variable."""
+    """Return small tensors, arrays and lists of numbers, by function and variable."""
     found: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
         if name not in found and (numbers := _few_numbers(value)) is not None:
@@ -107,9 +107,9 @@ def counters_of_program() -> dict[str, torch.Tensor]:
 
 
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
-    """What a script reads of counts that it keeps together: one of them, the sum, and that of a table's diagonal.
+    """Return the numbers that a script reads from joint counts: items, sum, and trace.
 
-    Not one of many that are counts of classes, as it seems: whole numbers, none of which is that of the samples.
+    Skips items that look like many class counts: integers, none equal to the number of samples.
     """
     function, _, variable = name.partition(".")
     parts = {}
@@ -125,7 +125,7 @@ def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str
 
 
 def _few_numbers(value: Any) -> torch.Tensor | None:
-    """Those of more than one, as float64 in their shape."""
+    """Return a value of several numbers as a float64 tensor, or `None`."""
     if type(value) is list and 1 < len(value) <= _MOST_COLUMNS:
         numbers = [number_of(item) for item in value]
         return torch.tensor(numbers, dtype=torch.float64) if None not in numbers else None
@@ -136,10 +136,10 @@ def _few_numbers(value: Any) -> torch.Tensor | None:
 
 
 def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
-    """A tensor of numbers, or an array of numbers of these kinds as a tensor; `None` for anything else.
+    """Return a tensor of numbers, or a numeric array as a tensor; otherwise `None`.
 
-    An array that is not writable, or of numbers that torch does not have, is copied: torch would warn of it in the
-    program's output, or raise. Such a one may stand for a file of any length, so long ones are left.
+    A read-only array, or a dtype unknown to torch, is copied: torch would warn in the program's output, or raise. Such
+    an array may map a file of any size, so large arrays return `None`.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in kinds:
@@ -152,11 +152,11 @@ def array_of(value: Any, kinds: str = "iuf") -> torch.Tensor | None:
 
 
 def tensor_of(value: Any) -> torch.Tensor | None:
-    """The numbers of a variable or a short list, as they are; `None` for what is trained, and for anything else."""
+    """Return a variable or short list of numbers as a tensor; `None` if trained."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and issubclass(type(value), numpy.ndarray | numpy.floating):
         plain = value.dtype.kind == "f" and value.dtype.itemsize in (4, 8) and 0 < value.size <= _MOST_ELEMENTS
-        kind = f"f{value.dtype.itemsize}"  # in the order of bytes of this machine
+        kind = f"f{value.dtype.itemsize}"  # native byte order
         return torch.from_numpy(numpy.array(value, kind, order="C")) if plain else None
     if type(value) in (float, int):
         return torch.tensor(float(value), dtype=torch.float64) if abs(value) < 1e300 else None
@@ -172,13 +172,13 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
-    """The labels that they hold, one for each of `count` samples, by function and variable, and column of a table."""
+    """Return labels of `count` samples, by function, variable and table column."""
     found: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
         columns = {f"{name}[{place}]": one for place, one in enumerate(columns_of(value, count))}
         for part, held in (columns or {name: value}).items():
             rows = labels_in(held, count)
-            is_number = part != name and rows is not None and len(rows.unique()) == count  # of the sample
+            is_number = part != name and rows is not None and len(rows.unique()) == count  # index of the sample
             if part not in found and rows is not None and not is_number:
                 found[part] = rows
         if len(found) >= _MOST_LISTS:
@@ -187,7 +187,7 @@ def rows_of_program(count: int) -> dict[str, torch.Tensor]:
 
 
 def number_of(value: Any) -> float | None:
-    """One finite number, as Python, numpy or torch hold it; no truth value."""
+    """Return one finite number of Python, numpy or torch; `None` for a bool."""
     number = _plain_number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -207,7 +207,7 @@ def _plain_number(value: Any) -> float | None:
 
 
 def labels_in(value: Any, count: int) -> torch.Tensor | None:
-    """What a tensor, an array, or a list of them or of whole numbers says of `count` samples, a label each."""
+    """Return the labels of `count` samples in a tensor, array or list, or `None`."""
     if count < 1 or count > _MOST_ROWS:
         return None
     if isinstance(value, list | tuple | deque) and 0 < len(value) <= count:
@@ -232,7 +232,7 @@ def _label_rows(value: Any) -> torch.Tensor | None:
 
 
 def columns_of(value: Any, count: int) -> list[Any]:
-    """What stands at each place in the rows of a table of `count` rows: predictions and their labels, say."""
+    """Return the columns of a table with `count` rows, e.g. predictions and labels."""
     if not 1 < count <= _MOST_ROWS:
         return []
     if (table := array_of(value)) is not None:
@@ -272,12 +272,12 @@ def _sum_of(items: Any) -> float | None:
 
 
 def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """What the functions of the program hold, the innermost first; and what is in their meters and dictionaries.
+    """Yield variables of program functions, innermost first, and contents of meters and dicts.
 
-    Without what they measure of time.
+    Skips time measurements.
 
-    `wide`: also what is in lists, modules, classes and closures, but for objects whose identity is in `without`; and
-    the outermost function first, which has the same names for it whatever it calls.
+    `wide`: also search lists, modules, classes and closures, except for objects whose `id()` is in `without`; outermost
+    function first, so that names do not depend on the functions it calls.
     """
     seen = set(without)
     most = _MOST_OBJECTS + len(seen)
@@ -299,7 +299,7 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
             yield name, value
             if depth < _DEEPEST and id(value) not in seen:
                 inside: list[tuple[str, Any]] = []
-                with contextlib.suppress(Exception):  # an object that does not like to be asked
+                with contextlib.suppress(Exception):  # attribute access may raise
                     inside = (_inside_widely(name, value) if wide else []) or held_in(name, value)
                 if inside:
                     seen.add(id(value))
@@ -307,8 +307,8 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
 
 
 def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
-    """What a mapping, or an object of a class of the program, holds, each with its path."""
-    kind = type(value)  # a proxy may have a `__class__` that does something
+    """Return the items of a mapping, or attributes of a program object, with paths."""
+    kind = type(value)  # `__class__` of a proxy may run code
     if issubclass(kind, Mapping) and kind.__module__ in ("builtins", "collections"):
         items = itertools.islice(value.items(), _MOST_NUMBERS)
         return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
@@ -342,21 +342,21 @@ def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in held.items() if isinstance(key, str) and key[:2] != "__"]
 
 
-_EMPTY = CellType()  # no variable of a closure that has a value equals it
+_EMPTY = CellType()  # equals only empty closure cells
 
 
 def program_frames() -> Iterator[FrameType]:
-    """The frames of the program itself, from the innermost on."""
+    """Return the frames of the program, innermost first."""
     return (frame for frame in frames_from(sys._getframe(1)) if is_of_program(frame.f_code.co_filename))
 
 
 def line_of_output() -> Location | None:
-    """The line that shows something; not that of a `print` of the program's own."""
+    """Return the line that prints, ignoring a `print` function of the program."""
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
 def like(text: str, held: Iterable[float]) -> tuple[float, ...]:
-    """Return the numbers that are printed as `text`, as they are or in per cent."""
+    """Return the numbers that print as `text`, plain or in percent."""
     if "e" in text:
         return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
     places = len(text.partition(".")[2])

@@ -1,9 +1,9 @@
-"""The source of functions of a script: their scopes, assignments and results, and what their names hold.
+"""Analyze the source of a script: scopes, assignments, results, and values of names.
 
-Nothing of the script's is run: what cannot be looked up is not known. Also the line of a program that assigns an
-attribute, or gives a variable a new value made of its old one. It is the line to change, and decides nothing: that
-values differ between ranks, or have changed, is measured. Where no line is found, or another one, the finding is the
-same at the place where it was noticed, or at that line.
+Code of the script is never run: a value that cannot be looked up is unknown. Also find the line of a program that
+assigns an attribute, or updates a variable from its old value. The line is shown as the line to change, and decides
+nothing: differences between ranks, and changes, are measured. Without a line, or with a wrong line, the finding stays
+the same, at the place of detection or at the wrong line.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ UNKNOWN: Any = object()
 
 @dataclass(slots=True)
 class Scope:
-    """A function, or the top of a file, in which names are looked up."""
+    """Function, or top level of a file, in which names are looked up."""
 
     file: str
     body: ast.AST
-    names: Mapping[str, Any]  # the local variables, as far as it runs now
-    outer: Mapping[str, Any]  # global ones
+    names: Mapping[str, Any]  # local variables, if running now
+    outer: Mapping[str, Any]  # global variables
 
     def value(self, name: str) -> Any:
         return self.names.get(name, self.outer.get(name, UNKNOWN))
 
 
 def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
-    """The code of the script that a call runs, and its global variables."""
+    """Return the code of the script that a call runs, and its global variables."""
     while isinstance(called, nn.Module):
-        held = dict(called._modules.items())  # of a scripted module, it is no dict
-        inner = held.get("_orig_mod") if held.get("module") is None else held["module"]  # some have a length, or none
-        forward = inspect.getattr_static(type(called), "forward")  # that of a scripted class raises where it is read
+        held = dict(called._modules.items())  # not a dict in a scripted module
+        inner = held.get("_orig_mod") if held.get("module") is None else held["module"]  # truth would call `__len__`
+        forward = inspect.getattr_static(type(called), "forward")  # reading it from a scripted class raises
         wraps = not is_users(getattr(forward, "__code__", None))
         called = inner if wraps and inner is not None else forward
     called = getattr(called, "func", called) if isinstance(called, functools.partial) else called
     called = inspect.unwrap(called) if isinstance(called, types.FunctionType) else called
     called = getattr(called, "__func__", called)
-    if not isinstance(called, types.FunctionType):  # an object that can be called
+    if not isinstance(called, types.FunctionType):  # a callable object
         called = inspect.getattr_static(type(called), "__call__", None)
     code = getattr(called, "__code__", None)
     return (code, called.__globals__) if isinstance(code, CodeType) and is_users(code) else (None, {})
 
 
 def scope_of_function(called: Any) -> Scope | None:
-    """The scope of the script's function that a call runs, before it does; `None` where its source is not there."""
+    """Return the scope of the script function that a call runs; `None` without source."""
     code, outer = function_of(called)
     body = None if code is None else body_of(code)
     return None if code is None or body is None else Scope(code.co_filename, body, {}, outer)
 
 
 def is_users(code: Any) -> bool:
-    """Whether this is code of the script's own files."""
+    """Return True if this is code of the script's own files."""
     return isinstance(code, CodeType) and is_of_program(code.co_filename)
 
 
 def resolved(scope: Scope, node: ast.expr) -> Any:
-    """What an expression of names and attributes holds, without running code of the script's."""
+    """Return the value of names and attributes, without running code of the script."""
     if isinstance(node, ast.Name):
         return scope.value(node.id)
     if isinstance(node, ast.Attribute) and (owner := resolved(scope, node.value)) is not UNKNOWN:
@@ -94,19 +94,19 @@ def resolved(scope: Scope, node: ast.expr) -> Any:
     return UNKNOWN
 
 
-Place = tuple[int, int]  # a line, and a column in it: several statements may stand in a line
+Place = tuple[int, int]  # (line, column); a line may contain several statements
 
 Binding = tuple[Place, "int | ast.AugAssign | None", ast.expr]
-"""A place, which part of the value is assigned there or what is done in place, and the value."""
+"""(place, index into an unpacked value or in-place statement or None, value)"""
 
 
 def place_of(node: ast.expr | ast.stmt) -> Place:
-    """Where it begins."""
+    """Return the start of a node."""
     return node.lineno, node.col_offset
 
 
 def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
-    """The assignments to a name, or to an attribute that is spelled so."""
+    """Yield the assignments to a name, or to an attribute like "self.x"."""
     for node in own_nodes(body):
         if isinstance(node, ast.AugAssign):
             if ast.unparse(node.target) == name:
@@ -122,30 +122,30 @@ def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
 
 
 def own_nodes(body: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, without those of functions in it; of a file, all of its top."""
+    """Yield the nodes of a function or file, without nested functions and classes."""
     pending = list(ast.iter_child_nodes(body))
-    for node in pending:  # which grows
+    for node in pending:  # grows in the loop
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             pending += ast.iter_child_nodes(node)
 
 
 def returns(body: ast.AST) -> Iterator[ast.expr]:
-    """What a function returns, by its statements."""
+    """Yield the expressions that a function returns."""
     if isinstance(body, ast.Lambda):
         yield body.body
     yield from (node.value for node in own_nodes(body) if isinstance(node, ast.Return) and node.value is not None)
 
 
 def parameters_of(body: ast.AST) -> set[str]:
-    """The names of the parameters of a function."""
+    """Return the parameter names of a function."""
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return set()
     return {one.arg for one in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
 
 
 def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
-    """The innermost statement of a function that runs, of which `body` is the tree, at which it is now."""
+    """Return the innermost statement that a frame is running; `body` is the frame's tree."""
     line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     at = (frame.f_lineno, column or 0) if line == frame.f_lineno else (frame.f_lineno, 1 << 16)
     found = [
@@ -156,7 +156,7 @@ def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
 
 @functools.cache
 def body_of(code: CodeType) -> ast.AST | None:
-    """The tree of a function, or of the top of a file."""
+    """Return the tree of a function, or of the top level of a file."""
     tree = parsed_source(code.co_filename)
     if code.co_name == "<module>":
         return tree if tree.body else None
@@ -171,28 +171,28 @@ def body_of(code: CodeType) -> ast.AST | None:
 
 
 def scope_of_frame(frame: FrameType) -> Scope | None:
-    """The scope of a function that runs; `None` where its source is not there."""
+    """Return the scope of a running function; `None` without source."""
     body = body_of(frame.f_code)
     return None if body is None else Scope(frame.f_code.co_filename, body, variables_of(frame), frame.f_globals)
 
 
 def user_caller(frame: FrameType) -> FrameType | None:
-    """The function of the script by which that of a frame was called."""
+    """Return the nearest script frame that called this frame."""
     return next((caller for caller in frames_from(frame.f_back) if is_users(caller.f_code)), None)
 
 
 @functools.cache
 def lines_left_out_by(step: tuple[str, ...], backward: tuple[str, ...]) -> tuple[Location, ...]:
-    """Lines that decide about a step after a backward pass, or a backward pass after a forward, by their stacks."""
+    """Return lines that decide if a step follows a backward pass, by their stacks."""
     files = {line.rpartition(":")[0]: file_of(line) for line in (*step, *backward)}
     return tuple(Location(block.path, block.line) for block in left_out_by(step, backward, files))
 
 
-MOST_CALLERS = 4  # functions of the script, one called by the other, that are looked at
+MOST_CALLERS = 4  # script functions followed up the call stack
 
 
 def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
-    """The scopes of the script's function in a frame and of those that lead to it, as far as their source is there."""
+    """Yield scopes of a frame's script function and its callers, until source is missing."""
     for _ in range(MOST_CALLERS):
         scope = None if frame is None else scope_of_frame(frame)
         if frame is None or scope is None:
@@ -202,13 +202,13 @@ def scopes_from(frame: FrameType | None) -> Iterator[tuple[Scope, FrameType]]:
 
 
 def location_in(scope: Scope, line: int) -> Location:
-    """A line of the file of a scope."""
+    """Return a line in the file of a scope."""
     return Location(relative_path(scope.file), line)
 
 
 def program_files() -> tuple[str, ...]:
-    """The source files of the program that have been imported."""
-    return _program_files(len(sys.modules))  # which grows when one is imported
+    """Return the imported source files of the program."""
+    return _program_files(len(sys.modules))  # a new key after each import
 
 
 @functools.lru_cache(1)
@@ -218,7 +218,7 @@ def _program_files(_modules: int) -> tuple[str, ...]:
 
 
 def _files_with(name: str) -> Iterator[str]:
-    """Those in which a name occurs: to parse all files of a large program takes long."""
+    """Yield the files that contain a name, since parsing all files is slow."""
     wanted = re.compile(rf"\b{re.escape(name)}\b".encode())
     return (file for file in program_files() if wanted.search(_text_of(file)))
 
@@ -226,23 +226,23 @@ def _files_with(name: str) -> Iterator[str]:
 def _text_of(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
-    except OSError:  # of a zip archive, say
+    except OSError:  # e.g. in a zip archive
         return b""
 
 
 @functools.cache
 def asked_for_places(file: str) -> frozenset[str]:
-    """The names whose method `index` a file calls."""
+    """Return the names whose method `index` a file calls."""
     return frozenset(name.decode() for name in _ASKED_FOR_PLACES.findall(_text_of(file)))
 
 
 _ASKED_FOR_PLACES = re.compile(rb"(\w+)\s*\.\s*index\s*\(")
-_BY_NAME = (FunctionType, ModuleType, NoneType)  # what holds variables, and no attributes or items; none: a function
+_BY_NAME = (FunctionType, ModuleType, NoneType)  # hold variables, not attributes or items; `NoneType`: a function
 _BY_ITEM = (dict, list, tuple)
 
 
 def writing_line(module: nn.Module, buffer: str) -> Location | None:
-    """Where a buffer of a module of the user's is updated, by that module or by a function of the program."""
+    """Return the line that updates a buffer of a user's module."""
     path, _, name = buffer.rpartition(".")
     kind: type = type(nn.Module.get_submodule(module, path))
     code = getattr(getattr(kind, "forward", None), "__code__", None)
@@ -251,10 +251,10 @@ def writing_line(module: nn.Module, buffer: str) -> Location | None:
 
 @functools.cache
 def updating_line(path: str, holder: type, *, own: bool = False) -> Location | None:
-    """Where `path` is updated, as "norm.mean" or "stats['mean']", which an object of the class `holder` holds.
+    """Return the line that updates `path` ("norm.mean", "stats['mean']") of a `holder` object.
 
-    That is the line that makes the new value of the old one, else one that sets it: in a function that is no
-    constructor, or in a loop. An item that no line sets is updated with what holds it. `own`: not in other classes.
+    Prefers a line that computes the new value from the old value, then a line that sets the value in a function except
+    the constructor, or in a loop. An item that no line sets is updated with its container. `own`: not in other classes.
     """
     names = re.findall(r"[^\W\d]\w*", path)
     found = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
@@ -266,9 +266,9 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
 
 @functools.cache
 def assignment_in_program(name: str, value: bool | None = None) -> Location | None:
-    """The one line of the program that assigns an attribute or an item of this name; `None` where there are others.
+    """Return the only program line that assigns this attribute or item, or `None`.
 
-    `value`: that it may assign, as far as it is spelled out.
+    `value`: ignore lines that assign another constant.
     """
     found = {
         Location(relative_path(file), node.lineno)
@@ -290,7 +290,7 @@ def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bo
 
 
 def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
-    """All in `around`, whether each may run more than once, and in which class it stands."""
+    """Yield all statements, if each may run more than once, and the enclosing class."""
     if isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
         repeats = around.name != "__init__"
     if isinstance(around, ast.ClassDef):
@@ -303,7 +303,7 @@ def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterat
 
 
 def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
-    """Whether a statement makes the new value of the old one; `None` where it sets none."""
+    """Return True for an update from the old value, False if set anew, else `None`."""
     if isinstance(node, ast.AugAssign):
         return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
@@ -319,7 +319,7 @@ def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
 
 
 def _base(node: ast.expr, name: str) -> ast.expr:
-    """What is changed where a part of it is: of "mean[:]", "mean"."""
+    """Return the changed object: "mean" for "mean[:]"."""
     if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) and node.slice.value == name):
         return node.value
     return node

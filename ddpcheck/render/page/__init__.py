@@ -1,5 +1,5 @@
-"""The HTML page of a report or a matrix: one file, no request, no script that runs.
+"""HTML page of a report or matrix: one file, without requests or running scripts.
 
-`page` has the renderers, `sections` what parts of it show. The templates are of
-jinja2, which torch needs as well: `page.html` is the frame, `parts.html` has the macros, and each section has a file.
+`page` has the renderer, `sections` the data of the templates. Templates use jinja2, a dependency of torch: `page.html`
+is the frame, `parts.html` has the macros, and each section has a file.
 """

@@ -1,4 +1,4 @@
-"""Two curves over each other, as lines of SVG: a number on the ranks and in a single process."""
+"""SVG chart of a metric on the ranks and in a single process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from ddpcheck.findings.figures import ParityCurve
 
 _WIDTH, _HEIGHT = 440, 200
-_LETTER = 6.5  # pixels
-_FLAT = 1e-9  # relative, of a range that is drawn as none
+_LETTER = 6.5  # pixels per character
+_FLAT = 1e-9  # relative; a smaller range is drawn as constant
 _SMALLEST = 1e-100
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale of the picture, between two places of it."""
+    """Axis of the chart, from `start` to `end` in pixels."""
 
     low: float
     high: float
@@ -26,11 +26,11 @@ class Axis:
     end: float
 
     def at(self, value: float) -> float:
-        """Return the place of a value."""
+        """Return the pixel position of a value."""
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
     def ticks(self, least: float = 0.0) -> list[tuple[float, str]]:
-        """Return the places of round values that are at least so far apart, and the values."""
+        """Return (position, label) of round values, at least `least` apart."""
         rough = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(rough))
         step = max(next(n * power for n in (1, 2, 5, 20) if n * power >= rough), least)
@@ -48,7 +48,7 @@ def _axis(values: Sequence[float], start: float, end: float) -> Axis:
 
 
 def chart_view(curve: ParityCurve) -> dict[str, Any]:
-    """What the template of a chart shows, by name."""
+    """Return the template variables of a chart."""
     drawn = [value for value in (*curve.ranks, *curve.single) if value is not None]
     y = _axis(drawn or [0.0], _HEIGHT - 38, 46)
     left = 12 + _LETTER * max(len(text) for _, text in y.ticks())
@@ -71,7 +71,7 @@ def chart_view(curve: ParityCurve) -> dict[str, Any]:
 
 
 def _lines(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
-    """Return the parts of a curve, which ends at what is not finite; a point alone is a dash."""
+    """Return curve segments, split at missing values; a single point is a dash."""
     found = []
     for is_gap, some in itertools.groupby(zip(places, values, strict=True), lambda one: one[1] is None):
         part = [(x.at(place), y.at(value)) for place, value in some if value is not None]

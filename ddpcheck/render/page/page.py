@@ -1,4 +1,4 @@
-"""A report, or a matrix of DDP options, as an HTML page, with the report inside it as JSON."""
+"""Render a report or matrix as an HTML page with embedded JSON."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ddpcheck.render.page.charts import chart_view
 from ddpcheck.render.page.sections import finding_view, module_tree, plots, timeline_view
 from ddpcheck.report.matrix.matrix import Matrix
 
-_PLAIN = 200_000  # characters of JSON up to which it stands in the page as it is
+_PLAIN = 200_000  # characters; longer JSON is compressed
 _MOST_DATA = 1 << 28
 _DATA = re.compile(r'<script type="application/(json|zlib)" id="ddpcheck-data">([^<]*)</script>')
 
 
 def data_of(report: Document) -> tuple[str, str]:
-    """The kind of data, and the data."""
+    """Return "json" or "zlib", and the data to embed."""
     text = report.to_json(indent=None)
     if len(text) <= _PLAIN:
         return "json", in_ascii(text, besides="<>&")
@@ -35,10 +35,10 @@ def data_of(report: Document) -> tuple[str, str]:
 
 
 def data_in(page: str) -> str | None:
-    """The JSON of the report that a page is of; None where `page` is no such page.
+    """Return the JSON embedded in a report page; None for any other text.
 
     Raises:
-        ValueError: The data is damaged.
+        ValueError: The data is damaged or truncated.
     """
     if not page.lstrip().lower().startswith("<!doctype html"):
         return None
@@ -75,7 +75,7 @@ _TITLES = {
 
 
 class HtmlRenderer(Renderer):
-    """A page for a browser, which needs nothing beside it; names and messages are escaped."""
+    """Renderer of a self-contained HTML page; names and messages are escaped."""
 
     def render(self, report: Report | Matrix) -> str:
         shown = limited(report)
@@ -121,7 +121,7 @@ def _sections(report: Report) -> dict[str, Any]:
 
 
 def _verdict(report: Report) -> tuple[str, str, list[str]]:
-    """The class of the verdict, its title, and what is said below; the worst finding is linked after that."""
+    """Return the CSS class, title and text lines of the verdict."""
     findings, kinds, said = parts.sorted_findings(report), parts.severities_of(report), []
     if report.error is not None:
         class_, title = "error", ": ".join(filter(None, ("Hang" if report.status == "hang" else "Stopped", kinds)))
@@ -152,7 +152,7 @@ def _verdict_of_matrix(matrix: Matrix) -> tuple[str, str, list[str]]:
 
 @functools.cache
 def _templates() -> Environment:
-    """The templates; what they show is escaped, and so are characters that would not be seen."""
+    """Return the template environment, which escapes HTML and invisible characters."""
     folder = Path(__file__).parent
     made = Environment(
         loader=FileSystemLoader(folder),
@@ -171,11 +171,11 @@ def _templates() -> Environment:
 
 
 def visible(text: str) -> str:
-    """`text` with characters that would not be seen, or would change the rest, written out, as repr does it.
+    """Escape invisible and control characters as `repr` does.
 
-    Emoji go by their names ("[beach with umbrella]"): where a font lacks them, they are all the same box.
+    Emoji are replaced by names ("[beach with umbrella]"): fonts without emoji show the same box for every emoji.
     """
-    plain = printable(text, "\n").replace("\ufe0f", "")  # after a character that may be an emoji
+    plain = printable(text, "\n").replace("\ufe0f", "")  # variation selector after an emoji
     return "".join(f"[{unicodedata.name(c, 'emoji').lower()}]" if _is_emoji(c) else c for c in plain)
 
 
@@ -184,5 +184,5 @@ def _is_emoji(character: str) -> bool:
 
 
 def fitted(text: str, most: int) -> str:
-    """`text`, of a long one its beginning and its end."""
+    """Return `text`, cut in the middle if longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

@@ -1,4 +1,4 @@
-"""Parts of a page: gradient errors as a plot, the collectives of the ranks, and what is shown beside a finding."""
+"""Template data of page sections: gradient plots, collectives, findings and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks, format_steps, group_by, join_names
 from ddpcheck.render.parts import facts_of, sorted_findings
 
-_LEAST, _MOST_ERROR = 1e-12, 1e12  # on the scale
+_LEAST, _MOST_ERROR = 1e-12, 1e12  # limits of the scale
 _REFERENCES = {
     "local": "Under DDP, against the average of the ranks' own gradients",
     "single-process": "The ranks' average, against the whole batch in a single process",
@@ -24,9 +24,9 @@ _REFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """The gradients against one reference: of each parameter the step in which it is farthest away, worst first.
+    """Gradients against one reference: the worst step of each parameter, worst first.
 
-    `low` and `high` are the powers of ten between which the scale lies.
+    `low` and `high` are the exponents (base 10) of the scale limits.
     """
 
     title: str
@@ -37,11 +37,11 @@ class Plot:
 
     @property
     def ticks(self) -> range:
-        """The powers of ten that the scale names."""
+        """Exponents labelled on the scale."""
         return range(self.low, self.high + 1, max(1, math.ceil((self.high - self.low) / 5)))
 
     def at(self, value: float) -> str:
-        """The place of a value on the scale; zero is at its beginning, what is not finite at its end."""
+        """Return the position in percent; zero is at the start, non-finite at the end."""
         if value == 0:
             return "0%"
         place = (math.log10(max(value, _LEAST)) - self.low) / (self.high - self.low) if math.isfinite(value) else 1.0
@@ -49,7 +49,7 @@ class Plot:
 
 
 def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
-    """A plot for each reference."""
+    """Return one plot per reference."""
     groups = group_by(parity, lambda entry: entry.reference)
     return [_plot(reference, entries) for reference, entries in sorted(groups.items())]
 
@@ -69,46 +69,46 @@ def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
 
 
 MOST_GROUPS = 6
-_BEFORE = 4  # collectives before the point where the ranks part
-_MOST = 24  # in one table
-_MOST_DOING = 2  # different words on what the ranks of a group did at the end
+_BEFORE = 4  # collectives shown before the ranks diverge
+_MOST = 24  # collectives in one table
+_MOST_DOING = 2  # distinct texts on the end of a group's ranks
 _MOST_ENDS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that have called the same collectives, and wait alike."""
+    """Ranks with the same collectives and the same wait."""
 
     logs: Sequence[RankCollectives]
     listed: Sequence[CalledCollective]
 
     @property
     def log(self) -> RankCollectives:
-        """The log of any of them."""
+        """Log of any rank of the group."""
         return self.logs[0]
 
     @property
     def name(self) -> str:
-        """The ranks, in words."""
+        """Ranks in words."""
         return format_ranks(log.rank for log in self.logs)
 
     @property
     def end(self) -> int:
-        """The number of the call that it has not made."""
+        """Sequence number after the last listed call."""
         return self.log.first + len(self.log.calls)
 
     def at(self, number: int) -> CalledCollective | None:
-        """The call with a number; None where there is none, or it is lost."""
+        """Return the call with a sequence number; None if not listed."""
         place = number - self.log.first
         return self.listed[self.log.calls[place]] if 0 <= place < len(self.log.calls) else None
 
     def waits_in(self, number: int) -> bool:
-        """The call with that number did not end."""
+        """Check if the call with a sequence number did not end."""
         return self.log.waiting and not self.log.later and number == self.end - 1
 
     @property
     def did(self) -> str:
-        """What it did at the end."""
+        """State at the end, in words."""
         last = self.at(self.end - 1)
         call = f"{'waits in' if self.log.waiting else 'last'} {last.operation}" if last else "no collective"
         said = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
@@ -116,7 +116,7 @@ class Group:
 
 
 def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
-    """What the template of a process group shows, by name."""
+    """Return the template variables of a process group."""
     alike = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
     groups = [Group(logs, timeline.calls) for logs in alike.values()]
     shown = groups[:MOST_GROUPS]
@@ -150,7 +150,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
 
 
 def _waits(groups: Sequence[Group]) -> dict[int, list[int]]:
-    """By number of a group, the numbers of the others that it waits for."""
+    """Map group indices to indices of the groups that each waits for."""
     number_of = {log.rank: number for number, group in enumerate(groups) for log in group.logs}
     waits = {
         number: sorted({number_of[rank] for rank in group.log.waits_for if rank in number_of} - {number})
@@ -165,7 +165,7 @@ _OF_RANK = re.compile(r"rank (\d+)((?: stack)?[:,].*)", re.DOTALL)
 
 
 class Source(NamedTuple):
-    """Lines around a place, and what is there."""
+    """Source lines around a location, and a description."""
 
     place: Location
     excerpt: SourceExcerpt
@@ -173,7 +173,7 @@ class Source(NamedTuple):
 
 
 def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
-    """What the template of a finding shows, by name."""
+    """Return the template variables of a finding."""
     facts = {fact.kind: fact for fact in facts_of(finding)}
     evidence = facts.pop("evidence").lines if "evidence" in facts else ()
     left = len(evidence) - _MOST_IN_ALL
@@ -193,14 +193,14 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
 
 
 def _others(ranks: Sequence[int], world_size: object) -> list[int]:
-    """The ranks that a finding does not concern; none where it concerns all, or where the others are not known."""
+    """Return the ranks not affected by a finding; [] if none, or unknown."""
     if not ranks or not isinstance(world_size, int) or world_size > 1_000_000:
         return []
     return sorted(set(range(world_size)) - set(ranks))
 
 
 def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
-    """The lines around `place`; None where they are not in the report."""
+    """Return the source around `place`; None if not in the report."""
     for excerpt in excerpts:
         if excerpt.path == place.path and excerpt.first <= place.line < excerpt.first + len(excerpt.lines):
             break
@@ -217,7 +217,7 @@ def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]
 
 
 def _sides(finding: Finding, report: Report) -> list[Source | None]:
-    """For ranks that have parted: the line at which each of them is."""
+    """Return the source at each side of diverged ranks, for DDP4xx findings."""
     if not finding.code.startswith("DDP4"):
         return []
     sides = [side for timeline in report.timelines[:1] for side in timeline.sides()]
@@ -229,7 +229,7 @@ def _sides(finding: Finding, report: Report) -> list[Source | None]:
 
 
 def together(evidence: Sequence[str]) -> list[str]:
-    """Lines of evidence, and those that say the same of several ranks as one."""
+    """Merge lines of evidence that are equal except for the rank."""
     found = [(_OF_RANK.fullmatch(line), line) for line in evidence]
     groups = group_by(found, lambda one: one[0][2] if one[0] else (one[1],))
     return [
@@ -243,9 +243,9 @@ def together(evidence: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Branch:
-    """A module, those in it, the findings on it or on its own parameters, and the worst one in or below it.
+    """Module with children, own findings, and the worst finding of its subtree.
 
-    Findings are by the part of the module that they name, and there by code.
+    `told` has findings by the part of the module in their subjects, then by code.
     """
 
     entry: ModuleEntry
@@ -255,7 +255,7 @@ class Branch:
 
 
 def module_tree(report: Report) -> list[Branch]:
-    """The modules that no other one holds."""
+    """Return the trees of top-level modules."""
     branches = {entry.name: Branch(entry) for entry in report.modules}
     top: list[Branch] = []
     for name, branch in branches.items():
@@ -269,12 +269,12 @@ def module_tree(report: Report) -> list[Branch]:
             part = subject[len(held_by[0]) :].lstrip(".")
             branches[held_by[0]].told.setdefault(part, {})[finding.code] = finding
             for holder in held_by:
-                branches[holder].worst = branches[holder].worst or finding  # the worst come first
+                branches[holder].worst = branches[holder].worst or finding  # sorted worst first
     return top
 
 
 def _upwards(name: str) -> Iterator[str]:
-    """A name, and those of all that hold it; the model itself is the last."""
+    """Yield a name and its parents, ending with the model ("")."""
     while name:
         yield name
         name = name.rpartition(".")[0]

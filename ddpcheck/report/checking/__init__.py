@@ -1,1 +1,1 @@
-"""`check`: starts the worlds, has them run the phases, and makes a report of the findings."""
+"""`check`: start the worlds, run the phases, and report the findings."""

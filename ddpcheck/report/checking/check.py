@@ -1,4 +1,4 @@
-"""`check(recipe)`: decides the options of a check, runs it on real ranks, and returns its report."""
+"""`check(recipe)`: resolve options, run the check on real ranks, return its report."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ def check(
 ) -> Report:
     """Check a recipe on `world_size` real ranks with the real DDP reducer.
 
-    The ranks are new processes, also in a program that a launcher has started: there each process that calls this makes
-    a check of its own. It is the command line that runs on the ranks of a launcher.
+    The ranks are new processes, even under a launcher such as torchrun: every process that calls this function runs its
+    own check. Only the command line runs on the ranks of a launcher.
 
     Args:
-        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the ranks and not here.
+        target: A `Recipe`, or a TARGET ("path/to/file.py:attr") that is loaded on the ranks only.
         world_size: Number of ranks.
-        backend: "gloo" or "nccl"; default: nccl where every rank has a GPU of its own, else gloo.
+        backend: "gloo" or "nccl"; default: nccl if every rank has its own GPU, else gloo.
         device: "cpu" or "cuda".
         steps: Training steps to run.
-        timeout: Seconds that one phase of the check may take before it counts as a hang.
-        seed: Of all random numbers.
-        preload: Modules that are imported once, before ranks are forked; see `World`.
+        timeout: Seconds before one phase of the check counts as a hang.
+        seed: Seed of all random number generators.
+        preload: Modules imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules to report; default: all.
-        ignore: Those not to report.
-        suppress: Findings that are shown with a reason, and do not count.
-        baseline: An earlier report; what it has is shown as known, and does not count.
-        progress: Called with a few words at the beginning of each phase, and where it waits for ranks.
-        hosts: Processes that a launcher has started, which start the ranks instead; for the command line.
+        ignore: Codes, prefixes or names of the rules not to report.
+        suppress: Findings that are shown with a reason and not counted.
+        baseline: Earlier report, whose findings are shown as known and not counted.
+        progress: Called with a short text at the start of each phase, and while waiting for ranks.
+        hosts: Processes of a launcher that start the ranks instead; for the command line.
 
     Returns:
-        The report. A target that fails, or hangs, is in `Report.error`; what was found before is not lost.
+        The report. `Report.error` is set if the target fails or hangs; earlier findings are kept.
 
     Raises:
-        UsageError: An argument is wrong, or `target` names no recipe.
+        UsageError: An argument is invalid, or `target` names no recipe.
     """
     given = CheckOptions(
         world_size=world_size,
@@ -86,10 +86,10 @@ def check(
 
 
 def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
-    """The options of a check of `target`, with the defaults that depend on the machine filled in.
+    """Return the options of a check of `target`, with machine-dependent defaults filled in.
 
     Raises:
-        UsageError: One of them is wrong, or `target` names no file.
+        UsageError: An option is invalid, or `target` names no file.
     """
     if not isinstance(target, str):
         from ddpcheck.recipe.recipe import require_target
@@ -119,7 +119,7 @@ def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = No
 
 
 def _has_gpus(ranks: int) -> bool:
-    """Whether each of so many ranks has a GPU of its own."""
+    """Return True if each rank has its own GPU."""
     import torch
 
     return isinstance(ranks, int) and 0 < ranks <= torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The report of a check: its check lines (what each compared, and how much of it held), findings and comparisons."""
+"""Report of a check: check lines, findings and gradient comparisons."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
         *("DDP216", "DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
     ),
 }
-"""The checks of a report, and the codes that each may give."""
+"""Codes, or prefixes of codes, by check of a report."""
 
 _WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
-_NEAR = 0.01  # an error that is no fault under any tolerance
+_NEAR = 0.01  # smaller relative errors count as equal under any tolerance
 
 
 def report_of(state: CheckState) -> Report:
-    """The report of a check that has been judged."""
+    """Build the report of a judged check."""
     told = [some for some in _entries(state).values() if any(_kind(entry) != "zero" for entry in some)]
     return make_report(
         state.asked,
@@ -68,7 +68,7 @@ def make_report(
     notes: Iterable[str],
     **parts: Any,
 ) -> Report:
-    """A report on what was asked: the findings that count, and the check lines that `lines` makes of these."""
+    """Build a report of the findings that count; `lines` makes its check lines."""
     chosen = sort_out(
         findings,
         asked.target,
@@ -106,20 +106,20 @@ def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
 
 
 def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
-    """Whether any rule of a check is selected, and not ignored."""
+    """Return True if any rule of a check is selected and not ignored."""
     codes = [code for code in RULES if code.startswith(HEADINGS[name])]
     return not codes or is_any_selected(codes, select=select, ignore=ignore)
 
 
 def _heading_of(part: str, finding: Finding) -> str:
-    """The check that a finding belongs to: the part that has made it, where that may give it."""
+    """Return the heading of a finding: its own part if allowed, else the first."""
     names = [name for name, codes in HEADINGS.items() if finding.code.startswith(codes)]
     return part if part in names else next(iter(names), "")
 
 
 def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
-    """Why one of the checks has come to no verdict; empty where it has."""
-    if state.log.error is not None and state.log.part == name:  # where a finding tells it, that is enough
+    """Explain why a check has no verdict; empty if the check has one."""
+    if state.log.error is not None and state.log.part == name:  # the code of a finding is enough
         return join_names([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or state.log.error.message
     return "not judged, since ddpcheck itself failed" if name in state.log.unjudged else ""
 
@@ -129,25 +129,25 @@ def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Comparisons of gradients with one reference, counted."""
+    """Counts of gradient comparisons with one reference."""
 
-    held: int = 0  # within a tolerance that tells something
-    differ: int = 0  # beyond their tolerance
-    zero: int = 0  # of zeros with zeros
-    untold: int = 0  # within a tolerance so large that they tell nothing
-    steps: tuple[int, ...] = ()  # in which any was made
+    held: int = 0  # within an informative tolerance
+    differ: int = 0  # beyond the tolerance
+    zero: int = 0  # zero compared with zero
+    untold: int = 0  # within a tolerance that is too large to be informative
+    steps: tuple[int, ...] = ()  # steps with any comparison
     farthest: float = 0.0  # the largest relative error
 
     @classmethod
     def of(cls, entries: Iterable[ParityEntry]) -> Tally:
-        """Count `entries`, all with one reference."""
+        """Count `entries` with the same reference."""
         entries = list(entries)
         steps = tuple(sorted({entry.step for entry in entries}))
         farthest = max([0.0, *(entry.relative_error for entry in entries)])
         return cls(**Counter(map(_kind, entries)), steps=steps, farthest=farthest)
 
     def vacuous(self) -> str:
-        """Why the comparisons tell nothing, empty where they do."""
+        """Explain why the comparisons are inconclusive; empty if conclusive."""
         if not self.steps or self.held or self.differ:
             return ""
         if self.untold:
@@ -155,7 +155,7 @@ class Tally:
         return "every gradient was zero or missing, so nothing was compared"
 
     def equal(self, what: str, of_steps: int) -> str:
-        """How many held, in a sentence that ends with `what`."""
+        """Describe how many gradients equal `what`."""
         more = [f"{self.zero} more {'is' if self.zero == 1 else 'are'} zero"] if self.zero else []
         more += [f"{self.untold} more cannot be told from rounding"] if self.untold else []
         verb = "equals" if self.held == 1 else "equal"
@@ -163,7 +163,7 @@ class Tally:
         return f"{text} ({', '.join(more)})" if more else text
 
     def compressed(self, hook: str, of_steps: int) -> str:
-        """A sentence on gradients that a communication hook compresses so much that they cannot be compared."""
+        """Describe gradients that a communication hook compresses too much to be compared."""
         count = counted(self.held + self.untold, "gradient")
         average = "the average of the ranks' own"
         near = f"{self.held} of them equal {average}; the others" if self.held else "they"
@@ -171,7 +171,7 @@ class Tally:
         return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near} {away}, after {hook}"
 
     def differing(self, of_steps: int) -> str:
-        """How many did not hold; empty where all did."""
+        """Describe how many gradients differ; empty if none."""
         if not self.differ:
             return ""
         verb = "differs" if self.differ == 1 else "differ"
@@ -186,12 +186,12 @@ def _kind(entry: ParityEntry) -> str:
         return "differ"
     if not entry.reference_norm and not entry.absolute_error:
         return "zero"
-    near = entry.relative_error <= _NEAR  # whatever the yardstick says, which may have routed otherwise
+    near = entry.relative_error <= _NEAR  # even if the reference run of the tolerance routed differently
     return "held" if near or entry.tells else "untold"
 
 
 def _verdict(state: CheckState, name: str) -> Verdict:
-    """The comparison that one of the checks has made."""
+    """Return the comparison made by one of the checks."""
     if name not in state.log.seconds and not (name == "reducer" and state.steps.ddp_skipped):
         return Verdict(lacking=_why_not_reached(state))
     several = state.asked.world_size > 1
@@ -237,7 +237,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
 
 
 def _trained_apart(state: CheckState) -> str:
-    """Why gradients are not compared in steps in which ranks train apart on purpose, and what holds there."""
+    """Explain the steps without comparison in which ranks train apart by design."""
     apart = state.steps.apart
     alike = steps_that_end_alike(apart)
     holds = f"the parameters are the same on every rank after {format_steps(alike)}"
@@ -248,13 +248,13 @@ def _trained_apart(state: CheckState) -> str:
 
 
 def _held_updates(state: CheckState) -> int:
-    """How many parameters after a step of `fully_shard` are those of the optimizer on the whole."""
+    """Count parameters that equal the unsharded optimizer's result after a `fully_shard` step."""
     steps = [item for item in state.steps.ddp if isinstance(item, ShardedStep) and not item.rank]
     return sum(not difference.bad for item in steps for difference in item.against_whole)
 
 
 def _part_taken(state: CheckState) -> Verdict:
-    """Which parameters take part in the loss."""
+    """Describe which parameters contribute to the loss."""
     steps = sorted({item.step for item in state.steps.parameters})
     if not steps:
         return Verdict(lacking=_why_not_reached(state))
@@ -273,7 +273,7 @@ def _part_taken(state: CheckState) -> Verdict:
 
 
 def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str:
-    """Why not every step was compared, in one of the checks of gradients; empty where all were."""
+    """Explain why a gradient check skipped steps; empty if every step was compared."""
     if state.repeats.differ:
         return "DDP308: the same step run twice differs from itself, so comparisons mean nothing"
     if len(steps) == state.asked.steps:
@@ -293,7 +293,7 @@ def _why_not_reached(state: CheckState) -> str:
 
 
 def _entries(state: CheckState) -> dict[str, list[ParityEntry]]:
-    """By reference, the comparisons of gradients that mean something."""
+    """Return the valid gradient comparisons by reference."""
     if state.repeats.differ:
         return {}
     left = () if state.steps.optimizer_averages else state.steps.ddp

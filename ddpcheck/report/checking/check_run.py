@@ -1,4 +1,4 @@
-"""A check under way: which phases its ranks run, in which order, and what ends it."""
+"""Run of a check: phases of the ranks, their order, reasons to stop."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
 
 class CheckRun(CheckWorlds):
-    """One check under way: what is asked of the ranks, in which order."""
+    """Run of one check: phases on the ranks, in order."""
 
     def run(self) -> CheckState:
-        """Run all checks, whatever happens on the way."""
+        """Run all phases and judge the evidence, even after a failure."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
@@ -83,7 +83,7 @@ class CheckRun(CheckWorlds):
         self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
-        """Build the model everywhere, and compare what the ranks have built."""
+        """Build the model in all processes, and compare the modules of the ranks."""
         building = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
@@ -102,7 +102,7 @@ class CheckRun(CheckWorlds):
                 self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(self) -> list[WrappedModule]:
-        """Wrap the model; options of the wrapper that differ between ranks end the check before DDP hangs."""
+        """Wrap the model; stop with DDP221 if wrapper options differ, before DDP hangs."""
         try:
             return self._all(self.wrap)
         except RankError as error:
@@ -148,7 +148,7 @@ class CheckRun(CheckWorlds):
         )
 
     def _hand_over(self, wrapped: WrappedModule) -> None:
-        """Where `wrap` has made another module of it, the single process must have that one too."""
+        """Send a module that `wrap` made anew to the single process."""
         if wrapped.transfer_error:
             self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:
@@ -197,23 +197,23 @@ class CheckRun(CheckWorlds):
                 what = f"whether step {step} gives the same gradients again"
                 repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
                 judging.withhold_if_noisy(self.state, step, repeated)
-        if self.state.steps.ddp_skipped:  # change the weights here, after all that puts the step's first state back
+        if self.state.steps.ddp_skipped:  # update after all phases that restore the state before the step
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
         shutil.rmtree(averaged, ignore_errors=True)
 
     def _check_shards(self, local: Sequence[LocalStep]) -> None:
-        """End the check where ranks that compute one model together do not have the same samples."""
+        """Stop the check if ranks that compute one model have different samples."""
         if found := judge_shards(local, self.state.models):
             self._add(found)
             self._skip_rest("DDP516: ranks that compute one model together have different samples")
 
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
-        """End the check where ranks have other parameters by right: parts of layers that `model` splits over them."""
+        """Stop the check if `model` splits layers over ranks without DTensor."""
         split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
             self.state.found = [(part, one) for part, one in self.state.found if one.code not in ("DDP208", "DDP221")]
-            del self.state.log.seconds["wrapping"]  # what was compared there are parts
+            del self.state.log.seconds["wrapping"]  # the phase compared parts
             self.state.log.notes.append(
                 f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "
                 "cannot put their parts together: check the script with `ddpcheck run`, or call parallelize_module in "
@@ -223,13 +223,13 @@ class CheckRun(CheckWorlds):
             self._skip_rest(self.state.steps.ddp_skipped)
 
     def _share_parameters(self, step: int) -> bool:
-        """Whether all ranks can read the parameters before a step from the file of rank 0."""
+        """Return True if all ranks can read the parameters from rank 0's file."""
         ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
         alike = len(ranks) == self.asked.world_size and all(one.parameters == ranks[0].parameters for one in ranks)
         return alike and self._one_machine
 
     def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep | str]] | None) -> list[LocalStep]:
-        """Each rank's step by itself; a loss that only some ranks cannot compute ends the check with a finding."""
+        """Run each rank's step alone; report losses not finite on some ranks only."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
@@ -243,7 +243,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{found[0].code}: the loss is not finite on {format_ranks(found[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
-        """Go through the wrapper, where that is possible; returns whether it needs a second look."""
+        """Run the step through the wrapper if possible; return True if doubtful."""
         judging.decide_on_ddp(self.state, step)
         if self.state.steps.ddp_skipped:
             return False
@@ -254,10 +254,10 @@ class CheckRun(CheckWorlds):
         return doubtful
 
     def _reduces_again_alike(self, step: int) -> bool:
-        """Whether the wrapper can reduce a step once more, compiled, as it has done.
+        """Return True if the wrapper can reduce the step again in compiled form.
 
-        A communication hook counts its calls, and may keep what it has rounded away. Under `static_graph` DDP expects
-        what has taken part so far; compiled code computes a gradient of zeros where a path is cut.
+        A communication hook counts its calls and may keep error feedback. Under `static_graph` DDP expects the
+        parameters used so far; compiled code returns zero gradients for cut paths.
         """
         state = self.state
         if state.steps.ranks_differ or state.wrapper.comm_hook or state.wrapper.sharded or state.models:
@@ -266,16 +266,16 @@ class CheckRun(CheckWorlds):
         return not (state.wrapper.static_graph and missing)
 
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
-        """Why gradients are missing, by rank; nobody replays where the ranks are out of step already."""
+        """Explain missing gradients by rank; skipped if ranks are already out of step."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
         what = "why gradients are missing"
         return self._explained(what, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
     def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
-        """As `_compare_with_single`, where the ranks draw random numbers: with those of each sample, or with constants.
+        """Compare with a single process under equal random numbers: per sample, else constants.
 
-        A mask keeps its count with those of each sample. They are not the same on a rank where what is drawn has other
-        parts than samples, so that such a difference is one only where the shards, weighed otherwise, explain it.
+        Numbers per sample keep the count of a dropout mask. They differ on a rank if a draw is not made per sample, so
+        a difference counts only if reweighting the shards explains it.
         """
         single = self.state.single
         if numbers == "by sample":
@@ -286,7 +286,7 @@ class CheckRun(CheckWorlds):
                     return True
             single.analysis = None
             single.differences.pop(step, None)
-            if self.single.failed:  # over the analysis
+            if self.single.failed:  # during the analysis
                 return False
             again = self._settle_single(self._start_single(partial(calls.single_process.run_with_constants, step)))
             if again is None:
@@ -299,7 +299,7 @@ class CheckRun(CheckWorlds):
         return self._compare_with_single(step, averaged)
 
     def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
-        """Average gradients that are computed with such random numbers; returns why the loss cannot do with them."""
+        """Average gradients under these random numbers; return why the loss fails with them."""
         what = f"the gradients with random numbers {numbers}"
         said = self._explained(what, "the step with them failed", calls.local_step.comparable_step, step, numbers)
         if trouble := next((item for item in said if isinstance(item, str)), ""):
@@ -309,14 +309,14 @@ class CheckRun(CheckWorlds):
         return ""
 
     def _check_in_step(self, *, when: bool) -> None:
-        """End the check where the ranks have not made the same collectives, before a phase relies on it."""
+        """Stop the check if ranks made different collectives, before the next phase."""
         if when and (mismatch := judge_collectives(self._logs())):
             self.state.timelines = timelines(self._logs())
             self._add(mismatch)
             self._skip_rest("DDP403: the ranks are out of step")
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
-        """Compare the layouts of the ranks' modules, which DDP takes to be those that it was constructed with."""
+        """Compare module layouts between ranks, which DDP assumes unchanged since construction."""
         facts = self.state.wrapper
         if len({item.layout for item in local}) == 1 or not (facts.is_ddp or facts.sharded):
             return
@@ -330,7 +330,7 @@ class CheckRun(CheckWorlds):
         self._skip_rest(f"{found[0].code}: {would}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
-        """Once, where ranks reduce vectors in forward: whether they pack them alike."""
+        """Check once if ranks pack vectors reduced in forward in the same order."""
         if self._packing_checked or not any(item.calls for item in local):
             return
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
@@ -340,7 +340,7 @@ class CheckRun(CheckWorlds):
             self._add(judge_packing(self._explained(what, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
-        """The global batch is the same everywhere; where it is not, a rank that gets its own again is at fault."""
+        """Check that the global batch is equal on all ranks and calls."""
         if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
             self._add(judge_batches(batches, step))
             self._skip_rest("DDP516: the ranks do not train on parts of one batch")
@@ -354,7 +354,7 @@ class CheckRun(CheckWorlds):
             )
 
     def _run_ddp(self, step: int, words: str) -> bool:
-        """One step through the wrapper; returns whether its result needs a second look."""
+        """Run one step through the wrapper; return True if the result is doubtful."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
                 done = self._all(calls.ddp_step.ddp_step, step)
@@ -372,7 +372,7 @@ class CheckRun(CheckWorlds):
             self._skip_rest(f"{found[0].code}: {named} raised")
 
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
-        """The averaged gradients against the global batch's; returns whether they differ."""
+        """Compare averaged gradients with the global batch; return True if they differ."""
         trained = list(self.state.steps.local[0].evidence.states)
         comparison = partial(calls.single_process.compare_with, averaged, trained)
         differences = self._settle_single(self._start_single(comparison))
@@ -390,7 +390,7 @@ class CheckRun(CheckWorlds):
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
-        """The analysis of the shards, one by one, that explains a difference; empty where it failed."""
+        """Analyse the shards one by one to explain a difference, or return an error."""
         what = "why the ranks' average differs from the global batch"
         local = self.state.steps.local
         known = (step, averaged, self._average_exactly(step), len(local), local[0].threads)
@@ -401,14 +401,14 @@ class CheckRun(CheckWorlds):
         return result
 
     def _average_exactly(self, step: int) -> Path | None:
-        """The ranks' average in float64, where no process alone can compute their part; None where it is not needed."""
+        """Return the ranks' float64 average if forward communicates; None if not available."""
         if not any(item.forward_calls for item in self.state.steps.local):
             return None
         file = self.world.directory / f"exact-{step}.pt"
         return None if any(self._all(calls.local_step.average_exactly, step, file)) else file
 
     def _look_again(self) -> None:
-        """Find out more of the parameters whose gradient was zero in every step, unless all gradients were."""
+        """Examine parameters with zero gradients in every step, unless all gradients were zero."""
         steps, last = self.state.steps, self.asked.steps - 1
         asleep = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
         if not asleep:

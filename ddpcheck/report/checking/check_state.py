@@ -1,6 +1,6 @@
-"""The state of a check: its options, and the evidence, notes and findings so far.
+"""State of a check: options, evidence, notes and findings so far.
 
-`judging` turns the evidence into findings, `check_report` makes a report of it all; a check that was stopped has both.
+`judging` turns the evidence into findings, `check_report` builds the report, also after an early stop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOISE_MULTIPLE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """The options of a check; the target and the backend are known when all has been decided."""
+    """Options of a check; `decided` sets the target and the backend."""
 
     target: str = ""
     world_size: int = 2
@@ -56,7 +56,7 @@ class CheckOptions:
     ignore: Sequence[str] = ()
     suppress: Sequence[Suppression] = ()
     baseline: Report | None = None
-    launcher: str | None = None  # who has started the processes that the ranks belong to
+    launcher: str | None = None  # launcher of the rank processes; None without a launcher
 
     def world(
         self,
@@ -67,42 +67,42 @@ class CheckOptions:
         hash_seeds: bool = True,
         **more: Any,
     ) -> World:
-        """A world of ranks that train, which have imported what all of them need."""
+        """Start a world of training ranks with the required modules preloaded."""
         preload = (*preloading.DDP, *calls.MODULES, *self.preload)
         asked = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
         return make(self.world_size, **asked, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
 
     def world_of_one(self, **more: Any) -> World:
-        """A world of one process, which has no process group."""
+        """Start a world of one process without a process group."""
         return replace(self, world_size=1, backend="gloo").world(process_group=False, hash_seeds=False, **more)
 
 
 def bug_error(error: Exception) -> ReportError:
-    """The error of a report on what should not have been raised in this process."""
+    """Return the report error for an unexpected exception in this process."""
     bug = as_bug(error)
     return ReportError(str(bug), EXIT_USAGE, bug.detail)
 
 
 @dataclass
 class CheckLog:
-    """How a check went."""
+    """Progress and errors of a check."""
 
     notes: list[str] = field(default_factory=list)  # sentences for the reader of the report
-    # spent in each of the check's parts, which are the headings of the report
+    # seconds by part of the check (heading of the report)
     seconds: dict[str, float] = field(default_factory=dict)
-    part: str = ""  # the one under way
-    error: ReportError | None = None  # the error that has ended the check
-    rest_skipped: str = ""  # why the phases after the one under way were not run
-    bugs: list[ReportError] = field(default_factory=list)  # of ddpcheck, after which the check has gone on
-    unjudged: set[str] = field(default_factory=set)  # the parts in which a judge has raised
+    part: str = ""  # part in progress
+    error: ReportError | None = None  # error that ended the check
+    rest_skipped: str = ""  # why the later phases were not run
+    bugs: list[ReportError] = field(default_factory=list)  # bugs of ddpcheck that did not stop the check
+    unjudged: set[str] = field(default_factory=set)  # parts in which a judge raised
 
     def add_bug(self, bug: ReportError) -> None:
-        """Note a bug of ddpcheck that has kept something from being explained or compared; the rest goes on."""
+        """Note a bug of ddpcheck that prevented an explanation or comparison."""
         if bug.message not in [known.message for known in self.bugs]:
             self.bugs.append(bug)
 
     def add_unexplained(self, what: str, answer: object) -> bool:
-        """Note it where a rank answers that it could not find out `what`; returns whether it does."""
+        """Note an unknown `what` if `answer` is a `NoExplanation`; return True if so."""
         if not isinstance(answer, NoExplanation):
             return False
         self.notes.append(f"{what}: not known, since finding out failed ({answer.reason})")
@@ -112,13 +112,13 @@ class CheckLog:
 
     @property
     def unfinished(self) -> ReportError | None:
-        """The bug of ddpcheck that has kept the check from a verdict, if there is one."""
+        """Bug of ddpcheck that prevented a verdict, if any."""
         if self.error is not None and self.error.exit_code == EXIT_USAGE:
             return self.error
         return self.bugs[0] if self.unjudged else None
 
     def call_judge(self, part: str, judge: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
-        """The findings of `judge`, which belongs to `part`; where it raises, that is a bug of ddpcheck."""
+        """Return the findings of `judge` for `part`; note a bug if raised."""
         try:
             return judge(*args, **kwargs)
         except Exception as error:
@@ -128,7 +128,7 @@ class CheckLog:
 
     @contextlib.contextmanager
     def in_part(self, name: str) -> Iterator[None]:
-        """A block of the part called `name`."""
+        """Add the duration of a block to part `name`."""
         self.part, begun = name, time.perf_counter()
         try:
             yield
@@ -138,50 +138,50 @@ class CheckLog:
 
 @dataclass
 class RankSteps:
-    """Evidence of the steps that the ranks have run, without the wrapper and through it."""
+    """Evidence of the ranks' steps, without and through the wrapper."""
 
-    # the last step without the wrapper, by rank; of ranks that compute one model, the first
+    # last step without the wrapper, by rank (first rank of each model)
     local: Sequence[LocalStep] = ()
-    first_local: Sequence[LocalStep] = ()  # the first one
-    parameters: list[StepEvidence] = field(default_factory=list)  # how parameters took part, of every rank and step
-    # by step, the norm of all gradients, of a rank or of the single process
+    first_local: Sequence[LocalStep] = ()  # first step without the wrapper
+    parameters: list[StepEvidence] = field(default_factory=list)  # use of parameters, of every rank and step
+    # norm of all gradients by step, the largest of ranks and single process
     norms: dict[int, float] = field(default_factory=dict)
-    ddp: list[DdpStepEvidence] = field(default_factory=list)  # the steps through the wrapper, of every rank and step
-    compiled: list[CompiledStep] = field(default_factory=list)  # those through the wrapper as the recipe compiles it
-    ddp_skipped: str = ""  # why no step goes through the wrapper any more
-    # whether the parameters have come to differ between ranks; from then on no single process can stand for all of them
+    ddp: list[DdpStepEvidence] = field(default_factory=list)  # steps through the wrapper, of every rank and step
+    compiled: list[CompiledStep] = field(default_factory=list)  # steps through the compiled wrapper
+    ddp_skipped: str = ""  # why the wrapper is no longer used
+    # True once parameters differ between ranks: no single process can represent the ranks from then on
     ranks_differ: bool = False
-    # whether gradients differ where parts draw other random numbers than the whole, which shows nothing
+    # True if gradients differ because parts draw other random numbers than the whole, which proves nothing
     parts_draw: bool = False
-    # whether the hook leaves each rank its own gradients, and the optimizer equal parameters
+    # True if the hook leaves local gradients, and the optimizer averages the parameters
     optimizer_averages: bool = False
-    # parameters with zero gradients that are not zero once every parameter is moved a little
+    # parameters with zero gradients that become nonzero if all parameters are perturbed
     nonzero_when_perturbed: frozenset[str] = frozenset()
     zero_ends: Mapping[str, PathEnd] = field(default_factory=dict)  # where gradients become zero, by parameter
 
     def add_local(self, local: Sequence[LocalStep], of_models: Sequence[LocalStep]) -> None:
-        """Add a step without the wrapper, of every rank, and of one of each model."""
+        """Add a step without the wrapper: of every rank, and per model."""
         self.local = of_models
         self.first_local = self.first_local or of_models
         self.parameters += [item.evidence for item in local]
         self.add_norm(local[0].evidence.step, max(item.norm for item in local))
 
     def add_norm(self, step: int, norm: float) -> None:
-        """Add the norm of all gradients of a step, of which the largest is kept."""
+        """Add a norm of all gradients; the largest norm is kept."""
         self.norms[step] = max(norm, self.norms.get(step, 0.0))
 
     def draws_alike(self) -> bool:
-        """Whether the forward passes left torch's generator in the same state on all ranks, which were seeded apart."""
+        """Return True if differently seeded generators are equal on all ranks after forward."""
         states = {item.random.generator_state for item in self.local}
         return len(self.local) > 1 and len(states) == 1 and 0 not in states
 
     @property
     def apart(self) -> dict[int, list[DdpStepEvidence]]:
-        """The steps through the wrapper in which ranks trained apart on purpose, of every rank."""
+        """Steps through the wrapper in which ranks trained apart by design, by step."""
         return group_by_step(item for item in self.ddp if item.apart)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
-        """By step and rank, the parameters that did not contribute there."""
+        """Return the missing parameters by step and rank."""
         return {
             (item.step, item.rank): frozenset(name for name, state in item.states.items() if state == "missing")
             for item in self.parameters
@@ -190,87 +190,87 @@ class RankSteps:
 
 @dataclass
 class SingleComparison:
-    """The comparison of the ranks' averaged gradients with a single process on the global batch."""
+    """Comparison of the ranks' averaged gradients with a single process."""
 
-    skipped: str = ""  # why there is no single process to compare with
-    hang: str = ""  # the same, where that is a hang
-    incomparable: str = ""  # why a difference from it shows nothing
-    backwards: int = 1  # backward passes that it makes in a step
-    constants: bool = False  # whether constants stand for random numbers in some step
-    differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)  # by step, from its gradients
-    analysis: ShardAnalysis | None = None  # of the shards, in the step that differs and was looked at
-    analysed: Sequence[LocalStep] = ()  # that step, by rank; empty where none was looked at
-    # by step, the operations that chose among many at random
+    skipped: str = ""  # why there is no single process
+    hang: str = ""  # hang of the single process
+    incomparable: str = ""  # why a difference is inconclusive
+    backwards: int = 1  # backward passes of the single process per step
+    constants: bool = False  # True if constants replaced random numbers in some step
+    differences: dict[int, tuple[Difference, ...]] = field(default_factory=dict)  # gradient differences by step
+    analysis: ShardAnalysis | None = None  # shards of the analysed step
+    analysed: Sequence[LocalStep] = ()  # local steps of the analysed step, by rank
+    # operations that chose among many at random, by step
     choices: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    # by rank, the random numbers drawn for samples, where the ranks may have drawn the same
+    # random numbers drawn for samples, by rank, if ranks may have drawn the same
     draws: Sequence[Sequence[SharedDraw]] = ()
-    program_data: Sequence[Mapping[str, str]] = ()  # by rank, plain values that the program holds, as text, by name
-    changed_data: frozenset[str] = frozenset()  # names of those that the steps have changed
+    program_data: Sequence[Mapping[str, str]] = ()  # plain values of the program as text, by rank and name
+    changed_data: frozenset[str] = frozenset()  # names of values that the steps changed
 
 
 @dataclass
 class Repeats:
-    """How far a step is from itself, run again on the same rank."""
+    """Differences of a step repeated on the same rank."""
 
-    by_rank: Sequence[RepeatedStep] = ()  # of the first step that was run again
-    noise: dict[str, float] = field(default_factory=dict)  # the largest relative error so far, by parameter
-    differ: bool = False  # whether it is no rounding, so that verdicts on gradients are withheld
+    by_rank: Sequence[RepeatedStep] = ()  # first repeated step
+    noise: dict[str, float] = field(default_factory=dict)  # largest relative error so far, by parameter
+    differ: bool = False  # True if more than rounding: gradient verdicts are withheld
 
     def add(self, by_rank: Sequence[RepeatedStep]) -> None:
-        """Add a step that was run again."""
+        """Add a repeated step."""
         self.by_rank = self.by_rank or by_rank
         for item in (item for repeated in by_rank for item in repeated.differences):
             self.noise[item.name] = max(item.error, self.noise.get(item.name, 0.0))
 
     def allowed(self, name: str, tolerance: float) -> float:
-        """`tolerance` with room for the noise of a parameter (kernels that add up in no fixed order)."""
+        """Widen `tolerance` by a parameter's noise (kernels without fixed summation order)."""
         return max(tolerance, _NOISE_MULTIPLE * self.noise.get(name, 0.0))
 
     def widened(self, differences: Iterable[Difference]) -> tuple[Difference, ...]:
-        """The same with that room in their tolerances."""
+        """Widen the tolerances of `differences` by the noise."""
         return tuple(replace(item, tolerance=self.allowed(item.name, item.tolerance)) for item in differences)
 
 
 @dataclass
 class CheckState:
-    """Evidence and findings of one check, gathered phase by phase; complete or not, it makes a report."""
+    """Evidence and findings of one check, complete or not."""
 
-    asked: CheckOptions  # the options of the check
-    log: CheckLog = field(default_factory=CheckLog)  # how it went
-    wrapped: Sequence[WrappedModule] = ()  # the modules after wrapping, by rank
-    names: Names = field(default_factory=Names)  # how to speak of parameters
+    asked: CheckOptions  # options of the check
+    log: CheckLog = field(default_factory=CheckLog)  # progress and errors
+    wrapped: Sequence[WrappedModule] = ()  # modules after wrapping, by rank
+    names: Names = field(default_factory=Names)  # display names of parameters
     steps: RankSteps = field(default_factory=RankSteps)  # evidence of the ranks' steps
-    single: SingleComparison = field(default_factory=SingleComparison)  # the comparison with the single process
-    repeats: Repeats = field(default_factory=Repeats)  # the comparison of a step with itself
-    # all findings so far, each with the part of the check that has made it
+    single: SingleComparison = field(default_factory=SingleComparison)  # comparison with the single process
+    repeats: Repeats = field(default_factory=Repeats)  # comparison of a step with its repetition
+    # all findings so far, with the part that made them
     found: list[tuple[str, Finding]] = field(default_factory=list)
-    findings: Sequence[Finding] = ()  # the causes among them, once all has been judged
-    # each of those found with its part, and the one of `findings` that tells it
+    findings: Sequence[Finding] = ()  # root causes, after judging
+    # (part, finding, root cause in `findings`)
     told: Sequence[tuple[str, Finding, Finding]] = ()
-    modules: tuple[ModuleEntry, ...] = ()  # those of rank 0's model
-    # the last collectives of the ranks, where they have failed or parted
+    modules: tuple[ModuleEntry, ...] = ()  # modules of rank 0's model
+    # last collectives of the ranks, after a failure or mismatch
     timelines: tuple[CollectiveTimeline, ...] = ()
 
     @property
     def wrapper(self) -> WrapperFacts:
-        """The arguments of the wrapper; those of a plain one before there is any."""
+        """Arguments of the wrapper; defaults before wrapping."""
         return self.wrapped[0].facts if self.wrapped else WrapperFacts()
 
     @property
     def models(self) -> list[tuple[int, ...]]:
-        """The ranks that compute a model together, of each; none where each rank has its own."""
+        """Groups of ranks of one model; empty if no model is split."""
         return sorted({item.together for item in self.wrapped if item.together})
 
     def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
-        """One of each model, which stands for the ranks that compute it."""
+        """Return one item per model, or `by_rank` if no model is split."""
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def add(self, found: Sequence[Finding], part: str = "") -> None:
-        """Add findings of a part, by default of the one under way."""
+        """Add findings of a part, by default of the current part."""
         self.found += ((part or self.log.part, finding) for finding in found)
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
-        """Put the losses with comparable random numbers, and what chose among many at random, into the last step."""
+        """Store losses and random choices of the last step with comparable random numbers."""
         self.steps.local = [
             replace(item, loss=loss, random=replace(item.random, choices=choices))
             for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
@@ -286,37 +286,37 @@ class CheckState:
             self.log.notes.append(f"no float64 run to measure rounding with: {result.float64_error}")
 
     def add_analysis(self, step: int, analysis: ShardAnalysis) -> bool:
-        """Add the analysis of a step that differs; returns whether it still does, rounding aside."""
+        """Add the analysis of a differing step; return True if not only rounding."""
         single = self.single
         single.differences[step] = tuple(
             replace(item, tolerance=max(item.tolerance, item.error)) if item.name in analysis.rounded else item
             for item in single.differences[step]
         )
         differs = any(item.bad for item in single.differences[step])
-        if differs:  # else the next step that differs is looked at
+        if differs:  # otherwise the next differing step is analysed
             single.analysis, single.analysed = analysis, self.steps.local
         return differs
 
     @property
     def wants_analysis(self) -> bool:
-        """Whether the step that differs is to be looked at: the first one, or one after it that chose nothing."""
+        """Return True if the differing step needs an analysis (first, or without random choices)."""
         single = self.single
         return single.analysis is None or (
             bool(single.choices.get(single.analysed[0].evidence.step)) and not self.steps.local[0].random.choices
         )
 
     def differs(self, step: int) -> bool:
-        """Whether the ranks' average of a step differs from the global batch by more than the step from itself."""
+        """Return True if the average and the global batch differ beyond noise."""
         return any(difference.bad for difference in self.repeats.widened(self.single.differences[step]))
 
     @property
     def replicas_stay_equal(self) -> bool:
-        """Whether the parameters have moved, and were the same on all ranks after each step through the wrapper."""
+        """Return True if parameters changed and stayed equal on all ranks."""
         moved = any(item.parameters != self.wrapped[item.rank].parameters for item in self.steps.ddp)
         return moved and not self.steps.ranks_differ
 
     def take_single_process(self, reference: CheckState) -> None:
-        """Compare with the single process of a finished check of the same target."""
+        """Reuse the single process of a finished check of the same target."""
         self.single = replace(reference.single, incomparable="")
         self.repeats.by_rank = self.repeats.by_rank or reference.repeats.by_rank
         self.repeats.noise = {**reference.repeats.noise, **self.repeats.noise}
@@ -325,6 +325,6 @@ class CheckState:
 
     @property
     def stopped_by_target(self) -> bool:
-        """Whether the check was ended by something that does not depend on the wrapper's options."""
+        """Return True if the target, not the wrapper's options, stopped the check."""
         by_options = self.log.part == "reducer" or self.log.rest_skipped.startswith("DDP221")
         return bool(self.single.hang) or (bool(self.log.error or self.log.rest_skipped) and not by_options)

@@ -1,4 +1,4 @@
-"""The worlds of a check: sending ranks and the single process to work, and what is kept when one of them fails."""
+"""Worlds of a check: run ranks and single process, record causes of failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ddpcheck.worlds.launchers.leader import Leader
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
-QUIET = 2.0  # seconds of a phase in which nothing is said of its ranks
+QUIET = 2.0  # seconds of a phase before waiting ranks are shown
 
 _NO_GROUP = ("process group", "init_process_group", "not been initialized")
 
@@ -38,11 +38,11 @@ Result = TypeVar("Result")
 
 
 class CheckStopped(Exception):
-    """The rest of the check cannot be run; the reason is in the state already."""
+    """Stop of the check before its end; the state already has the reason."""
 
 
 class PhaseProgress:
-    """Says what a check is doing: the phase under way, and after a while the ranks that it waits for."""
+    """Progress display: the current phase and, after a while, the unfinished ranks."""
 
     def __init__(self, show: Callable[[str], None] | None) -> None:
         self._show = show or (lambda _words: None)
@@ -55,7 +55,7 @@ class PhaseProgress:
         self._show(words)
 
     def wait_for(self, running: frozenset[int]) -> None:
-        """Say which ranks have not finished, and for how long that has been so."""
+        """Show the unfinished ranks and the seconds since the phase began."""
         seconds = time.monotonic() - self._begun
         if running and seconds >= QUIET:
             text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
@@ -65,9 +65,9 @@ class PhaseProgress:
 
 
 class CollectiveMismatchWatch:
-    """Sees a hang before the deadline: a rank waits in a collective that its peer has finished without.
+    """Early detection of a hang in a collective that a peer finished without.
 
-    Handed to `start_world` as `watch`. It speaks only when nothing has moved for `patience` seconds.
+    Passed to `start_world` as `watch`. Reports only after `patience` seconds without progress.
     """
 
     def __init__(self, patience: float = 2.0) -> None:
@@ -77,7 +77,7 @@ class CollectiveMismatchWatch:
     def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         inside = {rank: this_rank.read_slots(world.directory, rank).collective for rank in running}
         if not running or not all(inside.values()):
-            self._since.clear()  # somebody is at work: it may still come
+            self._since.clear()  # a running rank may still join the collective
             return None
         paths = [log_path(world.directory, rank) for rank in range(world.world_size)]
         sizes = tuple(path.stat().st_size if path.exists() else 0 for path in paths)
@@ -90,10 +90,10 @@ class CollectiveMismatchWatch:
 
 
 class CheckWorlds:
-    """A world of ranks and a single process at work on a target, and the `CheckState` that comes of it.
+    """Rank world and single process of a check, and the resulting `CheckState`.
 
-    `wrap` is the phase that wraps the model. Where `reference` is given, the results of the single process are those of
-    that finished check of the same target.
+    `wrap` is the phase that wraps the model. `reference`: finished check of the same target whose single-process
+    results are reused.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class CheckWorlds:
         return self.asked.world_of_one(make=self.make_world)
 
     def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
-        """Called while ranks are at work: shows for which it waits, and looks whether any of them will never come."""
+        """Return a callback that shows waiting ranks and detects collective mismatches."""
         mismatch = CollectiveMismatchWatch()
 
         def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
@@ -161,7 +161,7 @@ class CheckWorlds:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
-        """As `_all`, for a phase that only explains: a failure on a rank is noted, and `otherwise` returned."""
+        """Run a phase that only explains; replace failures by `otherwise` and note them."""
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except errors.RankError as error:
@@ -177,7 +177,7 @@ class CheckWorlds:
         return self.single.start(call)
 
     def _settle_single(self, pending: RunFuture[Result]) -> Result | None:
-        """The result of the single process, or None when it cannot be had; then the reason is noted."""
+        """Return the single process's result, or None after noting the reason."""
         try:
             return pending.result()[0]
         except errors.RankError as error:
@@ -200,7 +200,7 @@ class CheckWorlds:
             return None
 
     def _retry_in_group(self) -> Any:
-        """Models that insist on a process group get one of a single rank."""
+        """Retry the single process in a process group of one rank."""
         self._alone_in_group = True
         self.state.log.notes.append(
             "the single process has a process group of one, since the model does not run without"
@@ -232,13 +232,13 @@ class CheckWorlds:
         raise CheckStopped
 
     def _fail(self, error: errors.RankError) -> None:
-        """A world failed: keep the root cause, and why the rest was not checked."""
+        """Record the root cause of a failed world and why phases were skipped."""
         first = error.first
         if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
         if (
             first is not None and type(first.exception) is errors.DDPCheckError
-        ):  # what a phase of ours returned cannot be sent
+        ):  # a phase returned a result that cannot be sent
             first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", errors.EXIT_USAGE, error.detail)
@@ -265,7 +265,7 @@ class CheckWorlds:
             )
 
     def _add(self, found: Sequence[Finding]) -> None:
-        """Keep findings, with the lines that made their first subjects."""
+        """Add findings, located at the lines that made their first subjects."""
         nameless = sorted({finding.subjects[0] for finding in found if finding.location is None})
         by_rank: list[dict[str, Location]] = []
         try:
@@ -275,7 +275,7 @@ class CheckWorlds:
             self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in found])
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
-        """By rank, the lines that made parameters, buffers and modules, as far as they are known."""
+        """Return the known lines that made parameters, buffers and modules, by rank."""
         return self._explained("which line made what", {}, calls.model_build.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:

@@ -1,4 +1,4 @@
-"""From the evidence of a check to its findings: which judge gets which evidence, and in which order."""
+"""Turn the evidence of a check into findings: judges and their order."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ddpcheck.judge.replicas.model_parts import judge_norms_of_steps
 from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.report.checking.check_state import CheckState
 
-_NEAR = 10.0  # times what rounding takes in a single process: on shards it may take more
-_FEWEST_COMPILED = 3  # steps that tell what is always so from what is so now and then
+_NEAR = 10.0  # multiple of the single process's rounding that shards may have
+_FEWEST_COMPILED = 3  # steps needed to tell permanent from occasional behaviour
 _LIBRARIES = {"random": "Python's random"}
 
 
 def decide_on_ddp(state: CheckState, step: int) -> None:
-    """Find out whether the wrapper can be used in this step, or would raise, hang or abort."""
+    """Decide if the wrapper can run this step without raising or hanging."""
     if state.steps.ddp_skipped or not (state.wrapper.is_ddp or state.wrapper.sharded):
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
@@ -43,7 +43,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
-    """Add a step through the wrapper; whether its gradients are wrong."""
+    """Add a step through the wrapper; return True if its gradients are wrong."""
     differing = differing_names([item.parameters for item in evidence])
     if state.models and any(item.random.libraries for item in state.steps.local):
         state.steps.parts_draw |= any(bad.bad for item in evidence for bad in item.against_local)
@@ -58,7 +58,7 @@ def _reduction_judge(state: CheckState) -> Callable[[Sequence[DdpStepEvidence], 
 
 
 def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedStep]) -> None:
-    """Add a step that was run again; verdicts on gradients are withheld where it differs from itself."""
+    """Add a repeated step; withhold gradient verdicts if the step differs from itself."""
     state.repeats.add(repeated)
     by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
     found = state.log.call_judge("parity", judge_repeat, by_rank, step)
@@ -67,14 +67,14 @@ def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedS
 
 
 def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
-    """The findings on a failure in the wrapper's step, where it is one of those that ddpcheck knows."""
+    """Return the findings on a known failure of the wrapper's step."""
     if state.log.part != "reducer":
         return []
     return state.log.call_judge("reducer", judge_wrapper_error, error.failures, error.results, judge_context(state))
 
 
 def judge_context(state: CheckState, module_locations: Mapping[str, Location] | None = None) -> JudgeContext:
-    """The facts beside a difference that may explain it."""
+    """Collect the facts that may explain a difference."""
     wrapped, single, repeated = state.wrapped, state.single, state.repeats.by_rank
     local = single.analysed or state.steps.local
     drew_from = {_LIBRARIES.get(name, name) for item in local for name in item.random.libraries - {"torch"}}
@@ -108,18 +108,18 @@ def judge_context(state: CheckState, module_locations: Mapping[str, Location] | 
 
 
 def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
-    """Turn all evidence into findings, whatever it was that stopped the check."""
+    """Turn all evidence into findings, even after an early stop."""
     known = judge_context(state, module_locations)
     if state.steps.parameters:
         more = {"nonzero_when_perturbed": state.steps.nonzero_when_perturbed, "zero_ends": state.steps.zero_ends}
         args = state.steps.parameters, known.wrapper, known.names
         parameters = state.log.call_judge("parameters", judge_parameters, *args, **more)
-        by_name = {finding.code for finding in parameters}  # which say more than that backward raised
+        by_name = {finding.code for finding in parameters}  # more specific than a raised backward
         state.found = [(part, f) for part, f in state.found if f.subjects != ("backward",) or f.code not in by_name]
         state.add(parameters, "parameters")
     if not state.repeats.differ:
         _judge_gradients(state, known)
-    if state.replicas_stay_equal:  # ranks may hold a part of the parameters each, and share what they have stepped
+    if state.replicas_stay_equal:  # each rank may step only its part of the parameters and share the result
         state.found = [(part, one) for part, one in state.found if not _is_of_parts(one)]
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
@@ -133,10 +133,10 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
 
 
 def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
-    """Find what is wrong with gradients and what becomes of them, where a step does not differ from itself."""
+    """Judge gradients and parameter updates of steps that are reproducible."""
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
-    if state.models:  # whose ranks compute other gradients once they have other parameters
+    if state.models:  # diverged parameters change the gradients of later steps
         apart = [n for n, items in group_by_step(ddp).items() if differing_names([item.parameters for item in items])]
         ddp = [item for item in ddp if not apart or item.step <= min(apart)]
     first = single.analysed[0].evidence.step if single.analysed else 0
@@ -169,7 +169,7 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
-    """The findings on what ranks compile; where numbers decide that each draws alone, on what they compile again."""
+    """Judge compilations; only recompilations if numbers decide that each rank draws alone."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
     made = [[one for item in of_rank for one in item.compiled] for of_rank in by_rank.values()]
     drawn = any(item.random.libraries - {"torch"} for item in state.steps.local)
@@ -182,7 +182,7 @@ def _is_of_parts(finding: Finding) -> bool:
 
 
 def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
-    """Without DDP312 where all that differs may be numbers that no two runs can share, or rounding; or is not known."""
+    """Drop DDP312 if random numbers, rounding or a hang hide the cause."""
     kept = [finding for finding in found if finding.code != "DDP312"]
     if len(kept) == len(found):
         return found
@@ -215,7 +215,7 @@ def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> l
 
 
 def _decisive_choices(state: CheckState) -> tuple[str, ...]:
-    """Choices at random in the step that was looked at, unless steps without any differ as well, or may do so."""
+    """Return random choices of the analysed step that may explain the difference."""
     single = state.single
     analysed = single.analysed or state.steps.local
     found = single.choices.get(analysed[0].evidence.step, ()) if analysed else ()

@@ -1,1 +1,1 @@
-"""`ddpcheck init`: a first recipe for a model, with inputs that its forward accepts."""
+"""`ddpcheck init`: write a first recipe for a model, with guessed inputs."""

@@ -1,4 +1,4 @@
-"""A first recipe for a model: the guess that it is made of, its text, and where it belongs."""
+"""Text and path of a first recipe for a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ddpcheck.recipe.target import find_file, is_path, split_target
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One argument of forward."""
+    """Guessed argument of forward."""
 
-    name: str  # of forward's parameter
-    shape: tuple[int, ...] = ()  # of one sample
-    high: int | None = None  # whole numbers below this one; None for normal random numbers
+    name: str  # name of the argument
+    shape: tuple[int, ...] = ()  # shape of one sample
+    high: int | None = None  # exclusive bound of random integers; None for normal random numbers
 
     @property
     def code(self) -> str:
-        """Makes it, from SAMPLES and generator."""
+        """Return the expression of the input, which uses SAMPLES and generator."""
         sizes = ", ".join(["SAMPLES", *map(str, self.shape)])
         if self.high is None:
             return f"torch.randn({sizes}, generator=generator)"
@@ -32,17 +32,17 @@ class Input:
 
 
 Output = Literal["tensor", "scalar", "sequence", "mapping"]
-"""What forward returns: a tensor with samples in dim 0, a tensor without dimensions, or several tensors."""
+"""Output of forward: tensor with samples in dim 0, 0-dim tensor, or several tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Inputs that forward accepts, and what it made of them."""
+    """Inputs that forward accepts, and the kind of output."""
 
-    inputs: tuple[Input, ...]  # where none is accepted, the arguments of forward, of which only the names are known
-    output: Output | None  # None where nothing that was tried works
-    tried: int = 0  # how many inputs were tried in vain
-    error: str = ""  # what forward said of the first
+    inputs: tuple[Input, ...]  # if no guess works, only the argument names
+    output: Output | None  # None if no guess works
+    tried: int = 0  # number of rejected guesses
+    error: str = ""  # error message of the first guess
 
 
 _RECIPE = '''\
@@ -93,10 +93,10 @@ _UNKNOWN_LOSS = """return output.float().square().mean()  # or output["loss"], i
 
 
 def place_of_recipe(model: str, output: str | None = None) -> Path:
-    """The file of the first recipe for a model: beside its file, or in the working folder for one of a module.
+    """Return the recipe path: beside the model's file, or in the working folder.
 
     Raises:
-        UsageError: `model` names no class, or `output` lies where the model could not be imported from.
+        UsageError: `model` names no class, or the model cannot be imported from the folder of `output`.
     """
     place, attribute = split_target(model)
     if not attribute:
@@ -113,7 +113,7 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
 
 
 def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, command: str) -> str:
-    """The recipe of the model that `attribute` of a module makes, where its constructor is given `arguments`."""
+    """Return the text of the recipe for the model `attribute(arguments)` of a module."""
     names = ", ".join(one.name for one in guess.inputs)
     if guess.output is None:
         edit, inputs = "TODO: ddpcheck could not guess the inputs.", _TODO.format(names=names)

@@ -1,6 +1,6 @@
-"""Builds a model, guesses its inputs from its first layers and the signature of its forward, and tries them.
+"""Build a model and guess inputs from its layers and forward signature.
 
-This module runs the model: it imports torch.
+This module imports torch and runs the model.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.first_recipe.first_recipe import Guess, Input, Output, recipe_text
 
 MOST_TRIES = 60
-_LENGTH = 16  # of a sequence
+_LENGTH = 16  # sequence length
 _IMAGES = (32, 28, 64, 224)
 _SIGNALS = (64, 1024, 16000)
 
 Sample = tuple[tuple[int, ...], int | None]
-"""The shape of one sample, and the number below which its values are; None for normal random numbers."""
+"""(shape of one sample, exclusive bound of random integers or None for normal random numbers)"""
 
 
 def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> tuple[str, Guess]:
-    """Build the model and guess what goes into it; the text of its recipe, and the guess.
+    """Build the model and guess inputs; return recipe text and guess.
 
     Args:
-        maker: What `model` names, as `load_object` finds it.
+        maker: The object named by `model`, from `load_object`.
         model: `pkg.module:Class` or `path/to/file.py:Class`; also a function that returns the model.
-        arguments: Of the constructor, as Python writes them; literals only.
-        command: That checks the recipe.
+        arguments: Arguments of the constructor as Python source; literals only.
+        command: Command line that checks the recipe.
 
     Raises:
-        UsageError: It is no model, or its constructor needs other arguments.
-        TargetError: The user's code raised.
+        UsageError: The object is not a model, or the constructor needs other arguments.
+        TargetError: The user code raised, or returned no module.
     """
     positional, named, spelled = _parsed(arguments)
     place, attribute = split_target(model)
@@ -49,7 +49,7 @@ def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> t
 
 
 def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
-    """Positional and named arguments, and how they are spelled."""
+    """Parse `--args`; return positional and keyword arguments, and the normalized source."""
     wanted = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
     expected = f"--args: expected {wanted}, got {arguments!r}"
     try:
@@ -88,7 +88,7 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
             f"--args '{example}'"
         ) from None
     except ValueError:
-        pass  # no signature to look at: call it and see
+        pass  # no signature available: try the call
     try:
         made = maker(*positional, **named)
     except (Exception, SystemExit) as error:
@@ -99,7 +99,7 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
 
 
 def guess_inputs(model: nn.Module) -> Guess:
-    """Inputs that the model's forward accepts in batches of two sizes, and what it returns for them."""
+    """Guess inputs that forward accepts in two batch sizes."""
     names = _arguments(model)
     taken = [of(module) for module in model.modules() for kind, of in _OF_LAYERS.items() if isinstance(module, kind)]
     layers = [samples for samples in map(tuple, taken) if samples]
@@ -109,7 +109,7 @@ def guess_inputs(model: nn.Module) -> Guess:
         tried += 1
         try:
             output = _try(model, inputs)
-        except Exception as error:  # whatever the model raises, the next guess may be right
+        except Exception as error:  # the next guess may work
             output, said = None, f"{type(error).__name__}: {error}".splitlines()[0]
             first = said if tried == 1 else first
         if output is not None:
@@ -118,7 +118,7 @@ def guess_inputs(model: nn.Module) -> Guess:
 
 
 def _arguments(model: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments that forward needs, or of its first one where it needs none."""
+    """Return the required argument names of forward, or its first argument."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [one for one in inspect.signature(model.forward).parameters.values() if one.kind in positional]
     needed = tuple(one.name for one in given if one.default is inspect.Parameter.empty)
@@ -139,13 +139,13 @@ _OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
     nn.MultiheadAttention: lambda one: (((_LENGTH, one.embed_dim), None),) if one.batch_first else (),
     nn.Bilinear: lambda one: (((one.in1_features,), None), ((one.in2_features,), None)),
 }
-"""What layers take, the most usual first."""
+"""Possible input samples by layer type, most common first."""
 
 
 def _combinations(
     model: nn.Module, names: tuple[str, ...], layers: list[tuple[Sample, ...]]
 ) -> Iterator[tuple[Sample, ...]]:
-    """Samples for each argument: first what its name suggests, then by the layer at its place, then by the others."""
+    """Yield guesses by argument name, then layer order, then any layer."""
     flat = [sample for samples in layers for sample in samples]
     choices = []
     for place, name in enumerate(names):
@@ -161,7 +161,7 @@ def _combinations(
 
 
 def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sample]:
-    """What the name of an argument suggests."""
+    """Yield samples suggested by the name of an argument."""
     words = name.lower()
     if any(word in words for word in ("label", "target")) or words == "y":
         last = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -173,7 +173,7 @@ def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sampl
 
 
 def _try(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
-    """What forward returns in a batch of 4 and in one of 6; None where that is not for each sample, or no loss's."""
+    """Return the output kind if equal for batch sizes 4 and 6."""
     kinds = []
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)
@@ -190,7 +190,7 @@ def _make(one: Input, samples: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _kind(output: Any, samples: int) -> Output | None:
-    """What was returned, where a loss can be made of it."""
+    """Return the kind of an output; None if unusable in a loss."""
     if isinstance(output, torch.Tensor):
         if not output.requires_grad:
             return None

@@ -1,1 +1,1 @@
-"""`ddpcheck graph`: the graph of a loss from the ranks to a picture."""
+"""`ddpcheck graph`: trace the graph of a loss and draw a picture."""

@@ -1,4 +1,4 @@
-"""The autograd graph of a loss as torchviz draws it, with the findings on its parameters."""
+"""Draw the autograd graph of a loss with torchviz, with marked parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.rules import RULES
 from ddpcheck.report.graph.drawing_data import Mark, colour
 
-MOST_NODES = 3_000  # Graphviz takes minutes to lay out more
-_FRAMES_PER_NODE = 4  # of Python, in torchviz's recursion
-_STACK = 512 << 20  # bytes; a thread's address space, of which only the used part takes memory
+MOST_NODES = 3_000  # Graphviz needs minutes for larger graphs
+_FRAMES_PER_NODE = 4  # Python frames per node in the recursion of torchviz
+_STACK = 512 << 20  # bytes of address space; only the used part takes memory
 _STOP = {"shape": "octagon", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020"}
 _ADDRESS = re.compile(r"\b\d{9,}\b")
 
@@ -31,10 +31,10 @@ def draw_autograd(
     """Return dot source of the autograd graph of losses.
 
     Args:
-        losses: Scalars, by name.
-        tensors: Parameters, and leaves that are trained without being one, by name.
-        marks: What is wrong with some of them, by name; those that the graph lacks are drawn beside it.
-        ends: Where the paths of some of them end, by name.
+        losses: Scalar losses, by name.
+        tensors: Parameters and other trained leaf tensors, by name.
+        marks: Marks of tensors with findings, by name; tensors outside the graph are drawn beside the graph.
+        ends: Ends of the autograd paths of tensors, by name.
 
     Raises:
         UsageError: The graph has more than `MOST_NODES` nodes.
@@ -69,7 +69,7 @@ def draw_autograd(
 def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
     pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(pending)
-    for node in pending:  # which grows
+    for node in pending:  # grows during the loop
         below = [one for one, _ in node.next_functions if one is not None and one not in seen]
         seen.update(below)
         pending += dict.fromkeys(below)
@@ -77,7 +77,7 @@ def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
 
 
 def _with_deep_stack(function: Any, frames: int) -> Any:
-    """Call a recursive function in a thread whose stack has room for so many frames."""
+    """Call a recursive function in a thread with room for `frames` frames."""
     made: list[Any] = []
     before, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
     sys.setrecursionlimit(before + frames)

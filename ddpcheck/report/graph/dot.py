@@ -1,4 +1,4 @@
-"""A graph as source for Graphviz's dot: modules as clusters, parameters with a finding coloured, cuts as stop signs."""
+"""Render a graph as Graphviz dot, with colored parameters and stop signs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, group_by, join_names, printable
 from ddpcheck.report.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node, colour, module_of, prefixes
 
-MOST_LINES = 6  # names in one node
-MOST_PARAMETER_NODES = 16  # above which the parameters of several modules share a node
+MOST_LINES = 6  # parameter names in one node
+MOST_PARAMETER_NODES = 16  # with more nodes, the parameters of several modules share a node
 _TIMES = "\u00d7"
 _FONT = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "11"}
 _GRAPH = {**_FONT, "labeljust": "l", "labelloc": "t", "nodesep": "0.3", "ranksep": "0.35", "pad": "0.3"}
@@ -35,7 +35,7 @@ _LOOK = {
 
 
 def draw(view: GraphView, report: Report) -> str:
-    """The dot source of a graph; the same graph gives the same text."""
+    """Return the dot source of a graph; deterministic."""
     title = _text(_title(view, report), end="\\l") + "\\l"
     if view.autograd:
         body = view.autograd.splitlines(keepends=True)[1:-1]  # without the braces
@@ -48,13 +48,13 @@ class _Drawing:
         self.view = view
         self.groups = _group(view.parameters, max((len(prefixes(each.module)) for each in view.parameters), default=0))
         count = Counter(node.module for node in view.nodes if node.kind == "module" and node.module is not None)
-        clusters = {"", *(module for module, number in count.items() if number > 1)}  # the others are one node each
+        clusters = {"", *(module for module, number in count.items() if number > 1)}  # other modules are single nodes
         clusters |= {module for module, _ in self.groups}
         clusters |= {node.module for node in view.nodes if node.kind == "stop" and node.module is not None}
         self.clusters = clusters.union(*(prefixes(module)[:-1] for module in (*count, *clusters)))
         self.ids: dict[str, int] = {}
         drawing = Digraph("ddpcheck", graph_attr=_GRAPH, node_attr=_NODE, edge_attr=_EDGE)
-        self.content: dict[str | None, Digraph] = {None: drawing}  # by cluster, in order of their first nodes
+        self.content: dict[str | None, Digraph] = {None: drawing}  # subgraph by module path, in order of first nodes
 
     def source(self, title: str) -> str:
         for node in self.view.nodes:
@@ -73,7 +73,7 @@ class _Drawing:
         drawing.graph_attr["label"] = title
         for source, target, look in edges:
             begin, end = self.ids[source], self.ids[target]
-            back = {"constraint": "false"} if begin > end and "penwidth" not in look else {}  # to what runs again
+            back = {"constraint": "false"} if begin > end and "penwidth" not in look else {}  # edge to a repeated node
             drawing.edge(f"n{begin}", f"n{end}", **look, **back)
         return str(drawing.source)
 
@@ -87,7 +87,7 @@ class _Drawing:
         self.content[around].node(f"n{number}", _text(label), **look)
 
     def _cluster(self, path: str | None) -> Digraph:
-        """The subgraph of a module, with those inside it after its nodes; that of `None` is the drawing."""
+        """Return the subgraph of a module; the whole drawing for `None`."""
         for inner in self.content:
             if inner is not None and path == (module_of(inner) if inner else None):
                 self.content[path].subgraph(self._cluster(inner))
@@ -109,7 +109,7 @@ class _Drawing:
         return self.view.modules.get(path, ModuleFact(""))
 
     def _describe(self, path: str) -> Sequence[str]:
-        """The name of a module, or the first and the last of those that it stands for, and what it is."""
+        """Return the label of a module: name or name range, class and sizes."""
         fact, copies = self._fact(path), len(self._fact(path).copies)
         names = [each.rpartition(".")[2] for each in (fact.copies[:: copies - 1] if copies > 1 else [path])]
         words = [f"{copies} {_TIMES} {fact.class_name}" if copies > 1 else fact.class_name]
@@ -138,19 +138,19 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
 
 
 def _group(marked: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParameter]]:
-    """Parameters of one module with which the same is wrong, or of an outer one if these are too many."""
+    """Group parameters by module and mark, or by outer module if too many."""
     groups = group_by(marked, lambda each: (prefixes(each.module)[: depth + 1][-1], each.mark))
     return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)
 
 
 def _text(lines: Iterable[str], end: str = "\\n") -> str:
-    """Lines for a label in which dot finds no markup of its own; empty ones are left out."""
+    """Join nonempty lines to a label, with dot markup escaped."""
     text: str = nohtml(end.join(escape(printable(line)).replace("&", "&amp;") for line in lines if line))
     return text
 
 
 def summary(view: GraphView, report: Report) -> str:
-    """One line on what was drawn, and on what the report says of the parameters."""
+    """Return one line on the drawn modules and the anomalous parameters."""
     modules = {node.module for node in view.nodes if node.kind == "module" and node.module is not None}
     codes = join_names(sorted({parameter.mark[0] for parameter in view.parameters}), most=5)
     marked = f"{counted(len(view.parameters), 'anomalous parameter')} ({codes})" if codes else "no anomalous parameters"
@@ -161,10 +161,10 @@ def summary(view: GraphView, report: Report) -> str:
 
 
 def picture_format(path: str | None) -> str:
-    """The format that the extension of `path` stands for, "dot", "svg" or "png"; "dot" if there is no path.
+    """Return the picture format for the extension of `path`; "dot" by default.
 
     Raises:
-        UsageError: The extension stands for none, or the `dot` executable that the format needs is not installed.
+        UsageError: The extension is unknown, or the `dot` executable required for the format is not installed.
     """
     form = PurePath(path or "graph.dot").suffix.lower().lstrip(".").replace("gv", "dot")
     if form not in ("dot", "svg", "png"):
@@ -178,7 +178,7 @@ def picture_format(path: str | None) -> str:
 
 
 def lay_out(source: str, form: str, *, timeout: float) -> bytes:
-    """The picture of dot source in a format that `picture_format` gives.
+    """Lay out dot source in a format of `picture_format`; return the picture.
 
     Raises:
         UsageError: `dot` failed, or took longer than `timeout` seconds.

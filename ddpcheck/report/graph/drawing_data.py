@@ -1,4 +1,4 @@
-"""The graph of a loss as plain data for `ddpcheck graph`, and which of its modules stand for others in a deep model."""
+"""Graph of a loss as plain data, and folding of repeated modules."""
 
 from __future__ import annotations
 
@@ -12,81 +12,81 @@ from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.wording import group_by
 
 Mark = tuple[str, str]
-"""The code of a parameter's finding, and on which ranks or in which steps, if not on all."""
+"""(code of a parameter's finding, its ranks and steps as text or '' for all)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The batch, a part of what a module computes, the end of a path, or a loss."""
+    """Graph node: batch, part of a module's forward, path end, or loss."""
 
     key: str
     kind: Literal["input", "module", "stop", "loss"]
-    module: str | None = None  # path of the module around it: "" is the model, `None` the loss function
-    operations: Counter[str] = field(default_factory=Counter)  # that the module itself calls
-    end: PathEnd | None = None  # of a stop
+    module: str | None = None  # path of the enclosing module; "" for the model, None for the loss function
+    operations: Counter[str] = field(default_factory=Counter)  # number of calls by the module itself, by name
+    end: PathEnd | None = None  # only for kind "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleFact:
-    """A module: its class, its number of parameter elements with those inside it, and how often its forward ran."""
+    """Class, parameter elements (with submodules) and forward calls of a module."""
 
     class_name: str
     elements: int = 0
     calls: int = 0
-    copies: tuple[str, ...] = ("",)  # paths of the modules that it stands for, itself the first
+    copies: tuple[str, ...] = ("",)  # paths of the folded modules, starting with the drawn module
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedParameter:
-    """A parameter with a finding, or a tensor that is trained without being a parameter."""
+    """Parameter or unregistered trained tensor with a finding."""
 
     mark: Mark
-    module: str  # path of the module that is drawn around it
-    names: tuple[str, ...]  # all of its names, the first as DDP has it
+    module: str  # path of the drawn module with the parameter
+    names: tuple[str, ...]  # all names of the parameter; the first is the name in DDP
     shape: tuple[int, ...] = ()
-    readers: tuple[str, ...] = ()  # keys of the nodes that read it on rank 0
+    readers: tuple[str, ...] = ()  # keys of the nodes that read the parameter on rank 0
 
 
 @dataclass(frozen=True, slots=True)
 class GraphView:
-    """The graph of rank 0's loss in the first step."""
+    """Graph of the loss on rank 0 in the first step."""
 
     nodes: tuple[Node, ...]  # in order of execution
-    edges: Mapping[tuple[str, str], bool]  # by source and target, whether a gradient comes back
+    edges: Mapping[tuple[str, str], bool]  # (source, target) -> True if a gradient flows back
     modules: Mapping[str, ModuleFact]  # by path
     parameters: tuple[MarkedParameter, ...] = ()
-    autograd: str = ""  # dot source of the autograd graph, if that is to be drawn
+    autograd: str = ""  # dot source of the autograd graph, or "" if not drawn
 
 
 def prefixes(path: str) -> list[str]:
-    """The paths of the modules from the model, which is "", down to `path` itself."""
+    """Return the module paths from the model ("") down to `path`."""
     return ["", *itertools.accumulate(path.split("."), "{}.{}".format)] if path else [""]
 
 
 def module_of(name: str) -> str:
-    """The path of the module that holds the parameter or module `name`."""
+    """Return the path of the parent module of the parameter or module `name`."""
     return name.rpartition(".")[0]
 
 
-FOLD_FROM = 24  # modules up to which each is drawn: such a picture is read as it is
-MOST_MODULES = 80  # above which modules are drawn without what is inside them
+FOLD_FROM = 24  # with at most this number of modules, all are drawn
+MOST_MODULES = 80  # with more modules, the deepest are drawn as their parents
 LEAST_COPIES = 3
 
 
 def fold(
     modules: Mapping[str, Hashable], faults: Iterable[tuple[str, Hashable]] = (), cuts: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Say by path as which module each is drawn: several that are alike as the first, very deep ones as their holder.
+    """Map module paths to drawn modules, with equal or very deep modules folded.
 
     Args:
-        modules: What each is, by path.
-        faults: What is wrong in a module, after its path: modules are alike only if the same is wrong in them.
-        cuts: The modules in which paths end; they are not folded into their holders.
+        modules: Facts by module path; equal modules have equal facts.
+        faults: Pairs of module path and fault; equal modules have equal faults.
+        cuts: Paths of modules in which autograd paths end; never folded into parents.
     """
     shown = {path: path for path in modules}
     if len(modules) <= FOLD_FROM:
         return shown
-    content: dict[str, list[Hashable]] = defaultdict(list)  # equal in modules that are alike
+    content: dict[str, list[Hashable]] = defaultdict(list)  # facts and faults below each module
     for path, fact in (*modules.items(), *faults):
         for holder in prefixes(path):
             content[holder].append((path.removeprefix(holder), fact))
@@ -104,8 +104,8 @@ def fold(
     return shown
 
 
-# The palette of Okabe and Ito, which people with any kind of colour blindness can tell apart
-# (https://jfly.uni-koeln.de/color/), and the name of the rule is on every node: no reader needs the colour.
+# The palette of Okabe and Ito, distinguishable with any kind of color blindness
+# (https://jfly.uni-koeln.de/color/). The name of the rule is on every node as well.
 COLOURS: Mapping[str, str] = {
     "DDP101": "#E69F00",
     "DDP102": "#F0E442",
@@ -118,9 +118,9 @@ COLOURS: Mapping[str, str] = {
     "DDP110": "#000000",
     "DDP111": "#5D3A9B",
 }
-DARK = ("DDP104", "DDP110", "DDP111")  # with white text
+DARK = ("DDP104", "DDP110", "DDP111")  # colors that need white text
 
 
 def colour(code: str) -> dict[str, str]:
-    """Return the attributes of a node for a parameter with this finding."""
+    """Return the dot attributes of a parameter node for the rule `code`."""
     return {"fillcolor": COLOURS[code], "fontcolor": "white" if code in DARK else "black"}

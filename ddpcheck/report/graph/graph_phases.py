@@ -1,4 +1,4 @@
-"""What ranks gather for `ddpcheck graph`: why gradients are missing, and the data flow between modules in forward."""
+"""Rank phases of `ddpcheck graph`: missing gradients and data flow in forward."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ STEP = 0
 
 @dataclass(slots=True)
 class _Frame:
-    """A call of a module, or of the loss function, that has not returned."""
+    """Active call of a module or of the loss function."""
 
     module: str | None
-    after: str = ""  # the module or the cut that the running part of its forward follows
+    after: str = ""  # last submodule or cut before the running part of forward
 
 
 class FlowRecorder(TensorRecorder):
-    """While active, follows every tensor from the module that made it to those that read it, in one forward pass."""
+    """Torch function mode that records the data flow between modules in forward."""
 
     def __init__(self, shown: Mapping[int, str], ends: Iterable[PathEnd] = ()) -> None:
-        """`shown` has the paths of the modules to draw, by identity, and `ends` where paths are known to end."""
-        super().__init__()  # `_known`: the node that made a tensor, and whether a gradient comes back to that node
+        """Initialize with drawn paths by `id(module)` and known ends of autograd paths."""
+        super().__init__()  # `_known`: tensor -> (key of the source node, True if a gradient flows back)
         self.nodes = {"batch": Node("batch", "input")}  # by key, in order of execution
-        self.edges: dict[tuple[str, str], bool] = {}  # by source and target, whether a gradient comes back
-        self.readers: dict[int, dict[str, None]] = {}  # by identity of a leaf, the nodes that read it
-        self.calls: Counter[int] = Counter()  # of modules, by identity
+        self.edges: dict[tuple[str, str], bool] = {}  # (source, target) -> True if a gradient flows back
+        self.readers: dict[int, dict[str, None]] = {}  # id(leaf) -> keys of the nodes that read the leaf
+        self.calls: Counter[int] = Counter()  # number of forward calls by id(module)
         self._shown = shown
         self._ends = {stop_key(end): end for end in ends}
         self._frames = [_Frame(None)]
 
     def follow(self, forward: Callable[[], Any], batch: Any) -> Any:
-        """Run `forward`, which reads `batch` and returns its losses."""
+        """Run `forward` on `batch` while recording, and return the losses."""
         for tensor in tree_tensors(batch):
             self._known[tensor] = ("batch", False)
         with self:
             result = forward()
-        for key, end in self._ends.items():  # those that were not met
+        for key, end in self._ends.items():  # ends that were not reached
             self.nodes.setdefault(key, Node(key, "stop", end.module, end=end))
         for name, loss in named_tensors(result, "loss"):
             if loss.requires_grad:
@@ -71,14 +71,14 @@ class FlowRecorder(TensorRecorder):
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         around = self._frames[-1]
-        path = self._shown.get(id(module), around.module)  # without it, the module around computes
+        path = self._shown.get(id(module), around.module)  # modules that are not drawn count for the parent
         self.calls[id(module)] += 1
         self._frames.append(around if path == around.module else _Frame(path))
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         frame = self._frames.pop()
         unseen = [t for t in tree_tensors(output) if t not in self._known and not (t.is_leaf and t.requires_grad)]
-        if unseen:  # made by what no Python function shows, as in a scripted module
+        if unseen:  # created without a torch function call, e.g. in a scripted module
             key = self._node(frame).key
             self._read(key, tree_tensors(inputs))
             self._known.update({tensor: (key, tensor.requires_grad) for tensor in unseen})
@@ -108,7 +108,7 @@ class FlowRecorder(TensorRecorder):
         ends = (known for known in self._ends.values() if lost or not outputs or known.cause == "unreachable")
         if any(known.reason == reason for known in ends):
             end = self._ends.get(stop_key(PathEnd("", reason, user_location(), frame.module or "")))
-        if end:  # its node stands for the operation
+        if end:  # the stop node represents the operation
             frame.after = key = stop_key(end)
             self.nodes.setdefault(key, Node(key, "stop", frame.module, end=end))
         elif outputs:
@@ -129,7 +129,7 @@ class FlowRecorder(TensorRecorder):
         return self.nodes.setdefault(key, Node(key, "module", frame.module))
 
     def _read(self, key: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that the node `key` reads `tensors`."""
+        """Record that the node `key` reads `tensors`."""
         for tensor in tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self.readers.setdefault(id(tensor), {})[key] = None
@@ -139,18 +139,18 @@ class FlowRecorder(TensorRecorder):
 
 
 def stop_key(end: PathEnd) -> str:
-    """The key of the node at which a path ends."""
+    """Return the key of the stop node of a path."""
     return f"stop {end.reason} {end.location} {end.module}"
 
 
 def _in_custom_function() -> bool:
-    """Detect the forward of an autograd Function: it runs without autograd, and its result gets a gradient."""
+    """Return True inside the forward of an autograd Function."""
     applied = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "apply")
     return any(frame.f_globals.get("__name__") == "torch.autograd.function" for frame in applied)
 
 
 def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """Every module with its path, by identity, also those in plain attributes, lists and dicts of others."""
+    """Return path and module by `id(module)`, including modules in plain attributes."""
     found = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
     for prefix, holder in module.named_modules():
         for key, value in vars(holder).items():
@@ -162,9 +162,9 @@ def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
 
 
 def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
-    """Build the model as a check does; `materialise` it by a forward pass first, if parameters are lazy.
+    """Build the model as in a check; optionally `materialise` lazy parameters.
 
-    It is wrapped if that is possible; what the wrapper does to the model is then drawn too.
+    If `wrapped`, the model is wrapped too, so that changes made by the wrapper are drawn.
     """
     build(target, seed)
     state = rank_state()
@@ -180,18 +180,18 @@ def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool
 
 
 def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | None:
-    """Run the step, find out why gradients are missing, and run its forward pass once more to follow what flows.
+    """Run a step, explain missing gradients, and record the data flow in forward.
 
-    Every rank does, since a forward may communicate. With `autograd`, rank 0 draws the autograd graph as well.
+    Runs on every rank, since forward may communicate. With `autograd`, rank 0 also draws the autograd graph.
 
     Returns:
-        The graph, on rank 0, with the parameters to mark in it.
+        The graph with the marked parameters on rank 0; `None` on other ranks.
     """
     state = rank_state()
     local.begin_step(STEP, None)
     local.local_step(STEP)
     ends: dict[str, PathEnd] = {}
-    with contextlib.suppress(Exception):  # the report of the check says so
+    with contextlib.suppress(Exception):  # errors are in the report of the check
         ends = {name: end for name, end in repeated_step.explain(STEP).items() if end.cause in ("cut", "unreachable")}
     module, recipe = state.reference.module, state.recipe
     state.rewind()
@@ -225,7 +225,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
     }
     aliases, parameters = all_names(module), {}
     for name, mark in marks.items():
-        tensor = tensors.get(name, torch.empty(()))  # if only other ranks have it
+        tensor = tensors.get(name, torch.empty(()))  # if only other ranks have the tensor
         names = aliases.get(id(tensor), (name,))
         around = shown.get(module_of(names[0]), module_of(names[0]))
         readers = recorder.readers.get(id(tensor)) or [stop_key(ends[each]) for each in names if each in ends]

@@ -1,4 +1,4 @@
-"""`trace_graph(target)`: checks a recipe on real ranks and gathers the graph of its loss, with parameters to mark."""
+"""`trace_graph(target)`: check a recipe and trace the graph of the loss."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def trace_graph(
     target: Recipe | str, *, autograd: bool = False, hosts: Leader | None = None, **options: Any
 ) -> tuple[Report, GraphView]:
-    """Check a recipe, and gather the graph of rank 0's loss in the first step with the parameters to mark in it.
+    """Check a recipe, and trace rank 0's loss graph in the first step.
 
-    `options` are those of `ddpcheck.check`; with `autograd`, the autograd graph is drawn too. If only an explanation
-    failed, there is a graph, and the report says so.
+    `options` are options of `ddpcheck.check`; with `autograd`, the autograd graph is drawn too. If only an explanation
+    failed, the graph is still returned, with the error in the report.
 
     Raises:
-        DDPCheckError: What the check, or the forward pass that is followed, failed with.
+        DDPCheckError: The check or the traced forward pass failed.
     """
     report = check(target, hosts=hosts, **options)
     if report.error is not None and (
@@ -54,12 +54,12 @@ def trace_graph(
 
 
 def marks(findings: tuple[Finding, ...]) -> dict[str, Mark]:
-    """The parameters to mark: each once, with the first of its findings."""
+    """Return the parameters to mark, each with its first finding."""
     found: dict[str, Mark] = {}
     for finding in sorted(findings, key=Finding.sort_key):
         ranks = [f"on {format_ranks(finding.ranks)}"] if finding.ranks else []
         where = [*ranks, f"in {format_steps(finding.steps)}"] if finding.steps else ranks
-        if where and finding.code in ("DDP104", "DDP105"):  # in which the parameter takes no part there
+        if where and finding.code in ("DDP104", "DDP105"):  # rules on ranks or steps without the parameter
             where = ["not", *where]
         for name in finding.subjects if finding.code in COLOURS else ():
             found.setdefault(name, (finding.code, " ".join(where)))

@@ -1,1 +1,1 @@
-"""What hung in a job that is over, by the dumps that Flight Recorder has left of its ranks: `ddpcheck hang`."""
+"""`ddpcheck hang`: cause of a hang, by Flight Recorder dumps or a debug server."""

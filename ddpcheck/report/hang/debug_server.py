@@ -1,13 +1,12 @@
-"""What torch's debug server says of the ranks of a job: its pages, over HTTP, each within a deadline; by two looks.
+"""Client of torch's debug server, which reads the pages of all ranks over HTTP.
 
-`torch.distributed.debug.start_debug_server` (as it is in torch 2.13) starts a worker server on each rank, and on rank 0
-one that asks them all: `/fr_trace_json` and `/fr_trace_nccl_json` show what Flight Recorder holds, and
-`/stacks` what `faulthandler` writes. These are pages for a person, with the answer of each rank in a `<pre>`, which is
-not escaped. Nothing is unpickled.
+`torch.distributed.debug.start_debug_server` (torch 2.13) starts a worker server on each rank, and on rank 0 a server
+that queries all ranks: `/fr_trace_json` and `/fr_trace_nccl_json` show the Flight Recorder, `/stacks` the output of
+`faulthandler`. The pages are HTML, with the answer of each rank in a `<pre>` that is not escaped. Nothing is unpickled.
 
-The recorder of a rank is read at another moment than that of the next, and a rank that works may come to what others
-wait in. So a rank counts as waiting only if nothing of it has changed between the looks and its main thread is in torch
-where that waits for others; any other is at work, as far as can be seen.
+Recorders are read at different moments, and a running rank may still reach the collective that others wait in. So a
+rank counts as waiting only if its recorder and stack did not change between two looks and its main thread waits for
+others inside of torch; any other rank counts as running.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from ddpcheck.findings.stacks import (
 from ddpcheck.findings.wording import counted, format_ranks, group_by
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
 
-PORT = 25999  # unless start_debug_server is told another one
-_SECONDS = 75.0  # of a request: the server itself waits 60 for a rank
+PORT = 25999  # default of start_debug_server
+_SECONDS = 75.0  # per request; the server itself waits 60 s for a rank
 _PIECE = 1 << 20
 _TITLE = "Torch Distributed Debug Server"
 _ANSWER = re.compile(
@@ -53,10 +52,10 @@ _TIMED_OUT, _NOT_FOUND = 408, 404
 
 
 class DebugServer:
-    """The debug server at an address, `http://HOST:PORT`.
+    """Client of the debug server at `http://HOST:PORT`.
 
     Raises:
-        UsageError: The address is none.
+        UsageError: The address is invalid.
     """
 
     def __init__(self, address: str) -> None:
@@ -73,24 +72,24 @@ class DebugServer:
         self._host, self._port = host, PORT if port is None else port
 
     def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """What the recorder of each rank holds, as its own JSON, and why other ranks have given nothing.
+        """Return the recorder's JSON by rank, and the reason by rank without an answer.
 
         Args:
-            nccl: Ask nccl's recorder, of which the server gives only what has not ended; else that of gloo.
+            nccl: Query NCCL's recorder (calls that have not ended only), else gloo's.
 
         Raises:
-            TargetError: The server is not there, or does not answer in time.
-            UsageError: What answers is no debug server.
+            TargetError: The server is unreachable, or does not answer in time.
+            UsageError: The address is not of a debug server.
         """
         path = "/fr_trace_nccl_json" if nccl else "/fr_trace_json"
         answers, problems = self._answers(path)
         return {rank: self._dump(path, rank, text) for rank, text in answers.items()}, problems
 
     def stacks(self) -> dict[int, str]:
-        """What `faulthandler` writes of the main thread of each rank that answers.
+        """Return the `faulthandler` stack of each answering rank's main thread.
 
         Raises:
-            TargetError, UsageError: As those of `flight_recorder`.
+            TargetError, UsageError: As in `flight_recorder`.
         """
         return {rank: of_main_thread(text) for rank, text in self._answers("/stacks")[0].items()}
 
@@ -108,9 +107,9 @@ class DebugServer:
             raise self._something_else(f"{path} {error} of rank {rank}") from None
 
     def _answers(self, path: str) -> tuple[dict[int, str], dict[int, str]]:
-        """The texts of the ranks that have answered, and why others have not."""
+        """Return the answer by rank, and the reason by rank without an answer."""
         page = self._page(path)
-        if not page.rstrip().endswith("</section>"):  # its length is not told
+        if not page.rstrip().endswith("</section>"):  # the server sends no length
             raise self._something_else(f"its page {path} is not whole")
         answers, problems, end = dict[int, str](), dict[int, str](), 0
         while begin := _ANSWER.search(page, end):
@@ -173,7 +172,7 @@ class DebugServer:
 
 @contextlib.contextmanager
 def _closed_in_time(connection: http.client.HTTPConnection) -> Iterator[threading.Event]:
-    """Close a connection at its deadline: the timeout of a socket counts from each byte that comes."""
+    """Close a connection at its deadline: a socket timeout restarts with each byte."""
     is_late = threading.Event()
     held = connection.sock
 
@@ -197,26 +196,26 @@ _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_red
 
 @dataclass(frozen=True, slots=True)
 class RanksSeen:
-    """What is known of the ranks of a job."""
+    """State of the ranks of a job."""
 
-    dumps: Mapping[int, RankDump]  # what the recorder of each held, of those that have one
-    at_work: frozenset[int] = frozenset()  # those that may still come to what others wait in
-    # what ranks do, in words that come after the rank's name, where more than the dump tells it
+    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
+    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
+    # by rank: activity in words after the rank's name, if known from more than the dump
     doing: Mapping[int, str] = field(default_factory=dict)
-    # of the program at which each stands, innermost first, where they are known
+    # by rank: current program lines, innermost first, if known
     lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     over: frozenset[int] = frozenset()  # ranks whose program has run to its end
-    missing: Mapping[int, str] = field(default_factory=dict)  # why others have no dump, by rank
-    source: str = "dump"  # what a dump is here, in words
-    is_live: bool = False  # whether the job was there when it was asked
+    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
+    source: str = "dump"  # word for a dump in messages
+    is_live: bool = False  # True if the job was running when queried
 
 
 def look_at_ranks(server: DebugServer) -> RanksSeen:
-    """What the ranks of a job do, by its debug server; takes some seconds more than four requests.
+    """Return the state of the ranks, by two looks seconds apart.
 
     Raises:
         TargetError: The server or all ranks do not answer.
-        UsageError: What answers is no debug server.
+        UsageError: The address is not of a debug server.
     """
     before, _ = _recorders(server)
     stacks_before = server.stacks()
@@ -241,7 +240,7 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
         elif frames and not waits_for_others(frames) and not (is_in_call and waits_for_result(frames)):
             at_work.add(rank)
             doing[rank] = f"is{at}, and in no collective"
-        elif not is_in_call and (collective := collective_of(frames)):  # the store, say: nothing is recorded of it
+        elif not is_in_call and (collective := collective_of(frames)):  # e.g. the store, which is not recorded
             doing[rank] = f"waits in {collective}"
         dumps[rank] = _with_line(dump, stack)
     lines_of = {rank: program_lines(stack) for rank, stack in stacks.items()}
@@ -249,7 +248,7 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
 
 
 def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]]:
-    """What each rank's recorder holds, and why others have given nothing."""
+    """Return the dump by rank, and the reason by rank without an answer."""
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
@@ -267,12 +266,12 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
 
 
 def _states(dump: RankDump) -> list[tuple[str, int, bool]]:
-    """What changes as long as a rank calls collectives, or one ends."""
+    """Return the state that changes if a collective begins or ends."""
     return [(entry.group, entry.number, entry.ended) for entry in dump.entries]
 
 
 def _with_line(dump: RankDump, stack: str) -> RankDump:
-    """A dump whose last calls, if the stack is in them, have the line; the server's JSON has none."""
+    """Add stack lines to the last calls of a dump; the JSON lacks lines."""
     frames, lines = own_stack(stack), program_lines(stack)
     entries = list(dump.entries)
     last = next((at for at in range(len(entries) - 1, -1, -1) if not entries[at].ended), None)
@@ -295,6 +294,6 @@ def _at(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
 
 
 def said_of_missing(problems: Mapping[int, str]) -> str:
-    """Why ranks have no dump, in words."""
+    """Describe why ranks have no dump."""
     reasons = group_by(problems, lambda rank: problems[rank])
     return "; ".join(f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items())

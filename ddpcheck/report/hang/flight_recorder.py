@@ -1,9 +1,8 @@
-"""Flight Recorder's dumps as the logs of collectives that judges compare: of each rank and process group, lined up.
+"""Flight Recorder dumps as collective logs, aligned by rank and process group.
 
-The recorder keeps the last entries of a rank (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise), so ranks are lined up
-by the numbers that their process groups give to collectives. torchcomms has a recorder of its own, which writes the
-same fields, and counts all calls of a rank together. Nothing in the files of a folder of dumps is run: a pickle that
-asks for a class or a function is refused.
+The recorder keeps the last entries of a rank (2,000 by default, see TORCH_FR_BUFFER_SIZE), so ranks are aligned by the
+sequence numbers of their process groups. torchcomms has its own recorder with the same fields, whose numbers count all
+calls of a rank. No code in a dump file is run: a pickle that needs a class or a function is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
 from ddpcheck.findings.wording import join_names
 
-_UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers, and is not in the dump
-_MOST_MISSING = 1000  # calls in a row that are not in a dump
-_MOST_LOGS = 1 << 23  # one of each rank and process group
-_MOST_VALUES = 1 << 23  # in a dump, where what is there twice counts twice
-_OPERATIONS = {  # in the words of torch.distributed
+_UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers without a dump entry
+_MOST_MISSING = 1000  # consecutive calls absent from a dump
+_MOST_LOGS = 1 << 23  # one per rank and process group
+_MOST_VALUES = 1 << 23  # in a dump; a shared value counts each time
+_OPERATIONS = {  # recorder's name -> name in torch.distributed
     "all_reduce_barrier": "barrier",
     "_broadcast_oop": "broadcast",
     "_reduce_oop": "reduce",
@@ -41,31 +40,31 @@ _OPERATIONS = {  # in the words of torch.distributed
 _MATCHED_BY_PAYLOAD = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "allreduce_coalesced")
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Char": "int8", "Byte": "uint8"}
 DTYPES |= {"Short": "int16", "Int": "int32", "Long": "int64"}
-"""The recorder's names, and torch's."""
+"""torch's dtype name by name in the flight recorder."""
 
-_OF_LIBRARIES = re.compile(  # Python's own library and torch on the machine of the job, which need not be this one
+_OF_LIBRARIES = re.compile(  # standard library and torch, on the job's machine
     r"^<|/lib(64)?/python[\d.]+/(?!(site|dist)-packages/)|/torch/(_\w+|distributed|nn|autograd|optim|utils)[/.]"
 )
 CALL_KEY = "ddpcheck"
-"""In an entry that ddpcheck has written: the operation and the payload, where the recorder has no words for them."""
+"""Key, in entries written by ddpcheck, of operation and payload without loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLogs:
-    """The collectives of one process group, lined up."""
+    """Aligned collectives of one process group."""
 
-    name: str  # of the group
-    members: tuple[int, ...]  # as far as they are known
-    first: int  # the number of the first call in the logs, from 0
-    logs: Sequence[Sequence[Call]]  # by rank, empty for those without a dump
+    name: str
+    members: tuple[int, ...]  # as far as known
+    first: int  # index of the first call in the logs, from 0
+    logs: Sequence[Sequence[Call]]  # by rank, empty without a dump
     waiting: frozenset[int]  # ranks whose last call has not ended
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
-    """A dump as it was read, in our words; `where` names it in errors.
+    """Convert a raw dump to a `RankDump`; `where` names the dump in errors.
 
     Raises:
-        UsageError: An entry has not what it takes to line it up.
+        UsageError: An entry lacks or garbles a field that alignment needs.
     """
     raw: Sequence[Mapping[str, Any]] = dump["entries"]
     configured = dump.get("pg_config")
@@ -93,7 +92,7 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
 
 
 def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The number of the last call of each group, of nccl: it counts the groups of a rank, as their names do."""
+    """Return the last enqueued NCCL call number by group; ids and names sort alike."""
     if not isinstance(statuses, dict) or len(statuses) != len(names) or not all(map(str.isdigit, names)):
         return {}
     by_id = dict(zip(sorted(map(int, statuses)), sorted(names, key=int), strict=True))
@@ -103,20 +102,20 @@ def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str,
 
 
 def _is_of_torchcomms(raw: Mapping[str, Any]) -> bool:
-    """Whether its recorder has written an entry: it describes the group by the backend, which torch never does."""
+    """Return True for a torchcomms entry: the group description is the backend."""
     return [str(raw["profiling_name"]).partition(":")[0]] == list(raw["process_group"])[1:]
 
 
 def _as_of_torch(
     raw: Sequence[Mapping[str, Any]], configured: Mapping[str, Any], where: str
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Entries of torchcomms, and the ranks of its groups, as torch has them: numbered in each group, from 1.
+    """Convert torchcomms entries and groups to torch's format, numbered per group from 1.
 
-    Its numbers (`comms/torchcomms/hooks/fr/FlightRecorder.cpp`, version 2.10) count the calls of all groups, and the
-    sends and receives, from 0; `is_p2p` is never true. A group has one communicator for each backend.
+    The numbers of torchcomms (`comms/torchcomms/hooks/fr/FlightRecorder.cpp`, version 2.10) count the calls of all
+    groups, sends and receives included, from 0; `is_p2p` is never true. A group has one communicator for each backend.
 
     Raises:
-        UsageError: Entries are lost or left out, and it is not known how many of them were of which group.
+        UsageError: Entries are missing, and the number of missing entries per group is unknown.
     """
     is_whole = [int(one["record_id"]) for one in raw] == list(range(len(raw)))
     counts: dict[tuple[str, bool], int] = {}
@@ -148,7 +147,7 @@ def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Rec
     group = str(raw["process_group"][0])
     between_two = bool(raw.get("is_p2p", name.startswith(("send", "recv"))))
     number = int(raw["p2p_seq_id" if between_two else "collective_seq_id"])
-    between_two |= name == "coalesced"  # the end of several calls, each of which has an entry
+    between_two |= name == "coalesced"  # end of several calls with an entry each
     operation = _OPERATIONS.get(name, name)
     payload = _payload(operation, raw)
     own = raw.get(CALL_KEY)
@@ -170,12 +169,12 @@ def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Rec
 
 @functools.lru_cache(maxsize=10_000)
 def _call(operation: str, group: str, payload: str, lines: tuple[str, ...]) -> Call:
-    """One object for equal calls, of which there are thousands."""
+    """Return a shared object for equal calls, of which a dump has thousands."""
     return Call(operation, group, (), payload, location=next(iter(lines), ""), callers=lines)
 
 
 def _payload(operation: str, raw: Mapping[str, Any]) -> str:
-    """Dtype and shape of what goes in, where those of all ranks have to be the same."""
+    """Return dtype and shape of the inputs if all ranks must match, else ''."""
     sizes = raw.get("input_sizes") or ()
     if not operation.startswith(_MATCHED_BY_PAYLOAD) or operation.endswith("_v"):
         return ""
@@ -185,7 +184,7 @@ def _payload(operation: str, raw: Mapping[str, Any]) -> str:
 
 
 def _gathered_from(raw: Mapping[str, Any]) -> int:
-    """The number of ranks that an all_gather in the default group gathers from; 0 for other entries."""
+    """Return the number of ranks in an all_gather of the default group, else 0."""
     inputs: Sequence[Any] = raw.get("input_sizes") or ()
     outputs: Sequence[Any] = raw.get("output_sizes") or ()
     gathers = str(raw["profiling_name"]) == "gloo:all_gather" and str(raw["process_group"][0]) == DEFAULT_GROUP
@@ -195,7 +194,7 @@ def _gathered_from(raw: Mapping[str, Any]) -> int:
 
 
 def user_lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[Location]:
-    """Those of these frames, innermost first, that belong neither to torch nor to Python itself."""
+    """Yield lines of frames outside of torch and the standard library, innermost first."""
     for frame in frames:
         file = str(frame["filename"]).replace("\\", "/")
         if not _OF_LIBRARIES.search(file) and is_user_file(file):
@@ -203,13 +202,13 @@ def user_lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[Location]:
 
 
 def world_size_of(dumps: Mapping[int, RankDump]) -> int:
-    """The number of ranks of the job, as far as the dumps tell."""
+    """Return the world size of the job, as far as the dumps show."""
     named = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
     return max([max(dumps) + 1, *(rank + 1 for rank in named), *(dump.world_size for dump in dumps.values())])
 
 
 def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
-    """The collectives of each process group, from the first that all of its ranks still have."""
+    """Align the collectives of each process group, from the first that all ranks have."""
     world_size = world_size_of(dumps)
     for name, members in _groups(dumps, world_size):
         here = {rank: dumps[rank] for rank in members if rank in dumps}
@@ -217,7 +216,7 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
         own = {rank: entries for rank, entries in own.items() if entries or not here[rank].wrapped}
         firsts = [(here[rank], entries[0].number) for rank, entries in own.items() if entries]
         starts = [at + (dump.wrapped and not dump.gloo) for dump, at in firsts if dump.wrapped or dump.active_only]
-        start = max(starts, default=0)  # what has one number with lost ones, being coalesced, is left out
+        start = max(starts, default=0)  # drops coalesced calls that share a number with lost calls
         for rank, entries in own.items():
             kept = [entry for entry in entries if entry.number >= start]
             own[rank] = [*_with_gaps(kept, start or 1)] if here[rank].gloo else kept
@@ -229,7 +228,7 @@ def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
 
 
 def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ranks of each process group that has entries; two groups may have one name, if no rank is in both."""
+    """Yield name and ranks of each process group; disjoint groups may share a name."""
     names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
     for name in names:
         named = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
@@ -239,7 +238,7 @@ def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[st
 
 
 def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[RecordedCall]:
-    """The entries of a rank and group, with one for each number that gloo has given to what it does not record."""
+    """Yield entries, with a placeholder for each number that gloo did not record."""
     for entry in entries:
         for number in range(expected, min(entry.number, expected + _MOST_MISSING)):
             yield RecordedCall(entry.group, number, Call(_UNRECORDED, entry.group, ()), True)
@@ -248,7 +247,7 @@ def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
 
 
 def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
-    """If a log ends and all others have what is not recorded, it is not known that this rank has not called it."""
+    """Extend logs that end where others have unrecorded calls only: the end is unknown."""
     lengths = [*map(len, ranks)]
     for place in range(min(lengths, default=0), max(lengths, default=0)):
         there = [entries[place] for entries in ranks if len(entries) > place]
@@ -261,10 +260,10 @@ _NAMED_FOR_A_RANK = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|dump))?$")
 
 
 def read_dumps(folder: Path) -> dict[int, RankDump]:
-    """The dump of each rank in `folder`; of a rank that has left one with and one without stacks, that with stacks.
+    """Read one dump per rank in `folder`, preferably with stacks.
 
     Raises:
-        UsageError: There is none, or a file that is named as a dump is not one.
+        UsageError: There are no dumps, a file named as a dump is invalid, or a rank has several equivalent dumps.
     """
     try:
         files = sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
@@ -309,10 +308,10 @@ def _check_rank(rank: object, where: str) -> None:
 
 
 def read_dump(path: Path) -> dict[str, Any]:
-    """The dump in a file: a dictionary with `entries`, which are dictionaries.
+    """Read a dump file: a dictionary with `entries`, a list of dictionaries.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The file cannot be read, or is not a dump.
     """
     try:
         data = read_file(path)
@@ -324,16 +323,16 @@ def read_dump(path: Path) -> dict[str, Any]:
         return plain_dump(dump)
     except _NotPlainError as error:
         why = str(error)
-    except Exception:  # bytes at random make the reader fail in any way
+    except Exception:  # random bytes can raise any exception
         why = "is neither JSON nor a whole pickle"
     raise UsageError(f"{path} is no Flight Recorder dump: it {why}")
 
 
 def plain_dump(dump: Any) -> dict[str, Any]:
-    """A dump as it was read: a dictionary with `entries`, which are dictionaries.
+    """Validate a dump: a dictionary of plain data with `entries`, a list of dictionaries.
 
     Raises:
-        ValueError: It is something else, or holds what no recorder writes.
+        ValueError: The dump has another structure, or values that no recorder writes.
     """
     values, most = [dump], _MOST_VALUES
     while values:
@@ -355,11 +354,11 @@ def plain_dump(dump: Any) -> dict[str, Any]:
 
 
 class _NotPlainError(ValueError):
-    """A dump is not plain data, or has no entries: what is wrong, after "it"."""
+    """Dump that is not plain data or has no entries; the message continues "it"."""
 
 
 class _PlainData(pickle.Unpickler):
-    """Reads dictionaries, lists, tuples, strings, numbers and the like, which need no class to be looked up."""
+    """Unpickler of dictionaries, lists, tuples, strings and numbers, without class lookup."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
         raise _NotPlainError(f"holds {f'{module}.{name}'[:80]}, and not plain data alone; it was not loaded")

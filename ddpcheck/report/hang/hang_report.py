@@ -1,4 +1,4 @@
-"""The report on a job that hung: where its ranks part, and who waits where, by its dumps or by its debug server."""
+"""Report on a hung job: divergence and waits, by dumps or a debug server."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
 from ddpcheck.report.settings import Settings
 
-_MOST_TIMELINES = 8  # of process groups
+_MOST_TIMELINES = 8  # process groups
 
 _USUAL = Settings()
 
 
 def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
-    """The report on the dumps in a folder, one a rank, or on a job whose debug server listens at `http://HOST:PORT`.
+    """Report on a folder of dumps, or on a live job at `http://HOST:PORT`.
 
-    The settings say which rules to report, and what does not count.
+    The folder has one dump per rank. `settings`: rules to report, and findings to ignore or suppress.
 
     Raises:
-        UsageError: There are no dumps that can be read, or no debug server listens there.
+        UsageError: There are no readable dumps, or the address is not of a debug server.
         TargetError: The debug server or its ranks do not answer.
     """
     with _without_collector():
@@ -61,7 +61,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """No search for circles of objects in the block: what is read has none, and reading takes half of the time."""
+    """Disable the garbage collector: dumps have no cycles, and reading takes half the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -72,23 +72,23 @@ def _without_collector() -> Iterator[None]:
 
 
 def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """One finding a cause: groups whose calls do not match, then ranks that do not come to those of others."""
+    """Return one finding per cause: mismatched groups, then root ranks of the waits."""
     by_key = {(group.name, group.members): group for group in groups}
     graph = WaitGraph(seen.dumps, by_key)
     findings, explained = list[Finding](), set(seen.at_work)
-    if seen.is_live:  # a device may need more than the time between two looks
+    if seen.is_live:  # a device may need longer than the time between two looks
         explained |= {rank for rank in graph.stopped | graph.devices.keys() if graph.open_calls[rank]}
     for group in groups:
         if found := _judge_group(group, range(len(group.logs)), at_end, seen, graph):
             findings += found
             explained.update(group.members)
-    while stopped := graph.stopped - explained:  # told by the program, if their group has lines
+    while stopped := graph.stopped - explained:  # explained by program lines, if the group has lines
         awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-        for rank, call, peers in graph.waits_for(stopped):  # the earliest first
+        for rank, call, peers in graph.waits_for(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         most = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
         if most is None or not (story := _judge_group(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
-            break  # in sends and receives alone, or without lines that tell
+            break  # sends and receives only, or no explanation by lines
         findings += story
         explained |= awaited[most]
     findings += judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
@@ -104,7 +104,7 @@ def _judge_group(
     seen: RanksSeen,
     graph: WaitGraph,
 ) -> list[Finding]:
-    """DDP403 if calls of a group do not match, else what one rank did and the others did not, if the program tells."""
+    """Explain mismatched calls of a group by program lines, else report DDP403."""
     if not (found := judge_partings(group.logs, coming, {group.name: group.first})):
         return []
     members = tuple(sorted({*group.members} & at_end.keys()))
@@ -134,7 +134,7 @@ def _judge_group(
 def _timelines(
     groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], causes: Set[int]
 ) -> tuple[CollectiveTimeline, ...]:
-    """Those of groups that the ranks to which waits lead are in come first."""
+    """Return timelines of process groups, groups of the root-cause ranks first."""
     made = list[CollectiveTimeline]()
     for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
         open_ones = {(group.name, rank) for rank in group.waiting}
@@ -144,7 +144,7 @@ def _timelines(
 
 
 def _wait(dump: RankDump) -> str:
-    """What a rank waits for, by its dump."""
+    """Describe the pending or last collective of a rank, from its dump."""
     open_ones = [entry for entry in dump.entries if not entry.ended]
     if open_ones:
         more = f", and in {counted(len(open_ones) - 1, 'other')} after it" if len(open_ones) > 1 else ""
@@ -171,7 +171,7 @@ def _ranks(seen: RanksSeen) -> CheckResult:
 
 
 def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
-    """Why no verdict can be given on a job whose ranks do not all answer."""
+    """Return an error if there is no finding and some ranks do not answer."""
     if findings or not seen.missing:
         return None
     said = f"{said_of_missing(seen.missing)}; the other ranks do not diverge, and it is not known what these wait for"
@@ -194,7 +194,7 @@ def _collectives(
 
 
 def _open(seen: RanksSeen) -> Iterator[str]:
-    """What had not ended when the dumps were written, though nothing parts; of a job that runs, what its ranks do."""
+    """Yield the pending calls in matching dumps, and the activity of ranks if known."""
     first = {rank: next((_described(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
     said = {rank: f"still in {text}" if text else "" for rank, text in first.items()}
     for text, ranks in group_by(said, lambda rank: "" if rank in seen.doing else said[rank]).items():

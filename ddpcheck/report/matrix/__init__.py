@@ -1,1 +1,1 @@
-"""`check_matrix`: the options of DDP tried one by one, and what they mean for a model."""
+"""`check_matrix`: try the options of DDP one by one, and advise."""

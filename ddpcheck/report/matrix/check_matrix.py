@@ -1,6 +1,6 @@
-"""`check_matrix(recipe)`: checks a model under one combination of DDP options after another.
+"""`check_matrix(recipe)`: check a model under one combination of DDP options after another.
 
-A row is a check whose wrapper gets these options. What they cannot change, the single process, is computed once.
+A row is a check with these wrapper options. The single process does not depend on the options and is run once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BROADCASTS = ("broadcast_buffers", "forward_sync_buffers")
 _WARM_UP = 2
 _FEWEST_PAIRS, _MOST_PAIRS = 5, 101
 _SECONDS_A_ROW = 1.0
-_EPS = {64: 2.3e-16, 32: 1.2e-7, 16: 7.9e-3}  # machine epsilon by the bits of a gradient, of the coarser dtype at 16
+_EPS = {64: 2.3e-16, 32: 1.2e-7, 16: 7.9e-3}  # machine epsilon by gradient bits; for 16, of bfloat16
 
 
 @suggests_names("check_matrix")
@@ -65,32 +65,32 @@ def check_matrix(
     progress: Callable[[str], None] | None = None,
     hosts: Leader | None = None,
 ) -> Matrix:
-    """Run a recipe under the sensible combinations of the options of the installed `DistributedDataParallel`.
+    """Run a recipe under useful combinations of options of the installed `DistributedDataParallel`.
 
-    A recipe that makes its wrapper itself gets the options all the same: they replace those that its own call of the
-    `DistributedDataParallel` constructor gives.
+    In a recipe that makes its own wrapper, the options replace the arguments of the recipe's `DistributedDataParallel`
+    call.
 
     Args:
-        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the ranks and not here.
+        target: A `Recipe`, or a TARGET ("path/to/file.py:attr") that is loaded on the ranks only.
         world_size: Number of ranks.
-        backend: "gloo" or "nccl"; default: nccl where every rank has a GPU of its own, else gloo.
+        backend: "gloo" or "nccl"; default: nccl if every rank has its own GPU, else gloo.
         device: "cpu" or "cuda".
         steps: Training steps to run in each row.
-        timeout: Seconds that one phase of a row may take before it counts as a hang; one that hangs costs its row.
-        seed: Of all random numbers.
-        preload: Modules that are imported once, before ranks are forked; see `World`.
+        timeout: Seconds before one phase of a row counts as a hang, which stops only that row.
+        seed: Seed of all random number generators.
+        preload: Modules imported once, before ranks are forked; see `World`.
         select: Codes, prefixes or names of the rules that may decide a verdict; default: all.
-        ignore: Those that may not.
-        suppress: Findings that may not, with a reason.
-        step_times: Whether to measure how long a step takes under each row that is right.
-        progress: Called with a few words at the beginning of each phase.
-        hosts: As for `ddpcheck.check`.
+        ignore: Codes, prefixes or names of the rules that may not decide a verdict.
+        suppress: Findings that may not decide a verdict, with a reason.
+        step_times: If True, measure the step time of each row that is right.
+        progress: Called with a short text at the start of each phase.
+        hosts: See `ddpcheck.check`.
 
     Returns:
-        The matrix. A target that fails, or hangs, whatever the options are, is in `Matrix.error`.
+        The matrix. `Matrix.error` is set if the target fails or hangs regardless of the options.
 
     Raises:
-        UsageError: An argument is wrong, or `target` names no recipe.
+        UsageError: An argument is invalid, or `target` names no recipe.
     """
     given = CheckOptions("", world_size, backend or "", device, steps, seed, timeout, preload, select, ignore, suppress)
     asked = decided(given, target, hosts)
@@ -99,24 +99,24 @@ def check_matrix(
 
 @dataclass
 class _MatrixRun:
-    """A matrix under way: one check a row, then the step times of the rows that are right."""
+    """Run of a matrix: one check per row, then step times."""
 
     target: Recipe | str
     asked: CheckOptions
     progress: Callable[[str], None]
     hosts: Leader | None
-    references: list[CheckState] = field(default_factory=list)  # one, or two that differ in who broadcasts buffers
+    references: list[CheckState] = field(default_factory=list)  # at most two, with and without broadcast buffers
     facts: ModelFacts = field(default_factory=ModelFacts)
     noise: float | None = None
     rows: list[MatrixRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    bug: ReportError | None = None  # of ddpcheck, in a row
+    bug: ReportError | None = None  # bug of ddpcheck in a row
 
     def run(self, *, step_times: bool) -> Matrix:
-        """Run everything, whatever happens on the way."""
+        """Run all rows, even after a failure."""
         begun = time.perf_counter()
         own = made = self._check(None, "the recipe's own options")
-        if not own.stopped_by_target and not own.wrapped:  # with the recipe's own options no wrapper can be made
+        if not own.stopped_by_target and not own.wrapped:  # no wrapper can be made with the recipe's own options
             made = self._check(DEFAULTS, "defaults")
         wrapped = [item for item in made.wrapped if isinstance(item, WrappedRow)]
         if made.stopped_by_target or not wrapped:
@@ -136,7 +136,7 @@ class _MatrixRun:
             self.rows = [self._judged(own, DDPOptions(set_options), own=True)]
             if wrapped[0].facts.is_ddp:
                 self._try_options()
-                if not wrapped[0].together:  # sharded instead, it would be another model
+                if not wrapped[0].together:  # sharding would make a different model
                     self._try_shards()
                     self._try_variants()
             if step_times and wrapped[0].together:
@@ -161,10 +161,10 @@ class _MatrixRun:
     def _check(
         self, options: DDPOptions | None, words: str, wrap: Callable[[], WrappedModule] | None = None
     ) -> CheckState:
-        """A check under these options, or the recipe's own; or of what `wrap` makes, which they are nearest to.
+        """Check under these options, the recipe's own, or another `wrap` phase.
 
-        The single process of the first check that is finished stands for those of the later ones, unless the wrapper
-        broadcasts buffers in only one of them: the steps of the ranks, with which it is compared, then begin apart.
+        Later checks reuse the single process of the first finished check, unless only one of the two broadcasts
+        buffers: the steps of the ranks then start from different buffers.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
         wrapped = [(done.wrapped[0], done) for done in self.references]
@@ -204,7 +204,7 @@ class _MatrixRun:
                 rows.append(self._row(option_set, expected))
 
     def _try_shards(self) -> None:
-        """`fully_shard` in the place of a wrapper under which the model is right."""
+        """Try `fully_shard` instead of a wrapper if any row is right."""
         size = self.asked.world_size
         if not self.facts.shards or size < 2 or not any(row.fine for row in self.rows):
             return
@@ -215,14 +215,14 @@ class _MatrixRun:
             self.rows.append(replace(self._judged(state, DEFAULTS, own=False), label=label))
 
     def _try_variants(self) -> None:
-        """Other ways to make a step, under the first options under which the model is right."""
+        """Try compiled and micro-batched steps under the first options that are right."""
         fine = [row for row in self.rows if row.fine and not row.hook and (row.own or not row.label)]
         if fine and not self.facts.own_hook:
             options = None if fine[0].own else fine[0].options
             self.rows += variant_rows(self.target, self.asked, options, fine[0].options, self.progress, self.hosts)
 
     def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
-        """One row, whatever happens in it."""
+        """Run one row, or explain why the options are not run."""
         options = option_set.options
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
@@ -278,7 +278,7 @@ class _MatrixRun:
     # Step times
 
     def _measure_rows(self) -> None:
-        """Measure the step times of the rows that are right, against the plainest one of them."""
+        """Measure step times of right rows relative to a baseline row."""
         fine = [row for row in self.rows if row.fine and (row.own or not row.label)]
         baseline = next((row for row in fine if not row.label and row.options == DEFAULTS), fine[0] if fine else None)
         if baseline is None:
@@ -301,7 +301,7 @@ class _MatrixRun:
         with asked.world(self.hosts) as world:
 
             def pairs(count: int, *, expected: float = 0.0) -> list[tuple[float, float]]:
-                """Seconds under baseline and row on the slowest rank, pair by pair."""
+                """Return seconds under baseline and row on the slowest rank, for each pair."""
                 patience = asked.timeout + 3 * expected
                 by_rank = world.run(partial(calls.matrix_phases.time_steps, count), timeout=patience)
                 return [tuple(map(max, zip(*pair, strict=True))) for pair in zip(*by_rank, strict=True)]
@@ -314,11 +314,11 @@ class _MatrixRun:
 
 
 def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
-    """The median ratio of pairs (baseline, row) of seconds, with the interval that its order statistics give.
+    """Return the median ratio of (baseline, row) seconds, with its order-statistics interval.
 
     The ends are the k-th smallest and k-th largest ratio with k from the normal approximation of the binomial
-    distribution, which covers the median in about 99 of 100 cases whatever the distribution of times is (Conover,
-    Practical Nonparametric Statistics, section 3.2).
+    distribution, which covers the median in about 99 of 100 cases for any distribution of times (Conover, Practical
+    Nonparametric Statistics, section 3.2).
     """
     ratios = sorted(row / base for base, row in pairs)
     beyond = max(math.floor(len(ratios) / 2 - 1.288 * math.sqrt(len(ratios))), 0)

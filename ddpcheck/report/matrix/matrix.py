@@ -1,8 +1,7 @@
-"""The result of `check_matrix`: one row a combination of DDP options, and advice; is saved as JSON and read again.
+"""Result of `check_matrix`: one row per combination of DDP options, and advice.
 
-Advice says which options a model needs, which are safe, wrong, or cost for nothing: a pure function of the rows. So are
-those from what the ranks say of other ways to make a step (compiled, or in micro-batches) to a row; `matrix_phases` has
-the ranks make it.
+Advice says which options a model needs, which are safe, wrong, or cost time for nothing: a pure function of the rows.
+Rows of variant steps (compiled, or in micro-batches) are pure functions of the ranks' results from `matrix_phases`.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from ddpcheck.findings.wording import join_names
 from ddpcheck.report.matrix.option_sets import DEFAULTS, FIND_UNUSED, DDPOptions
 
 Verdict = Literal["right", "lossy", "incomplete", "wrong", "stops", "skipped"]
-"""What options do to a model.
+"""Effect of options on a model.
 
-`right`: all was compared, and nothing is at severity error. `lossy`: right up to what a communication hook rounds.
-`incomplete`: the same, as far as it was compared, or but for what is ignored. `wrong`: trains to the end with a wrong
-result. `stops`: DDP raises, hangs or aborts. `skipped`: the options cannot make a difference."""
+`right`: all was compared, without errors. `lossy`: right except for rounding by a communication hook. `incomplete`: no
+errors reported, but not all was compared or errors are ignored. `wrong`: trains to the end with a wrong result.
+`stops`: DDP raises, hangs or aborts. `skipped`: not judged, see `MatrixRow.reason`."""
 
 _COUNTED = ("right", "lossy", "incomplete", "wrong", "stops")
 
 LEAST_DIFFERENCE = 0.02
-"""A step time within this share of the baseline's is no difference, however exactly it was measured."""
+"""Relative difference in step time that is ignored, however precise the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long a training step takes beside one of the baseline row, measured in alternating pairs.
+    """Step time relative to the baseline row, measured in alternating pairs.
 
     Attributes:
         ratio: Median over the pairs of the row's time divided by the baseline's.
-        low: Lower end of the 99 % interval of that median.
-        high: Upper end.
+        low: Lower end of the 99 % interval of the median.
+        high: Upper end of the interval.
         seconds: Median time of the row's steps, on the slowest rank.
-        pairs: How many were timed.
+        pairs: Number of timed pairs.
     """
 
     ratio: float
@@ -55,28 +54,28 @@ class StepTime:
     pairs: int
 
     def differs(self, noise: float) -> bool:
-        """The difference from the baseline is more than `noise`, and more than chance."""
+        """Return True if the difference from the baseline exceeds `noise` and chance."""
         return abs(self.ratio - 1) > max(noise, LEAST_DIFFERENCE) and not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixRow:
-    """The model under one combination of options.
+    """Result for a model under one combination of options.
 
     Attributes:
-        arguments: Of `DistributedDataParallel`, where they are not torch's defaults; without those that the matrix
-            leaves as the recipe has them.
-        hook: The communication hook of torch that is registered on top; empty for none.
+        arguments: `DistributedDataParallel` arguments that differ from torch's defaults, without arguments that the
+            matrix leaves as in the recipe.
+        hook: Communication hook of torch that is registered in addition; empty for none.
         verdict: See `Verdict`.
-        own: Whether these are the recipe's own options.
-        baseline: Whether step times are relative to this row's.
-        label: What to call the row where its options are not known; empty where they are.
-        code: Of the finding that decides the verdict; empty where it is right or skipped.
-        reason: Its message, or why the row was skipped or stops, or what was not compared or is ignored.
-        error: The largest relative error of a gradient against the average of the ranks' own, where compared.
-        step_time: None where it was not measured.
+        own: True for the recipe's own options.
+        baseline: True if step times are relative to this row.
+        label: Title of a row with unknown options; empty if the options are known.
+        code: Code of the finding that decides the verdict; empty if right or skipped.
+        reason: Message of that finding, or why the row was skipped, stopped or not fully compared.
+        error: Largest relative gradient error against the average of the ranks' own gradients, if compared.
+        step_time: None if not measured.
         findings: All findings under these options, worst first.
-        failure: Set where the row could not be finished.
+        failure: Error if the row could not be finished.
     """
 
     arguments: Mapping[str, Any]
@@ -104,17 +103,17 @@ class MatrixRow:
 
     @property
     def fine(self) -> bool:
-        """A model can be trained like this, as far as that is known."""
+        """Return True if the model trains correctly, as far as compared."""
         return self.verdict in ("right", "lossy", "incomplete")
 
     @property
     def what_to_do(self) -> str:
-        """Fix of the finding that decides the verdict; empty where none does."""
+        """Fix of the finding that decides the verdict; empty if none does."""
         own = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
         return own or (RULES[self.code].fix if self.code in RULES else "")
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """Exit code of a check under these options."""
+        """Return the exit code of a check under these options."""
         if self.failure is not None:
             return self.failure.exit_code
         bad = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.findings)
@@ -122,15 +121,14 @@ class MatrixRow:
 
 
 AdviceKind = Literal["own", "needs", "fault", "wrong", "costs", "gains", "warns", "safe", "lossy"]
-"""`own`: the recipe's own options. `needs`: without which it is not right. `fault`: no option mends it. `wrong`: not
-right with these. `costs`: right and slower, or needless. `gains`: right and faster. `warns`: right, with a warning that
-the others do not have. `safe`: right, and no difference that could be measured. `lossy`: the same, except for the
-rounding of a communication hook."""
+"""Kind of advice. `own`: on the recipe's own options. `needs`: required options. `fault`: no options are right.
+`wrong`: options that fail. `costs`: right, but slower or needless. `gains`: right and faster. `warns`: right, with a
+further warning. `safe`: right, without a measurable difference. `lossy`: safe, except for a hook's rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One sentence of advice, and what it is about."""
+    """One sentence of advice, and its kind."""
 
     kind: AdviceKind
     message: str
@@ -138,19 +136,19 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Matrix(Document):
-    """The result of trying DDP options on one target. A renderer needs nothing else.
+    """Result of trying DDP options on one target, complete for rendering.
 
     Attributes:
-        target: What was checked, as the user spelled it.
-        rows: The recipe's own options first; empty where the target could not be run at all.
-        advice: What follows from the rows.
+        target: Target as the user spelled it.
+        rows: Rows, the recipe's own options first; empty if the target could not be run at all.
+        advice: Advice that follows from the rows.
         environment: Versions and platform.
-        world: World size, backend, device, steps, seed, timeout; `notes` holds sentences on how the rows were run.
-        noise: How far the baseline's step time was from itself, as a share; None where none was measured.
+        world: World size, backend, device, steps, seed, timeout; `notes` has sentences on how the rows were run.
+        noise: Relative deviation of the baseline's step time from itself; None if not measured.
         timing: Seconds by phase.
-        error: Set when no row could be run, for a reason that has nothing to do with the options.
+        error: Set if no row could be run, for a reason independent of the options.
         tool: Name and version of the tool that wrote the matrix.
-        command: The command line that made it; empty where none did.
+        command: Command line that made the matrix; empty if none.
     """
 
     target: str
@@ -166,17 +164,17 @@ class Matrix(Document):
 
     @property
     def own(self) -> MatrixRow | None:
-        """The row with the recipe's own options."""
+        """Row with the recipe's own options."""
         return next((row for row in self.rows if row.own), None)
 
     @property
     def ok(self) -> bool:
-        """The model is right under the recipe's own options."""
+        """Return True if the model is right under the recipe's own options."""
         return self.exit_code() == EXIT_CLEAN
 
     @property
     def summary(self) -> str:
-        """The rows counted, in words."""
+        """Number of rows by verdict, in words."""
         counts = {name: sum(row.verdict == name for row in self.rows) for name in _COUNTED}
         said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         skipped = len(self.rows) - sum(counts.values())
@@ -184,18 +182,18 @@ class Matrix(Document):
         return f"{ran}{f', and {skipped} not run' if skipped else ''}" if said else "no combination could be run"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
-        """That of the recipe's own options; what other options do is advice."""
+        """Return the exit code of the recipe's own options; other rows are advice."""
         if self.error is not None:
             return self.error.exit_code
         return EXIT_CLEAN if self.own is None else self.own.exit_code(fail_on)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as `to_json` writes it."""
+        """Return plain data, as written by `to_json`."""
         return {**Document.to_dict(self), "kind": "matrix"}
 
     @classmethod
     def from_json(cls, text: str) -> Matrix:
-        """Read what `to_json` wrote.
+        """Read a matrix written by `to_json`.
 
         Raises:
             ValueError: `text` is not a matrix, or was written by a newer ddpcheck.
@@ -213,8 +211,8 @@ _NEVER_TRAINED = ("DDP101", "DDP102")
 
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
-    """Advice that follows from the rows of a matrix, the most important first; `noise` as in `Matrix`."""
-    rows = [row for row in rows if row.own or not row.label]  # what is sharded has none of these options
+    """Return advice on the rows, most important first; `noise` as in `Matrix`."""
+    rows = [row for row in rows if row.own or not row.label]  # sharded rows have none of these options
     own = next((row for row in rows if row.own), None)
     if own is None:
         return ()
@@ -272,7 +270,7 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> 
 
 
 def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
-    """Rows that are not right although the same options without one of them are."""
+    """Yield advice on rows that fail although fewer options are right."""
     for row in tried:
         less = [other for other in fine if not other.label and _is_less(other, row)]
         if less and not (row.fine or row.label or row.own):
@@ -282,13 +280,13 @@ def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator
 
 
 def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
-    """Whether the options of `less` are a part of those of `more`."""
+    """Return True if the options of `less` are part of those of `more`."""
     within = all(more.arguments.get(name) == value for name, value in less.arguments.items())
     return within and less.hook in ("", more.hook) and less.options != more.options
 
 
 def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
-    """What options cost, gain or warn of, and those that make no measurable difference."""
+    """Yield advice on options that cost, gain, warn, or make no measurable difference."""
     costs, gains, warns = [], [], []
     safe: list[str] = []
     lossy: list[str] = []
@@ -299,7 +297,7 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
         right = "right in all that was compared" if row.verdict == "incomplete" else "right"
         more = {code: message for code, message in _warnings(row).items() if code not in expected}
         needless = any(finding.code == _NEEDLESS for finding in row.findings)
-        if needless and (row.options == FIND_UNUSED or row.own):  # else said once, of the option by itself
+        if needless and (row.options == FIND_UNUSED or row.own):  # otherwise reported once, for the option by itself
             cost = f"; {takes} here" if ratio > 1 else ""
             costs.append(f"{row.title} is needless: every parameter contributes in every step on every rank{cost}.")
         elif ratio > 1 and not needless:
@@ -324,7 +322,7 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
 
 
 def _step_time(row: MatrixRow, noise: float) -> tuple[float, str]:
-    """The step time as a ratio to the baseline's, 1 where no difference could be measured, and in words."""
+    """Return the step time ratio (1 if not measurably different) and its description."""
     time = row.step_time
     if time is None or not time.differs(noise):
         return 1.0, ""
@@ -343,7 +341,7 @@ def _added(row: MatrixRow, base: MatrixRow) -> str:
 
 
 BACKEND = "aot_eager"
-"""Of `torch.compile`: all of it but the code that inductor writes, which takes a C++ compiler and much longer."""
+"""`torch.compile` backend without inductor, which needs a C++ compiler and is much slower."""
 
 COMPILED = f'torch.compile(backend="{BACKEND}")'
 MICRO_BATCHES = 2
@@ -352,30 +350,30 @@ SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
 
 
 class VariantFacts(Struct, frozen=True):
-    """Answers of a rank before the steps in micro-batches or compiled."""
+    """Facts of a rank before its compiled or micro-batched steps."""
 
-    not_compiled: str = ""  # why the module cannot be compiled, or need not be; empty if it can
-    not_split: str = ""  # why the batch cannot be made in micro-batches; empty if it can
-    apart: tuple[Difference, ...] = ()  # of the rank's gradients of micro-batches, from those of its whole batch
+    not_compiled: str = ""  # why the module cannot or need not be compiled; empty if it can
+    not_split: str = ""  # why the batch cannot be split; empty if it can
+    apart: tuple[Difference, ...] = ()  # gradients of the micro-batches compared with the whole batch
 
 
 class VariantStep(Struct, frozen=True):
-    """One rank's step, compared with the same step through the wrapper as it is."""
+    """Compiled or micro-batched step of one rank, compared with the plain step."""
 
-    gradients: Mapping[str, int]  # fingerprints of what is left in `.grad`, by name
-    differences: tuple[Difference, ...] = ()  # from what the step leaves as it is
-    drew: bool = False  # random numbers were drawn
-    graphs: int = -1  # compiled for it; -1 if none should be, or this torch does not say it
+    gradients: Mapping[str, int]  # fingerprints of `.grad` by parameter name
+    differences: tuple[Difference, ...] = ()  # gradient differences from the plain step
+    drew: bool = False  # True if random numbers were drawn
+    graphs: int = -1  # graphs compiled for the step; -1 if none expected, or unknown in this torch
 
 
 def skipped(facts: Sequence[VariantFacts], title: str) -> str:
-    """Why a way is not tried, by what any of the ranks says; empty where it is."""
+    """Return why any rank skips a variant; empty if none does."""
     said = (one.not_compiled if title == COMPILED else one.not_split for one in facts)
     return next(filter(None, said), "")
 
 
 def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str) -> MatrixRow | None:
-    """The row of micro-batches whose gradients are not those of the batch even without DDP; `None` where they are."""
+    """Return the row of micro-batches whose gradients differ even without DDP, else `None`."""
     if (worst := _worst([one.apart for one in facts])) is None:
         return None
     reason = (
@@ -386,7 +384,7 @@ def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str)
 
 
 def judged_step(steps: Sequence[VariantStep], options: DDPOptions, label: str) -> MatrixRow:
-    """The row of a way that all ranks have gone."""
+    """Return the row of a variant step that all ranks ran."""
     row = partial(MatrixRow, options.arguments, hook=options.hook, label=label)
     if any(one.graphs == 0 for one in steps):
         return row("incomplete", reason="torch.compile has compiled nothing of it")

@@ -1,6 +1,6 @@
-"""Phases of `check_matrix`: wrapping with the options of a row, timing steps, and steps made in another way.
+"""Phases of `check_matrix`: wrap with a row's options, time steps, run variant steps.
 
-Another way is a step through the wrapper that is compiled, or made in micro-batches.
+A variant step through the wrapper is compiled, or made in micro-batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ddpcheck.report.matrix.option_sets import VARIED, DDPOptions, ModelFacts, W
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for, stance
 
-_SHARDING = "torch.distributed.fsdp._fully_shard"  # where this torch has it; to import it takes seconds
+_SHARDING = "torch.distributed.fsdp._fully_shard"  # absent from some torch versions; importing takes seconds
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 
@@ -66,13 +66,13 @@ def wrap(options: DDPOptions | None) -> WrappedRow:
 
 
 def wrap_in_shards(shape: tuple[int, ...]) -> WrappedRow:
-    """Have `fully_shard` shard the module over a mesh of this shape, whatever the recipe does."""
+    """Shard the module by `fully_shard` over a mesh of this shape."""
     state = rank_state()
     state.recipe = replace(state.recipe, wrap=functools.partial(_sharded, shape))
     return wrap(None)
 
 
-@passes_on  # what torch refuses is no error of ddpcheck
+@passes_on  # errors of torch are no bugs of ddpcheck
 def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -84,10 +84,10 @@ def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) ->
 
 @contextlib.contextmanager
 def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
-    """While active, every `DistributedDataParallel` gets these options in place of its caller's, whoever calls it.
+    """Override the options of every `DistributedDataParallel` constructor in this context.
 
-    Those of `VARIED` that are not among them get torch's defaults; None leaves everything as it is. What the callers
-    gave, among `VARIED`, is appended to `given`, one dict a wrapper.
+    Arguments of `VARIED` that are not in `options` get torch's defaults; None overrides nothing. The arguments of the
+    callers among `VARIED` are appended to `given`, one dict per wrapper.
     """
 
     def make(original: Any) -> Any:
@@ -97,7 +97,7 @@ def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) 
         def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-            except TypeError:  # the call itself will say what is wrong with it
+            except TypeError:  # the call itself raises a better message
                 return original(self, *args, **kwargs)  # type: ignore[no-any-return]
             given.append({name: arguments[name] for name in VARIED if name in arguments})
             if options is not None:
@@ -108,12 +108,12 @@ def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) 
 
         return constructor
 
-    with Patch(nn.parallel.DistributedDataParallel, "__init__", make):  # around what else stands in its place by now
+    with Patch(nn.parallel.DistributedDataParallel, "__init__", make):  # around any earlier patch
         yield
 
 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
-    """The facts as far as one rank knows; `given` is what the recipe gave to each wrapper that it made."""
+    """Collect one rank's facts; `given`: arguments of each wrapper of the recipe."""
     state = rank_state()
     known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in state.module.parameters() if p.requires_grad]
@@ -138,10 +138,10 @@ def _plain(value: Any) -> Any:
 
 
 def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DDPOptions | None]) -> None:
-    """Build the model twice, wrap it as the baseline and as the row do, and make what times a step of either.
+    """Build, wrap as baseline and as row, and store a step timer.
 
-    A step is zero_grad, forward, backward and optimizer step. Both run the same steps from the same states, with the
-    same random numbers.
+    A step is zero_grad, forward, backward and optimizer step. Both models run the same steps from the same states with
+    the same random numbers.
     """
     model_build.build(target, seed)
     state = rank_state()
@@ -149,7 +149,7 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
     timed: list[tuple[TrainingModel, ModuleState]] = []
     for module, options in zip((state.module, state.reference.module), two, strict=True):
         state.module = module
-        state.reference = ReferenceModule(module, submodules={"": module})  # as one whose gradients nobody counts
+        state.reference = ReferenceModule(module, submodules={"": module})  # no gradient counters
         wrap(options)
         timed.append((state.training_model, capture_state(state.module)))
     batches = []
@@ -180,9 +180,9 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
 
 
 def time_steps(pairs: int) -> list[tuple[float, float]]:
-    """Seconds of a step under the baseline and under the row, in turns, so that noise hits both.
+    """Return seconds under baseline and row, timed in turns against noise.
 
-    Which of them goes first changes from pair to pair.
+    The order alternates from pair to pair.
     """
     seconds = this_rank.state["seconds of a step"]
     found = []
@@ -201,7 +201,7 @@ def _synchronize(state: RankState) -> None:
 
 
 _STEP = 0
-_COMPILED_TOLERANCE = 0.1  # that of `gather.phases.ddp_step`
+_COMPILED_TOLERANCE = 0.1  # same as in `gather.phases.ddp_step`
 _Gradients = Mapping[str, torch.Tensor]
 
 
@@ -210,13 +210,13 @@ class _Prepared:
     batch: Any
     before: ModuleState
     external: Sequence[Restore]
-    gradients: _Gradients  # that the wrapper leaves for the batch
+    gradients: _Gradients  # gradients of the batch through the wrapper
     parts: list[Any]
     scale: dict[str, float]
 
 
 def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> VariantFacts:
-    """Build the model, wrap it, and make the step as it is: of this rank by itself, and through the wrapper."""
+    """Build and wrap the model, and run the plain step."""
     model_build.build(target, seed)
     wrap(options)
     state = rank_state()
@@ -235,7 +235,7 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
 
 
 def accumulated_step(synced: bool) -> VariantStep:
-    """The step in micro-batches; all but the last one under `no_sync`, unless each is to be synchronised."""
+    """Run the step in micro-batches, before the last under `no_sync` unless `synced`."""
     one: _Prepared = this_rank.state["variants"]
     with unlogged():
         gradients, drew = _through_wrapper(one.parts, synced=synced)
@@ -243,7 +243,7 @@ def accumulated_step(synced: bool) -> VariantStep:
 
 
 def compiled_step() -> VariantStep:
-    """The step with the module in the wrapper compiled; it stays so."""
+    """Run the step with the wrapped module compiled; the module stays compiled."""
     one, known = this_rank.state["variants"], _graphs()
     wrapper: Any = rank_state().training_model.wrapper
     wrapper.module = torch.compile(wrapper.module, backend=BACKEND)
@@ -254,13 +254,13 @@ def compiled_step() -> VariantStep:
 
 
 def _graphs() -> int:
-    """How many graphs this process has compiled; -1 where this torch does not say it."""
+    """Return the number of graphs compiled in this process; -1 if unknown."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)  # private to torch
     return -1 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
-    """The gradients that the wrapper leaves for some batches, and whether random numbers were drawn for them."""
+    """Return gradients of batches through the wrapper, and if random numbers were drawn."""
     one, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     one.before.restore(state.module)
@@ -279,7 +279,7 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
 
 
 def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
-    """Why the batch cannot be made in micro-batches, or how far these are from it without DDP."""
+    """Return why the batch cannot be split, or its parts' gradient differences."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()
@@ -332,12 +332,12 @@ def _differences(
 
 
 def _why_not_compiled(module: nn.Module) -> str:
-    """Why `torch.compile` is not tried on the module."""
+    """Explain why `torch.compile` is not tried on the module; empty if tried."""
     if is_asked_for():
         return "the recipe compiles it"
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript has compiled it"
-    from torch import _dynamo as dynamo  # which the constructor of the wrapper has imported
+    from torch import _dynamo as dynamo  # already imported by the wrapper's constructor
 
-    supported = getattr(dynamo, "is_dynamo_supported", None)  # private to torch: without it, it is tried
+    supported = getattr(dynamo, "is_dynamo_supported", None)  # private to torch; if absent, compilation is tried
     return "" if supported is None or supported() else "torch.compile does not run on this platform and Python"

@@ -1,6 +1,6 @@
-"""Which combinations of DDP options are worth trying on a model, and why others cannot make a difference to it.
+"""Combinations of DDP options worth trying, and why others make no difference.
 
-Pure functions from what the ranks say of the model and of the installed torch.
+Pure functions of the ranks' facts on the model and the installed torch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ VARIED = (
     "batched_grad_copy",
     "skip_all_reduce_unused_params",
 )
-"""The arguments of `DistributedDataParallel` that the matrix sets; all others stay as the recipe has them."""
+"""`DistributedDataParallel` arguments that the matrix varies; others stay as in the recipe."""
 
 COMPRESSION_HOOKS = ("fp16_compress_hook", "bf16_compress_hook")
-"""Of torch.distributed.algorithms.ddp_comm_hooks.default_hooks; what they lose is measured."""
+"""Hooks of torch.distributed.algorithms.ddp_comm_hooks.default_hooks whose rounding error is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DDPOptions:
     """One combination of options."""
 
-    # of `DistributedDataParallel`, among `VARIED`; those that are not here have torch's defaults
+    # `DistributedDataParallel` arguments among `VARIED`; absent arguments have torch's defaults
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    hook: str = ""  # a communication hook of torch that is registered on top, by name; empty for none
+    hook: str = ""  # torch communication hook registered in addition, by name; empty for none
 
     def __str__(self) -> str:
         words = [f"{name}={value!r}" for name, value in self.arguments.items()]
         return ", ".join([*words, self.hook] if self.hook else words) or "defaults"
 
     def plus(self, hook: str = "", **arguments: Any) -> DDPOptions:
-        """These with others on top."""
+        """Return these options with others added."""
         return DDPOptions({**self.arguments, **arguments}, hook or self.hook)
 
 
@@ -59,44 +59,44 @@ STATIC_GRAPH = DDPOptions({"static_graph": True})
 class ModelFacts:
     """Facts of a model that decide which options can make a difference."""
 
-    known: tuple[str, ...] = VARIED  # those of `VARIED` that the installed torch has
-    # what the recipe gives to `DistributedDataParallel`, among `VARIED`; None where it makes none, or several
+    known: tuple[str, ...] = VARIED  # arguments of `VARIED` in the installed torch
+    # `DistributedDataParallel` arguments of the recipe among `VARIED`; None if it makes no wrapper, or several
     own: Mapping[str, Any] | None = field(default_factory=dict)
-    own_hook: str = ""  # the communication hook that the recipe registers; empty for none
-    gradient_bytes: int = 0  # size of all gradients together
-    bits: int = 32  # of the widest gradient's real or imaginary part
-    buffers: int = 0  # how many tensors there are that DDP could broadcast
-    nccl: bool = False  # whether the process group is one of nccl
-    buffers_differ: bool = False  # whether the ranks build them with different values
-    shards: bool = False  # whether `fully_shard` can stand in the place of the wrapper
-    # by (step, rank), whether some parameter took no part in the loss there, and which
+    own_hook: str = ""  # communication hook registered by the recipe; empty for none
+    gradient_bytes: int = 0  # size of all gradients
+    bits: int = 32  # bits of the widest gradient's real or imaginary part
+    buffers: int = 0  # number of buffers that DDP could broadcast
+    nccl: bool = False  # True for a process group with nccl
+    buffers_differ: bool = False  # True if ranks build buffers with different values
+    shards: bool = False  # True if `fully_shard` can replace the wrapper
+    # missing parameters by (step, rank)
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
 
 
 class WrappedRow(SplitModule, frozen=True):
-    """Evidence from one rank after wrapping with the options of a row."""
+    """Evidence of one rank after wrapping with the options of a row."""
 
-    model: ModelFacts = msgspec.field(default_factory=ModelFacts)  # what this rank knows of the model
-    # what the recipe's `wrap` sets after the constructor, in spite of the options
+    model: ModelFacts = msgspec.field(default_factory=ModelFacts)  # facts known to this rank
+    # options that the recipe's `wrap` overrides after the constructor
     set_by_wrap: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSet:
-    """Options that are tried, or why they are not."""
+    """Options to try, or why not."""
 
     options: DDPOptions  # the combination
-    skip_reason: str = ""  # why it cannot make a difference; empty where it can
-    unsafe_reason: str = ""  # why the model must not be run under it, since DDP may hang; empty where it may be
+    skip_reason: str = ""  # why the options make no difference; empty if they can
+    unsafe_reason: str = ""  # why DDP may hang, so that the options are not run; empty if safe
 
 
 def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
-    """The option sets that decide on the base of all others: defaults, and the two ways to treat the graph."""
+    """Return the base option sets: defaults, find_unused_parameters, static_graph."""
     return [options for options in (DEFAULTS, FIND_UNUSED, STATIC_GRAPH) if set(options.arguments) <= set(facts.known)]
 
 
 def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DDPOptions]) -> list[OptionSet]:
-    """The rest, on top of options under which the model is right: `base`, and all `graphs` where that matters."""
+    """Return further option sets on top of `base`; bucket views also on `graphs`."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
         none = "" if facts.buffers else "the model has no buffers"
@@ -125,7 +125,7 @@ def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DD
 
 
 def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
-    """Why an all-reduce that one rank skips may be one in which another waits; empty where ranks skip the same."""
+    """Explain why skipped all-reduces may hang; empty if all ranks skip the same."""
     for step in sorted({step for step, _ in facts.absent}):
         by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
         first = min(by_rank)

@@ -1,4 +1,4 @@
-"""The rows of a matrix on other ways to make a step: one world, and another one after a failure."""
+"""Matrix rows of variant steps, with a new world after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpcheck.worlds.launchers.leader import Leader
 if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
-_LONGEST_COMPILATION = 60.0  # seconds; a world itself waits much longer for it
+_LONGEST_COMPILATION = 60.0  # seconds; the timeout of the world itself is much longer
 _STEPS: dict[str, Callable[[], matrix.VariantStep]] = {
     matrix.UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
     matrix.SYNCED: partial(calls.matrix_phases.accumulated_step, True),
@@ -35,19 +35,19 @@ def variant_rows(
     progress: Callable[[str], None],
     hosts: Leader | None,
 ) -> Iterator[matrix.MatrixRow]:
-    """A row for each of the ways.
+    """Yield a row for each variant step.
 
     Args:
-        target: As for `check_matrix`.
-        asked: What its user has asked for.
-        options: Of the wrapper; None for the recipe's own.
-        known: The same, also where they are the recipe's own.
-        progress: Called with a few words at the beginning of each.
-        hosts: As for `check_matrix`.
+        target: See `check_matrix`.
+        asked: Options of the check.
+        options: Wrapper options; None for the recipe's own.
+        known: Wrapper options, even if they are the recipe's own.
+        progress: Called with a short text at the start of each variant.
+        hosts: See `check_matrix`.
     """
     world: World | None = None
     facts: list[matrix.VariantFacts] = []
-    until = math.inf  # when the compilation that goes on has taken longer than it may
+    until = math.inf  # deadline of the current compilation
 
     def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
         return "{ranks} did not finish to compile in time" if time.monotonic() > until else None
@@ -59,7 +59,7 @@ def variant_rows(
             row = partial(matrix.MatrixRow, known.arguments, hook=known.hook, label=label)
             until = math.inf
             try:
-                if world is None:  # the first, or the next one after a failure
+                if world is None:  # first variant, or previous variant failed
                     world = asked.world(hosts, look)
                     facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
                 if why := matrix.skipped(facts, title):

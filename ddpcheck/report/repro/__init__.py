@@ -1,4 +1,4 @@
-"""A self-contained script that shows a finding under plain `torchrun`, without ddpcheck."""
+"""Write a self-contained script that reproduces a finding under plain `torchrun`, without ddpcheck."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _MARKS = ("written by ddpcheck", "which wrote this file")
 
 
 def write_reproduction(report: Report, target: str, directory: str | Path, *, finding: Finding | None = None) -> Path:
-    """Write a script that shows a finding under plain `torchrun`, with the modules of the user's that it needs.
+    """Write a script that reproduces a finding under plain `torchrun`.
 
-    The target is loaded once more, in a process of its own. Its code is copied into the script as it is; what the
-    recipe does not use may need ddpcheck, since it does not run. Modules of the user's own project that it imports
-    (found next to it or below the working folder, and not installed) are copied beside. Data files are not. Files
-    that ddpcheck wrote before are overwritten; others never are.
+    The target is loaded again in a separate process. The code of the target is copied unchanged into the script; code
+    that the recipe does not use may import ddpcheck, since such code does not run. Imported modules of the user's
+    project (below the folder of the target or the working folder, not installed) are copied into `directory`; data
+    files are not. Only files written by ddpcheck are overwritten.
 
-    `finding` is the first by default, which is the worst. Returns the script, `repro_<code>.py` in `directory`, which
-    is made; it exits with 1 if the fault shows, and with 0 if not.
+    `finding` defaults to the first finding of the report, which is the worst. Returns the path of the script,
+    `repro_<code>.py` in `directory`; the script exits with 1 if the fault occurs, else with 0.
 
     Raises:
-        UsageError: There is no finding or no script shows it, `target` is no TARGET, its code needs ddpcheck, or
-            `directory` cannot be written.
+        UsageError: There is no finding, the finding has no script, `target` is not a string, the code of the target
+            needs ddpcheck, or `directory` cannot be written.
         TargetError: The target cannot be loaded any more.
     """
     if not isinstance(target, str):
@@ -71,13 +71,13 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
 
 
 def command_for(report: Report, script: Path) -> str:
-    """How to run a reproduction of the first finding."""
+    """Return the command line that runs the reproduction of the first finding."""
     size = world_size_for(report.findings[0], report)
     return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
 
 
 def prepare(folder: Path) -> None:
-    """Raise a `UsageError` if files cannot be written into `folder`; leave nothing."""
+    """Raise a `UsageError` if `folder` is not writable, without leaving files."""
     made, probe = not folder.exists(), folder / ".ddpcheck-can-write"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def prepare(folder: Path) -> None:
 
 
 def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
-    """Look at the target in a process of its own; without its loss, if that ends the process."""
+    """Probe the target in a separate process, without the loss if necessary."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
     for train in (True, False)[finding.code.startswith("DDP4") :]:

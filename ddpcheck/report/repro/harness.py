@@ -1,4 +1,4 @@
-"""The code of the scripts: a rank that trains a recipe, notes facts by step, and compares them with other ranks' facts.
+"""Source code of reproduction scripts: train a recipe and compare facts between ranks.
 
 Read as text, never imported.
 """
@@ -32,12 +32,12 @@ from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norm, s
 from ddpcheck.gather.steps.training_step import batch_seed, model_seed, step_seed
 from ddpcheck.recipe.pytree import copied, shard_batch, to_device, tree_leaves, tree_tensors
 
-TargetError = ValueError  # of what is copied from elsewhere
+TargetError = ValueError  # raised in copied code
 RandomNumbers = str
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the random numbers that are drawn, and the numbers that are reduced."""
+    """Record drawn random numbers, and inputs of reductions."""
 
     numbers: dict[str, list[Any]]
 
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Rank:
-    """This rank: `net` is its model, bare, and `module` that in DDP."""
+    """Rank with the bare model `net` and the DDP wrapper `module`."""
 
     def __init__(self, recipe: Any, **settings: Any) -> None:
         self.recipe, self.set = recipe() if callable(recipe) else recipe, settings
@@ -61,16 +61,16 @@ class Rank:
         if settings["device"] != "cpu":
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        self.timeout = timedelta(seconds=20)  # of a collective
+        self.timeout = timedelta(seconds=20)  # for a collective
         self.place, self.tolerated, self.facts = "building the model", False, dict[str, list[Any]]()
         self.leaves, self.lost, self.start = tuple[Any, ...](), dict[str, str](), dict[str, str]()
 
     def show(self, measured: Any, at_fault: Any) -> None:
-        """Exit with 1 if a fact is at fault, given its values in all steps on each rank."""
+        """Exit with 1 if `at_fault` is true for the values of any fact."""
         lines: list[str] = []
         try:
             dist.init_process_group(self.set["backend"], timeout=self.timeout)
-            self.group = dist.new_group(timeout=self.timeout, backend="gloo")  # DDP has the other one to itself
+            self.group = dist.new_group(timeout=self.timeout, backend="gloo")  # the default group is for DDP only
             for step, facts in measured:
                 for name, value in facts.items():
                     self.facts.setdefault(name, []).append(
@@ -88,9 +88,9 @@ class Rank:
                 lines.append(f"{name}: {'; '.join(map(' '.join, self.facts.get(name, []))) or 'not on this rank'}")
         for line in lines[:8] or ["finished, and shows no fault"]:
             print(f"rank {self.rank}: {textwrap.shorten(line, 200)}", flush=True)
-        time.sleep(4 if lines else 0)  # torchrun ends all ranks when one fails: let each say its lines
+        time.sleep(4 if lines else 0)  # torchrun ends all ranks if one fails: let all print first
         if not lines:
-            dist.destroy_process_group()  # else threads of its may abort the exit
+            dist.destroy_process_group()  # else threads of the group may abort the exit
         sys.exit(bool(lines))
 
     def in_short(self, value: Any) -> str:
@@ -107,7 +107,7 @@ class Rank:
 
     def reach(self, place: str) -> None:
         self.place = place
-        if self.set["may_hang"]:  # a rank that is stuck shows its stack
+        if self.set["may_hang"]:  # a hung rank prints its stack
             print(f"rank {self.rank}: {place}", flush=True)
             faulthandler.dump_traceback_later(self.timeout.seconds + 2, exit=True)
 
@@ -120,7 +120,7 @@ class Rank:
             kwargs = {**({} if self.device.type == "cpu" else {"device_ids": [self.device]}), **self.recipe.ddp_kwargs}
             wrap = self.recipe.wrap or (lambda net, _: DistributedDataParallel(net, **kwargs))
             self.module = wrap(self.net, self.device)
-            if self.known.isdisjoint(map(id, self.module.parameters())):  # wrap has made a copy
+            if self.known.isdisjoint(map(id, self.module.parameters())):  # wrap copied the model
                 self.net = getattr(self.module, "module", self.module)
         self.known = {id(p) for p in self.net.parameters()}
         optimizer = self.recipe.optimizer or (lambda trained: torch.optim.SGD(trained, lr=0.01))
@@ -137,7 +137,7 @@ class Rank:
         return sum(x.sum() for x in tree_tensors(losses))
 
     def train(self, whole: bool = False, numbers: Any = None) -> Any:
-        """Train; the caller's turn comes after each part of a step. With `numbers`, ranks draw the same."""
+        """Train, yielding after each part of a step; `numbers` fixes random numbers."""
         into_training(self.net)
         for step in range(self.steps):
             self.optim.zero_grad()
@@ -155,7 +155,7 @@ class Rank:
             yield "step", step
 
     def look(self, parts: str, facts: Any) -> Any:
-        """Facts after parts of each step, or at the "start" as well; with "bare" among them, without DDP."""
+        """Yield facts after the named parts of each step; "bare" means no DDP."""
         self.build("bare" in parts)
         if "start" in parts:
             yield -1, facts()
@@ -167,7 +167,7 @@ class Rank:
         parts, buffers = self.net.named_modules(), enumerate(self.net.named_buffers())
         found = {n or "the model": f"{type(m).__name__}({m.extra_repr()}) training={m.training}" for n, m in parts}
         found |= {name: f"buffer number {number}, {tuple(b.shape)}, {b.dtype}" for number, (name, b) in buffers}
-        numbers: dict[Any, int] = {}  # tied parameters have one
+        numbers: dict[Any, int] = {}  # tied parameters share a number
         for name, p in self.net.named_parameters(remove_duplicate=False):
             found[name] = f"number {numbers.setdefault(p, len(numbers))}, {tuple(p.shape)}, {p.dtype}, "
             found[name] += f"strides {p.stride()}, on {p.device.type}, requires_grad={p.requires_grad}"
@@ -204,12 +204,12 @@ class Rank:
         return {"find_unused_parameters": f"{self.module.find_unused_parameters}, unused: {len(self.missing())}"}
 
     def unused(self) -> Any:
-        """Parameters without gradient: of every rank by itself first, since DDP may hang; then with DDP."""
+        """Yield parameters without gradient (no DDP, which may hang); then run DDP."""
         yield from self.look("bare backward", self.missing)
         yield from self.look("", None)
         self.tolerated = self.module.find_unused_parameters and not self.module.static_graph
 
-    def discarded(self) -> Any:  # gradients that zero_grad takes away before a step has used them
+    def discarded(self) -> Any:  # gradients zeroed before an optimizer step used them
         self.build()
         for holder in (*self.module.modules(), self.optim):
             holder.zero_grad = functools.partial(self.zero_grad, holder.zero_grad)
@@ -225,14 +225,14 @@ class Rank:
         gone = [n for n, kind in self.kinds().items() if before[n][0] == "a" != kind[0]]
         self.lost |= {n: "zeroed before a step has used it" for n in gone if before[n][-8:] == self.start[n][-8:]}
 
-    def stray(self) -> dict[str, str]:  # tensors that receive gradient in every step and that DDP does not know
+    def stray(self) -> dict[str, str]:  # leaves with gradients in every step that DDP does not know
         known = {*self.known, *map(id, tree_leaves(self.data))}
         before, self.leaves = self.leaves, walk_graph([self.made]).leaves
         kept = [x for x in self.leaves if id(x) not in known and any(x is y for y in before)]
         return {f"number {n} of {tuple(x.shape)}": f"gradient {self.in_short(x.grad)}" for n, x in enumerate(kept)}
 
     def reductions(self) -> Any:
-        """Gradients with DDP, and the calls of no_sync with the forward passes that were under it."""
+        """Yield gradients with DDP, and the use of no_sync."""
         self.build()
         calls, passes = list[Any](), list[bool]()
         for ddp in [part for part in self.module.modules() if isinstance(part, DistributedDataParallel)]:
@@ -245,7 +245,7 @@ class Rank:
         yield 0, {"no_sync": under} if calls else {}
 
     def last(self, bare: bool = False, average: bool = False, **how: Any) -> Any:
-        """The gradients of the last step; `average`: as DDP averages them, by hand."""
+        """Return the gradients of the last step; `average`: averaged over ranks without DDP."""
         self.build(bare)
         for part, step in self.train(**how):
             for p in self.net.parameters() if average and part == "backward" else ():
@@ -257,7 +257,7 @@ class Rank:
                 return self.gradients()
 
     def alone(self, numbers: Any) -> Any:
-        """The gradients of one process on the whole batch, which are made before the ranks meet."""
+        """Return a getter for the gradients of one process on the whole batch."""
         if self.set["in_group"]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -267,12 +267,12 @@ class Rank:
         return lambda: alone
 
     def compare(self, want: Any, **how: Any) -> Any:
-        """Gradients that are further than allowed from what they should be, the furthest first."""
+        """Yield gradients with relative errors above the tolerance, largest first."""
         got, right, allowed = self.last(**how), want(), self.set["tolerance"]
         got, sizes = {name: got.get(name, 0 * x).to(x) for name, x in right.items()}, scales(right)
         errors = {name: norm(got[name] - x) / max(sizes[name], 1e-30) for name, x in right.items()}
         far = [name for name in errors if not errors[name] <= allowed]
-        far.sort(key=lambda name: (errors[name] == errors[name], -errors[name]))  # what is not a number comes first
+        far.sort(key=lambda name: (errors[name] == errors[name], -errors[name]))  # NaN first
         found = {f"gradient of {n}": f"relative error {errors[n]:.2g}, allowed {allowed:g}" for n in far[:4]}
         ours, whole = (torch.cat([x.double().flatten() for x in some.values()]) for some in (got, right))
         factor = f"{float(ours @ whole / (whole @ whole)):.4g} times what they should be"
@@ -285,7 +285,7 @@ class Rank:
     def words(self, part: Any) -> bool:
         return isinstance(part, (list, tuple)) and bool(part) and all(isinstance(x, str) for x in part)
 
-    def samples(self, step: int, whole: bool = False) -> Counter[Any]:  # rows along dim 0, and how often each is there
+    def samples(self, step: int, whole: bool = False) -> Counter[Any]:  # rows along dim 0, with counts
         columns = [*tree_leaves(self.batch(step, whole), is_leaf=self.words)]
         columns = [x for x in columns if self.words(x) or getattr(x, "ndim", False)]
         columns = [x.tolist() if hasattr(x, "tolist") else x for x in columns if len(x) == len(columns[0])]
@@ -301,7 +301,7 @@ class Rank:
             yield step, {"samples": text} if again or missing else {}
 
     def recorded(self, which: str) -> Any:
-        """Numbers that a forward pass on rank 0's samples draws under seeds of each rank, or reduces under one."""
+        """Yield numbers drawn or reduced by forward on the samples of rank 0."""
         self.build(bare=True)
         into_training(self.net)
         data = self.gathered(self.batch(0))[0]

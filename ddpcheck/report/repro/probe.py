@@ -1,4 +1,4 @@
-"""A look at a target on a rank: what it consists of, imports and draws."""
+"""Probe a target on a rank: recipe parts, imports and random numbers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ddpcheck.worlds import rank as this_rank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Facts of a target that a script is made from."""
+    """Facts about a target, for generating a script."""
 
     file: str
-    module: str  # its name
-    package: str  # that the module is in; empty for a file
-    attribute: str  # of the module; empty if the module is the recipe
-    parts: tuple[str, ...]  # of the recipe, by the names of its attributes
-    draws: bool  # torch's generators are drawn from in the forward pass, so that no two runs share the numbers
-    loaded: tuple[tuple[str, str], ...]  # name and file of each module that was imported on the way
+    module: str  # module name
+    package: str  # package of the module; "" for a file
+    attribute: str  # attribute of the module; "" if the module is the recipe
+    parts: tuple[str, ...]  # names of the attributes set in the recipe
+    draws: bool  # True if the forward pass uses torch generators, so that random numbers must be replaced
+    loaded: tuple[tuple[str, str], ...]  # (name, file) of each module imported by the target
 
 
 def look(target: str, seed: int, train: bool) -> TargetInfo:
-    """Load `target`, and run a step of it, as far as that goes: functions may import modules when they are called."""
+    """Load `target` and try one step, since functions may import modules."""
     before, device = set(sys.modules), torch.device(this_rank.current().device)
     recipe, draws = load_on_rank(target), True
     with synchronised_on_cpu(), contextlib.suppress(Exception, SystemExit):

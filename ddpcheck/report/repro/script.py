@@ -1,4 +1,4 @@
-"""The script that shows a finding: what it compares, and the target's own code with it."""
+"""Generate a reproduction script from the code of the target and the harness."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ COMPARISONS = {
     for codes, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=DDP)", _TABLE.strip()))
     for code in codes.split()
 }
-"""By code of a finding: how many steps, the facts, which values by rank and step are a fault, what each rank prints."""
+"""[steps, facts, test for a fault in `ranks`, description of the facts printed by each rank] by code"""
 
 
 def why_none(finding: Finding, report: Report) -> str:
-    """Why no script shows a finding; empty if one does."""
+    """Return the reason why a finding has no script, or ""."""
     what, split = f"no script shows {finding.code} ({RULES[finding.code].name})", _is_split(report)
     if finding.code not in COMPARISONS:
         return what
-    alone = finding.code in ("DDP101", "DDP102", "DDP103")  # which need no samples that ranks have in common
+    alone = finding.code in ("DDP101", "DDP102", "DDP103")  # reproducible without shared samples
     return f"{what} of a model that is split over ranks (tensor parallelism)" if split and not alone else ""
 
 
@@ -81,24 +81,24 @@ def _is_split(report: Report) -> bool:
 
 
 def world_size_for(finding: Finding, report: Report) -> int:
-    """The smallest world in which the fault is known to show: the report's, or 2 if it takes no account of ranks."""
+    """Return the smallest world size known to show the fault."""
     reported = int(report.world.get("world_size", 2))
     of_all = finding.code in "DDP101 DDP102 DDP103 DDP106 DDP107 DDP108 DDP109 DDP110 DDP112".split()
     return min(reported, 2) if of_all and not (finding.ranks or _is_split(report)) else reported
 
 
 def tolerance_for(finding: Finding, report: Report) -> float:
-    """The relative error to allow: well above the tolerance of the report, well below its worst error."""
+    """Return the relative tolerance, between the reported tolerance and error."""
     reference = "local" if "average" in COMPARISONS[finding.code][1] else "single-process"
     entries = [entry for entry in report.parity if entry.reference == reference]
     if finding.code == "DDP308" or not entries:
-        return 1e-5 if finding.code == "DDP308" else 1e-3  # a sum in another order changes less than that
+        return 1e-5 if finding.code == "DDP308" else 1e-3  # reordered sums change less
     beyond = [entry.relative_error / 3 for entry in entries if entry.relative_error > entry.tolerance]
     return float(f"{min([max(1e-4, *(10 * entry.tolerance for entry in entries)), max(beyond, default=1.0)]):.1g}")
 
 
 def script_name(finding: Finding) -> str:
-    """The name of the script that shows `finding`."""
+    """Return the file name of the script for `finding`."""
     return f"repro_{finding.code.lower()}.py"
 
 
@@ -144,14 +144,14 @@ def {function}(recipe):
 def script_for(
     finding: Finding, report: Report, target: TargetInfo, beside: Mapping[str, str], ours: Iterable[tuple[str, str]]
 ) -> str:
-    """A script with the code of `target` that shows `finding`.
+    """Return the script text with the code of `target` that reproduces `finding`.
 
-    Beside it are files, path to text; the code imports modules of `ours`, and the names in them.
+    `beside` maps paths of copied modules to text; `ours` has the (module, name) imports from ddpcheck.
     """
     code, head = Path(target.file).read_text(encoding="utf-8").rstrip(), ""
     lines, file, function = code.split("\n"), relative_path(target.file), "show_the_fault"
     for node in ast.parse(code).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":  # it has to be the first of the script
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":  # must come first in the script
             head += "".join(f"from __future__ import {alias.name}\n\n" for alias in node.names)
             rest = re.sub(r"from __future__ import [^;#]*(; *)?", "", lines[node.lineno - 1])
             lines[node.lineno - 1 : node.end_lineno] = [rest, *[""] * ((node.end_lineno or 0) - node.lineno)]
@@ -169,7 +169,7 @@ def script_for(
         recipe=target.attribute or f'sys.modules["ddpcheck"].Recipe({", ".join(f"{p}={p}" for p in target.parts)})',
     )
     line, here = "", f"# The code under test, from {file}\n\n"
-    for _ in range(2):  # until the docstring says its own length right
+    for _ in range(2):  # the line number depends on the length of the docstring
         docstring = _docstring(finding, report, line, beside)
         if finding.location is not None and finding.location.path == file:
             line = f", line {(docstring + script.partition(here)[0]).count(chr(10)) + 2 + finding.location.line} here"
@@ -177,10 +177,10 @@ def script_for(
 
 
 def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
-    """The inside of the function that shows the fault: so names of the target are not touched."""
+    """Return the function body that shows the fault; local names avoid clashes."""
     (steps, facts, at_fault, _), world = COMPARISONS[finding.code], report.world
     whole, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
-    named = first if finding.steps else 0  # then what ranks begin with shows it, and a step may end in a crash
+    named = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
     counts = {"first": first, "next": max(first, min(first + 1, whole)), "two": max(first, 2), "all": whole}
     at_fault = at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
     show = f"rank.show({facts}, {'any' if at_fault == 'any' else 'at_fault'})"
@@ -223,12 +223,12 @@ _SOURCES = (
     *(f"gather/ddp/{name}.py" for name in ("ddp_wrapper", "optimizer_options", "sync_batchnorm")),
     *("gather/autograd/autograd_graph.py", "recipe/pytree.py"),
 )
-"""The modules of ddpcheck that scripts have parts of; names in earlier ones come first."""
+"""Modules of ddpcheck whose code is copied into scripts, in this order."""
 
 
 @functools.cache
 def _library() -> dict[str, str]:
-    """Imports and definitions of the sources by name, methods of `Rank` by ".name"; none that are for ddpcheck only."""
+    """Return imports and definitions of `_SOURCES` by name; `Rank` methods by ".name"."""
     found: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
@@ -245,7 +245,7 @@ def _library() -> dict[str, str]:
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:
-    """A statement of a module; of the class `Rank`, what is up to `show`, and the methods after that."""
+    """Return the statement, or class `Rank` split after `show` into methods."""
     if not isinstance(node, ast.ClassDef) or node.name != "Rank":
         return [node]
     node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""The code of a target: the user's own modules that it imports, and what it needs of ddpcheck."""
+"""Analyze the imports of a target: user modules and names of ddpcheck."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ddpcheck.findings.source_lines import is_user_file, relative_path
 
 
 def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) -> dict[str, Path]:
-    """The modules of the user's own project that `entry` needs: path below the folder of the script, and file.
+    """Return the source files of user modules, by path relative to the script.
 
-    Own are files below the folder of `entry` or below the working folder that are not installed. What is imported
-    inside of functions counts as well, and the modules `loaded` (name and file) by the target in `package`.
+    User modules are files below the folder of `entry` or the working folder that are not installed. Includes imports
+    inside functions, and the modules `loaded` (name and file) by the target in `package`.
     """
     roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
     found: dict[str, Path] = {}
@@ -32,7 +32,7 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
             found[place], package = path, name if inside else name.rpartition(".")[0]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for module, item in imports_of(node).values():
-                with contextlib.suppress(ImportError):  # beyond the outermost package
+                with contextlib.suppress(ImportError):  # relative import beyond the top-level package
                     parts = f"{importlib.util.resolve_name(module, package)}.{item}".rstrip(".").split(".")
                     for count in range(1, len(parts) + 1) if parts[0] != "ddpcheck" else ():
                         places = [Path(root, *parts[:count]) for root in roots]
@@ -43,7 +43,7 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
 
 
 def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:
-    """The names that an import statement binds, each with the module (relative with its dots) and the name in it."""
+    """Return (module, name in the module) by name bound in an import statement."""
     if isinstance(node, ast.Import):
         return {a.asname or a.name.partition(".")[0]: (a.name, "") for a in node.names}
     if isinstance(node, ast.ImportFrom):
@@ -52,18 +52,18 @@ def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """The names that a piece of code mentions, without attributes and arguments."""
+    """Return the identifiers (`ast.Name`) in a piece of code."""
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
 def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> list[tuple[str, str]]:
-    """The modules of ddpcheck that a file of the user's imports, and the names in them; it may use `Recipe` alone.
+    """Return the (module, name) imports from ddpcheck in a user file.
 
-    With `roots`, what does not run when these names are used may need more: other functions and classes, tests for
-    example, and the program.
+    With `roots`, code that does not run if only these names are used is exempt, such as tests and the
+    `__name__ == "__main__"` block.
 
     Raises:
-        UsageError: The code needs more of ddpcheck than that.
+        UsageError: The code uses other names of ddpcheck.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     ours = {name: item for node in tree.body for name, item in imports_of(node).items() if _is_ours(item)}
@@ -75,7 +75,7 @@ def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> lis
     for item in (item for node in tree.body if node not in idle and not imports_of(node) for item in ast.walk(node)):
         what = "an import" if any(map(_is_ours, imports_of(item).values())) else ""
         if isinstance(item, ast.Attribute) and item.attr == "Recipe" and isinstance(item.value, ast.Name):
-            item.value.id = "Recipe"  # whatever it is an attribute of
+            item.value.id = "Recipe"  # an attribute of any object
         elif isinstance(item, ast.Name) and item.id in ours and ours[item.id][1] != "Recipe":
             what = ours[item.id][1] or item.id
         if what:
@@ -91,7 +91,7 @@ def _is_ours(item: tuple[str, str]) -> bool:
 
 
 def _may_be_idle(node: ast.stmt) -> bool:
-    """Check if a statement is the program, or a function or class that nothing but pytest may have marked."""
+    """Check if a statement may not run: `__main__` block, function or class."""
     if isinstance(node, ast.If):
         return sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]
     marks = getattr(node, "decorator_list", None)

@@ -1,1 +1,1 @@
-"""`check_schedule`: the collectives of many ranks, simulated one by one, and whether they pair up."""
+"""`check_schedule`: simulate many ranks one by one and check if their collectives match."""

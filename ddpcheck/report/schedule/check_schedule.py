@@ -1,7 +1,7 @@
-"""`check_schedule(recipe)`: simulates the ranks of a large world one by one, and compares their collectives.
+"""`check_schedule(recipe)`: simulate many ranks one by one and compare their collectives.
 
-Each rank trains alone, in a process group whose other ranks are not there. What depends on the rank, the world size and
-the process groups is seen; what depends on numbers that other ranks have computed is not.
+Each rank trains in a process group without the other ranks. Detects mismatches that depend on the rank, the world size
+or the process groups, but not mismatches that depend on values computed by other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 65_536
 _MOST_AT_ONCE = 8
 _MOST_ROUNDS = 6
-_MOST_NAMED = 6  # that a check line names
+_MOST_NAMED = 6  # operations named in a check line
 
 Result = TypeVar("Result")
 
@@ -57,26 +57,26 @@ def check_schedule(
     baseline: Report | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Simulate every rank of a world by itself, on the CPU, and compare the collectives that they make.
+    """Simulate every rank of a world separately on CPU; compare the collectives.
 
     Args:
-        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which is loaded on the simulated ranks and not here.
-        world_size: Number of ranks; each is a short-lived process, and a few run at a time.
+        target: A `Recipe`, or a TARGET ("path/to/file.py:attr"), which only the simulated ranks load.
+        world_size: Number of ranks; each is a short-lived process, with a few at a time.
         steps: Training steps of each rank.
-        timeout: Seconds that one rank may take before it counts as a hang.
-        seed: Of all random numbers.
-        preload: Modules that are imported once, before ranks are forked; see `World`.
+        timeout: Seconds after which a rank counts as hung.
+        seed: Seed of all random number generators.
+        preload: Modules to import once, before forking ranks; see `World`.
         select: Codes, prefixes or names of the rules to report; default: all.
-        ignore: Those not to report.
+        ignore: Codes, prefixes or names of the rules not to report.
         suppress: Findings that are shown with a reason, and do not count.
-        baseline: An earlier report; what it has is shown as known, and does not count.
-        progress: Called with a few words as ranks are done.
+        baseline: An earlier report; findings in both are shown as known and do not count.
+        progress: Called with a progress message, such as "8 of 1024 ranks".
 
     Returns:
-        The report. A target that fails, or hangs, on one rank is in `Report.error`, and no further ranks are simulated.
+        The report. If a rank fails or hangs, `Report.error` is set and no further ranks are simulated.
 
     Raises:
-        UsageError: An argument is wrong, or `target` names no recipe.
+        UsageError: An argument is invalid, or `target` is not a recipe.
     """
     check_count("world_size", world_size, MOST_RANKS)
     given = CheckOptions(
@@ -95,7 +95,7 @@ def check_schedule(
 
 
 class _Simulation:
-    """The ranks of a schedule under way."""
+    """State of a simulation of all ranks."""
 
     def __init__(self, target: Recipe | str, asked: CheckOptions, progress: Callable[[str], None]) -> None:
         self.target, self.asked, self.progress = target, asked, progress
@@ -104,17 +104,17 @@ class _Simulation:
         self.found: list[Finding] = []
         self.error: ReportError | None = None
         self.shards = 0
-        self.unsettled = False  # whether ranks still make other collectives in each round
+        self.unsettled = False  # True if the collectives still change in each round
 
     def run(self) -> Report:
-        """Simulate the ranks, until one of them fails, and judge what they have come to."""
+        """Simulate the ranks until one fails, and return the report."""
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
             self._simulate(Path(folder))
         return self._report(time.perf_counter() - begun)
 
     def _simulate(self, folder: Path) -> None:
-        """Go on for as long as what ranks send each other changes with what they are answered."""
+        """Repeat rounds until the data sent between ranks no longer changes."""
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
@@ -127,16 +127,16 @@ class _Simulation:
                 return
             if sent == last:
                 break
-        self.unsettled = sent != last and made != before  # by votes on votes, and not by numbers that are learned
+        self.unsettled = sent != last and made != before  # trained values may change sent data alone
         self.found = [] if self.unsettled else judge_schedules(self.schedules, made)
 
     def _simulate_ranks(self, there: Simulated) -> list[str]:
-        """Once, one rank after the other; returns the name of each rank's list of collectives."""
+        """Simulate all ranks once; return the digest of the collectives of each rank."""
         size, at_once = there.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
         self.ranks = []
         while self.error is None and len(self.ranks) < size:
             self.progress(f"{len(self.ranks)} of {counted(size, 'rank')}")
-            # rank 0 alone at first: what it sends as a root is what the others get
+            # rank 0 first and alone, since other ranks receive the data that rank 0 sends as root
             ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
             self.ranks += self._on_ranks(
                 ranks, lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, there)
@@ -147,7 +147,7 @@ class _Simulation:
         return names
 
     def _on_ranks(self, ranks: Sequence[int], phase: Callable[[int], Callable[[], Result]]) -> list[Result]:
-        """What a process of its own returns for each rank; of the first that fails the error is kept."""
+        """Run a phase in a separate process per rank; set `error` on failure."""
         if self.error is not None:
             return []
         with contextlib.ExitStack() as stack:
@@ -208,10 +208,10 @@ class _Simulation:
 
 
 def _error_of(error: RankError, rank: int) -> ReportError:
-    """The error of a report where a simulated rank has failed, whose process knows itself as rank 0.
+    """Convert the error of a simulated rank to a `ReportError`.
 
     Raises:
-        UsageError: That was a wrong argument.
+        UsageError: The rank failed with a `UsageError`.
     """
     first = error.first
     if first is not None and isinstance(first.exception, UsageError):

@@ -1,4 +1,4 @@
-"""The phase that simulates a rank of many: the steps of a recipe in a process group whose other ranks are not there."""
+"""Rank phases that simulate one rank without the other ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANKS_OF_A_MACHINE = 8
 
 
 def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> SimulatedRank:
-    """Train as one rank of `world`, in which no other is there, and leave its collectives."""
+    """Train as one rank without the other ranks, and save the collectives."""
     _take_place(rank, world.world_size)
     run_as_written()
     calls, answers = join_simulated(rank, world.world_size, world.folder)
@@ -55,12 +55,12 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
 
 
 def answer(world: Simulated) -> str:
-    """Find out what ranks would have answered each other; a digest of all that they have sent."""
+    """Combine sent data into answers; return a digest of data differing between ranks."""
     return combine(world.world_size, world.folder)
 
 
 def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
-    """Into how many parts a batch is split: one a rank, or two where it has fewer samples than there are ranks."""
+    """Return the number of shards: `world_size`, or at most 2 for small batches."""
     recipe = load_on_rank(target)
     if recipe.shard is not None:
         return world_size
@@ -69,7 +69,7 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
 
 
 def _take_place(rank: int, world_size: int) -> None:
-    """Set what a launcher tells a rank, on machines of eight."""
+    """Set the environment variables of a launcher, with 8 ranks per machine."""
     here = min(_RANKS_OF_A_MACHINE, world_size)
     places = {
         "RANK": rank,
@@ -82,7 +82,7 @@ def _take_place(rank: int, world_size: int) -> None:
 
 
 def _written(calls: list[ScheduledCall], folder: Path) -> str:
-    """Leave collectives in a file that is named by their digest, unless another rank has made the same."""
+    """Write collectives to a file named by digest; return the digest."""
     data = msgspec.msgpack.encode(calls)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     file = folder / f"schedule-{digest}"

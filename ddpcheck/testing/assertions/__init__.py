@@ -1,1 +1,1 @@
-"""The assertions for tests of distributed training, and what they ask of each rank."""
+"""Assertions for tests of distributed training, and their computations on each rank."""

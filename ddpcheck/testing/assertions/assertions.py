@@ -1,10 +1,10 @@
-"""Assertions for tests of distributed training: gradients, values on all ranks, and parameters that take no part.
+"""Assertions for distributed training: gradient parity, equal values, anomalous parameters.
 
-`assert_parity` is called in an ordinary test and starts ranks of its own; `assert_same_on_all_ranks` is called on every
-rank of whatever started them; `assert_no_anomalous_params` in any process. The pure functions of
-`ddpcheck.testing.assertions.messages` make the messages.
+`assert_parity` is called in an ordinary test and starts its own ranks; `assert_same_on_all_ranks` is called on every
+rank, with any launcher; `assert_no_anomalous_params` in any process. Messages come from
+`ddpcheck.testing.assertions.messages`.
 
-This module is light: it imports torch only once an assertion is made.
+This module is light: it imports torch only when an assertion is called.
 """
 
 from __future__ import annotations
@@ -52,46 +52,45 @@ def assert_parity(
     preload: Sequence[str] = (),
     msg: Message = None,
 ) -> Report:
-    """Assert that DDP gives a recipe the gradients that a single process would compute, on every rank.
+    """Assert that DDP gradients of a recipe equal single-process gradients on every rank.
 
-    Called in an ordinary test or script; it runs `ddpcheck.check` on ranks of its own. It fails on
+    Called in an ordinary test or script; runs `ddpcheck.check` on its own ranks. Fails on
 
-    - gradients that differ between ranks, from the average of the ranks' own, or from those of the global batch in a
-      single process: every finding of the family DDP3xx, whatever its severity;
-    - every other finding that is an error, since it makes the gradients wrong or stops training, and every finding that
-      has one of the family DDP3xx as its consequence;
-    - a check that could not be finished, and a comparison that was not made: the reducer was not run because of an
-      unused parameter, there is no single process to compare with, every gradient was zero (DDP307), or the same
-      step run twice differs from itself (DDP308). To ignore the finding does not make such an assertion pass.
+    - gradients that differ between ranks, from the average of the local gradients, or from single-process gradients of
+      the global batch: every DDP3xx finding, of any severity;
+    - every other finding of severity error, which means wrong gradients or stopped training, and every finding with a
+      DDP3xx finding as consequence;
+    - an incomplete check or a skipped comparison: the reducer did not run because of an unused parameter, there is no
+      single-process reference, every gradient was zero (DDP307), or repeating a step gave different gradients
+      (DDP308). Ignoring the finding does not make the assertion pass in these cases.
 
     Args:
         recipe: A `ddpcheck.Recipe` or a TARGET ("path/to/file.py:attr").
         world_size: Number of ranks.
         steps: Training steps to compare.
-        rtol: Relative tolerance; together with `atol` it takes the place of the measured tolerances of
-            `ddpcheck.check`. A gradient g is near enough to its reference r where
-            norm(g - r) <= atol * sqrt(number of elements) + rtol * norm(r), with Frobenius norms, one parameter at a
-            time. Whatever passes `torch.testing.assert_close`, which asks `|g - r| <= atol + rtol * |r|` of every
-            element, passes this (by the triangle inequality). Gradients are bit-identical between ranks all the same.
-        atol: Absolute tolerance; `rtol` and `atol` are given together or not at all.
-        select: Codes, prefixes or names of the rules to fail on; default: all. A comparison of which no rule is
-            selected need not have been made ("DDP301" and "DDP302" are of the reducer, "DDP303" to "DDP305", "DDP309"
-            and "DDP310" of the single process).
-        ignore: Those not to fail on: `ignore=["batch-coupled"]` where BatchNorm per rank is meant.
-        backend: "gloo" or "nccl"; default: nccl where every rank has a GPU of its own, else gloo.
+        rtol: Relative tolerance; with `atol`, replaces the measured tolerances of `ddpcheck.check`. A gradient g
+            matches its reference r if norm(g - r) <= atol * sqrt(number of elements) + rtol * norm(r), with Frobenius
+            norms, per parameter. By the triangle inequality, gradients that pass `torch.testing.assert_close`
+            (`|g - r| <= atol + rtol * |r|` for every element) also pass here. Gradients must still be bit-identical
+            between ranks.
+        atol: Absolute tolerance; pass `rtol` and `atol` together.
+        select: Codes, prefixes or names of the rules to fail on; default: all. A comparison without a selected rule
+            may be skipped (reducer: DDP301, DDP302; single process: DDP303 to DDP305, DDP309, DDP310, DDP312).
+        ignore: Rules not to fail on, for example `ignore=["batch-coupled"]` if per-rank BatchNorm is intended.
+        backend: "gloo" or "nccl"; default: nccl if every rank has its own GPU, else gloo.
         device: "cpu" or "cuda".
-        timeout: Seconds that one phase of the check may take.
-        seed: Of all random numbers.
-        preload: Modules that are imported once, before ranks are forked; see `ddpcheck.World`.
-        msg: Instead of the message, or a function from the message to another one, as in `torch.testing.assert_close`.
+        timeout: Timeout of one phase of the check in seconds.
+        seed: Seed of all random number generators.
+        preload: Modules imported once before ranks are forked; see `ddpcheck.World`.
+        msg: Replacement of the message, or a function of the message, as in `torch.testing.assert_close`.
 
     Returns:
-        The report of the check, where the assertion holds.
+        The report of the check if the assertion holds.
 
     Raises:
-        FindingsError: The gradients are not the same, or that could not be told; an `AssertionError`, with the whole
-            report as its `detail`.
-        UsageError: An argument is wrong, or this process is a rank of a ddpcheck world.
+        FindingsError: The gradients differ or could not be compared; an `AssertionError` with the full report as
+            `detail`.
+        UsageError: An argument is invalid, or this process is a rank of a ddpcheck world.
     """
     __tracebackhide__ = True
     from ddpcheck.render import as_text
@@ -131,39 +130,38 @@ def assert_same_on_all_ranks(
     timeout: float | None = None,
     msg: Message = None,
 ) -> None:
-    """Assert that `value` is the same on every rank; every rank of `group` calls this.
+    """Assert that `value` is equal on all ranks of `group`; called on each.
 
-    Every rank raises the same error, so that none of them runs ahead and waits for the others. Where all is equal, one
-    digest of 32 bytes a rank goes over the rendezvous store, which cannot hang on ranks that hold different things;
-    shapes, names and then values move only where digests differ. Without a process group, or with one rank, there is
-    nothing to compare with, and it passes.
+    Every rank raises the same error, so that no rank continues and waits for the others. If all values are equal, only
+    one 32-byte digest per rank goes over the rendezvous store, which cannot hang on mismatched values; shapes, names
+    and then values are exchanged only if digests differ. Without a process group or with one rank, only invalid and
+    empty values raise.
 
     Args:
         value: A tensor of any dtype, layout and device, a number, a string, None, a numpy array, a module (its
-            parameters and buffers, by name), or any nest of these in lists, tuples, dicts, dataclasses and iterators.
-            Gradients are compared by `[p.grad for p in model.parameters()]`; what is None on one rank has to be None
-            on all.
-        group: The ranks; default: all.
-        name: What to call it in the message.
-        rtol: Relative tolerance; default: 0, since DDP leaves bit-identical values on all ranks. With a tolerance, the
-            values that differ travel from one rank to all.
-        atol: Absolute tolerance; `rtol` and `atol` are given together or not at all. A value v is near enough to the
-            value r of the rank that most ranks agree with (of equally many: with the lowest) where
-            `|v - r| <= atol + rtol * |r|`, element by element.
-        equal_nan: Whether a NaN equals a NaN.
-        check_device: Whether the kind of device has to be the same; its index never has to.
-        check_stride: Whether the strides of dense tensors have to be the same.
-        timeout: Seconds to wait for the other ranks; default: those of the group.
-        msg: Instead of the message, or a function from the message to another one, as in `torch.testing.assert_close`.
+            parameters and buffers, by name), or any nesting of these in lists, tuples, dicts, dataclasses and
+            iterators. Compare gradients with `[p.grad for p in model.parameters()]`; None must be None on all ranks.
+        group: Process group; default: all ranks.
+        name: Name of the value in the message.
+        rtol: Relative tolerance; default: 0, since DDP keeps values bit-identical on all ranks. With a tolerance, each
+            differing tensor is broadcast from one rank.
+        atol: Absolute tolerance; pass `rtol` and `atol` together. A value v matches the reference r if
+            `|v - r| <= atol + rtol * |r|` for every element; r is the most common value (in a tie, the value of the
+            lowest rank).
+        equal_nan: If True, NaNs compare equal.
+        check_device: If True, device types must be equal; the device index is never compared.
+        check_stride: If True, strides of dense tensors must be equal.
+        timeout: Seconds to wait for the other ranks; default: the timeout of the group.
+        msg: Replacement of the message, or a function of the message, as in `torch.testing.assert_close`.
 
     Raises:
-        AssertionError: The ranks do not hold the same; the message names the first item that differs, the ranks, how
-            many elements, the greatest differences and the other items. Also where there is nothing to compare: no
-            tensor, number or text on any rank.
-        UsageError: There is something that cannot be compared (an object, a DTensor, a tensor without values), the
-            options differ between ranks, or this rank is not in `group`.
+        AssertionError: The values differ; the message names the first mismatch with ranks, number of elements and
+            largest differences, and the other mismatches. Also if there is nothing to compare: no tensor, number or
+            text on any rank.
+        UsageError: A part of the value cannot be compared (an object, a DTensor, a tensor without data), the options
+            differ between ranks, or this rank is not in `group`.
         BugError: ddpcheck itself failed.
-        HangError: A rank did not call this in time; names the ranks.
+        HangError: A rank did not call this function in time; names the ranks.
     """
     __tracebackhide__ = True
     options = messages.CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
@@ -182,30 +180,30 @@ def assert_no_anomalous_params(
     timeout: float | None = None,
     msg: Message = None,
 ) -> None:
-    """Assert that every parameter of `model` will receive a gradient from `loss`, and nothing else will.
+    """Assert that `loss` reaches every parameter of `model` and no unregistered tensor.
 
-    Called between the forward pass and `loss.backward()`; the graph is left as it is. With a process group every rank
-    of it calls this, and every rank raises the same error: also on parameters that contribute on some ranks only, on
-    which DDP hangs. Where all is well, one digest a rank goes over the rendezvous store.
+    Called between the forward pass and `loss.backward()`; does not modify the graph. With a process group, every rank
+    must call this function, and every rank raises the same error, including for parameters that contribute only on
+    some ranks, which hang DDP. The ranks exchange only their anomalies, over the rendezvous store.
 
     Args:
-        loss: A scalar tensor, or any nest of them.
-        model: The module, wrapped or not.
-        ignore: Names of parameters that need not contribute; "head.*" stands for all that match.
-        replay: Computes the loss again, to tell why a parameter is missing and at which line; called only when one is,
-            on every rank that misses one.
-        group: The ranks; default: those of the wrapper, or all.
-        timeout: Seconds to wait for the other ranks; default: those of the group.
-        msg: Instead of the message, or a function from the message to another one, as in `torch.testing.assert_close`.
+        loss: A scalar tensor, or any nesting of tensors.
+        model: The module, with or without the DDP wrapper.
+        ignore: Names or patterns ("head.*") of parameters that need not contribute.
+        replay: Recomputes the loss to find why and at which line a parameter is lost; called only on ranks with a
+            missing parameter.
+        group: Process group; default: the group of the DDP wrapper, or all ranks.
+        timeout: Seconds to wait for the other ranks; default: the timeout of the group.
+        msg: Replacement of the message, or a function of the message, as in `torch.testing.assert_close`.
 
     Raises:
-        AssertionError: Lists the parameters by what is wrong with them: none of the backward pass will reach them
-            (DDP101, 102, 103), it reaches them on some ranks only (DDP104), or it reaches a tensor that is no
-            parameter of the model (DDP106). A parameter that is used in a re-entrant checkpoint is in no graph before
-            backward runs; those of the modules that such checkpoints were given are taken to contribute.
-        UsageError: `loss` needs no gradient, no parameter requires one, or `ignore` names no parameter.
+        AssertionError: Lists the anomalies by kind: parameters not reached by the backward pass (DDP101, DDP102,
+            DDP103), parameters reached only on some ranks (DDP104), and tensors that are no parameters of the model
+            (DDP106). Parameters in modules passed to re-entrant checkpoints count as contributing, since they are in
+            no graph before backward.
+        UsageError: `loss` requires no grad, no parameter requires grad, or `ignore` matches no parameter.
         BugError: ddpcheck itself failed.
-        HangError: A rank did not call this in time; names the ranks.
+        HangError: A rank did not call this function in time; names the ranks.
     """
     __tracebackhide__ = True
     from ddpcheck.testing.assertions.on_rank import anomalies_of
@@ -265,7 +263,7 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
 def _attempt(
     what: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> tuple[Result | None, str]:
-    """The result, or an error in a sentence that is sent to the other ranks, which wait for this one."""
+    """Return (result, '') or (None, error) to send to the waiting ranks."""
     try:
         return function(*args, **kwargs), ""
     except UsageError as error:
@@ -282,7 +280,7 @@ def _refuse(error: str, what: str) -> None:
 
 
 def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
-    """The ranks of `group`; one without a process group."""
+    """Return the ranks of `group`, or [0] without a process group."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -297,7 +295,7 @@ def _ranks_of(group: dist.ProcessGroup | None, what: str) -> list[int]:
 
 @contextlib.contextmanager
 def _exchange(what: str, group: Any, purpose: str, timeout: float | None) -> Iterator[StoreExchange]:
-    """An exchange, in a block in which the other ranks are waited for."""
+    """Open an exchange that raises `HangError` if ranks miss `what`."""
     exchange = StoreExchange.over(group, purpose, timeout)
     before = this_rank.own_slots().collective
     this_rank.set_collective(what)
@@ -320,7 +318,7 @@ def _difference_between_ranks(
     name: str,
     timeout: float | None,
 ) -> str:
-    """The message, the same on every rank; empty where all is the same."""
+    """Return the message, equal on all ranks; '' for equal values."""
     __tracebackhide__ = True
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured

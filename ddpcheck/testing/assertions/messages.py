@@ -1,7 +1,7 @@
-"""Messages of assertions: from a report, from the anomalies that each rank finds, and from the values that ranks hold.
+"""Messages of assertions on reports, anomalous parameters and values of ranks.
 
-Pure functions on plain data; this module is light: it never imports torch. `torch.testing.assert_close` says how far
-tensors are apart; which items differ, and on which ranks, is said here.
+Pure functions on plain data; this module is light: it never imports torch. The text on tensor differences comes from
+`torch.testing.assert_close`; this module adds the differing items and ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def parity_failure_message(
     ignore: Sequence[str] = (),
     tolerance: tuple[float, float] | None = None,
 ) -> str:
-    """The message of `ddpcheck.assert_parity`: gradients differ, or were not compared; empty where they agree.
+    """Return the message of `ddpcheck.assert_parity`, or '' if it holds.
 
-    `tolerance` is rtol and atol; it takes the place of the measured tolerances.
+    `tolerance` is (rtol, atol) and replaces the measured tolerances.
     """
     relevant = [finding for finding in report.findings if _is_on_gradients(finding)]
     kept = select_findings(relevant, select=select, ignore=ignore)
@@ -56,7 +56,7 @@ def parity_failure_message(
     if tolerance is not None and not far:
         kept = tuple(finding for finding in kept if finding.code not in _BY_TOLERANCE)
     explained = {finding.code for finding in relevant} if tolerance is None else set()
-    unexplained = [] if explained or kept else far  # what is ignored is explained
+    unexplained = [] if explained or kept else far  # ignored findings count as an explanation
     withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in kept]
     lacking = [] if report.error is None else [report.error.message]
     lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
@@ -82,9 +82,9 @@ def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] 
 
 
 def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tuple[float, float, str]:
-    """How far a gradient is from its reference, how far it may be, and both in words.
+    """Return the gradient error, the allowed error, and both as text.
 
-    What may be with a tolerance follows from |g - r| <= atol + rtol * |r| for every element.
+    With a tolerance, the bound on the norm follows from |g - r| <= atol + rtol * |r| for every element.
     """
     if tolerance is None:
         got, allowed = entry.relative_error, entry.tolerance
@@ -101,13 +101,13 @@ def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
 
 
 def _is_on_gradients(finding: Finding) -> bool:
-    """A finding is a difference of gradients, has one as its consequence, or is an error."""
+    """Return True for DDP3xx findings, findings tagged with DDP3xx, and errors."""
     carries = any(tag.startswith("DDP3") for tag in finding.tags)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
 
 
 def _not_made(check: str, report: Report) -> str:
-    """Says that a comparison was not made at all, or not in every step; empty where it was."""
+    """Return a message if a comparison was skipped or not made, else ''."""
     reference, what, _ = _VERDICTS[check]
     result = next((result for result in report.checks if result.name == check), None)
     in_part = result is not None and result.status == "skipped"
@@ -128,17 +128,17 @@ def _finding_lines(finding: Finding) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """A parameter that gets no gradient, or a tensor that gets one and is no parameter."""
+    """Parameter without gradient, or unregistered tensor with a gradient."""
 
-    name: str  # all of them, where it is tied
+    name: str  # all names, comma-separated, if tied
     shape: tuple[int, ...] = ()
-    registered: bool = True  # as a parameter of the model
-    location: str = ""  # of the line that makes it, as "path:line", where that is known
-    cause: str = ""  # why it gets no gradient, in a sentence, where that is known
+    registered: bool = True  # registered as a parameter of the model
+    location: str = ""  # "path:line" of its creation, or '' if unknown
+    cause: str = ""  # why there is no gradient, or '' if unknown
 
 
 def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
-    """The message of an assertion on the anomalies of all ranks; empty where there are none."""
+    """Return the message on the anomalies of all ranks, or '' if none."""
     found = [(rank, anomaly) for rank, anomalies in by_rank.items() for anomaly in anomalies]
     where = {name: [rank for rank, _ in of] for name, of in group_by(found, lambda one: one[1].name).items()}
     by_name = {anomaly.name: anomaly for _, anomaly in reversed(found)}
@@ -171,15 +171,15 @@ _ANOMALIES = {
 """One anomaly, and several, by whether they are tensors that are no parameters, and whether on some ranks only."""
 
 
-_MOST_ITEMS = 8  # that are named after the first one that differs
-_MOST_GROUPS = 4  # of ranks, whose numbers are given
+_MOST_ITEMS = 8  # maximum number of further mismatches listed
+_MOST_GROUPS = 4  # maximum number of rank groups with distances
 _NAN_ADVICE = "NaN does not equal NaN; pass equal_nan=True if NaN is expected."
-_TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # of all kinds that are no containers
+_TITLES = {"tensor": "Tensor-likes", "number": "Scalars", "value": "Values"}  # all kinds except containers
 
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """How values are compared; the same on every rank."""
+    """Comparison options; must be equal on all ranks."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -189,25 +189,25 @@ class CompareOptions:
 
     @property
     def exact(self) -> bool:
-        """There is no tolerance."""
+        """True if both tolerances are 0."""
         return self.rtol == 0.0 and self.atol == 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item that a rank holds: a tensor, a number, another plain value, or a container."""
+    """Item on a rank: a tensor, number, other plain value or container."""
 
-    path: str  # from the argument, as Python spells it; empty for the argument itself
+    path: str  # Python expression relative to the argument, for example "[0].weight"; '' for the argument
     kind: str  # "tensor", "number", "value", or the kind of container
-    value: Any = None  # a number, the text of a plain value, or how many items a container has
-    attributes: tuple[tuple[str, str], ...] = ()  # of a tensor: shape, dtype and so on, as far as they are compared
-    fingerprint: int = 0  # of a tensor's values
-    nans: str = ""  # how many elements are NaN, and where the first one is; empty where none is
+    value: Any = None  # number, repr of a plain value, or length of a container
+    attributes: tuple[tuple[str, str], ...] = ()  # compared tensor attributes, such as shape and dtype
+    fingerprint: int = 0  # of the values of a tensor
+    nans: str = ""  # text with the number of NaNs and the first index, or '' if none
 
     @property
     def key(self) -> Hashable:
-        """Everything that must be the same on every rank."""
-        return (self.kind, self.attributes, repr(self.value), self.fingerprint)  # 1, 1.0 and True are three things
+        """Comparison key; must be equal on all ranks."""
+        return (self.kind, self.attributes, repr(self.value), self.fingerprint)  # repr distinguishes 1, 1.0 and True
 
     def __str__(self) -> str:
         if self.kind == "tensor":
@@ -218,45 +218,44 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class RankValues:
-    """The items of one rank."""
+    """Items of one rank."""
 
     options: CompareOptions
     entries: tuple[Entry, ...] = ()
-    location: str = ""  # of the assertion, as "path:line"
-    error: str = ""  # why they cannot be compared
+    location: str = ""  # "path:line" of the assertion
+    error: str = ""  # why the items cannot be compared, or ''
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One item that is not the same on all ranks."""
+    """One item that differs between ranks."""
 
-    path: str  # of the item
-    entries: Mapping[int, Entry | None]  # by rank; None where it holds nothing
-    reference: int  # the first rank that holds what most ranks hold
-    odd: tuple[int, ...]  # the ranks that hold something else; empty where all hold the same NaN
-    # by rank, the greatest difference from the reference, and a text, which is empty where values are near enough;
-    # nothing where it was not measured
+    path: str  # path of the item
+    entries: Mapping[int, Entry | None]  # by rank; `None` if missing on the rank
+    reference: int  # first rank with the most common value
+    odd: tuple[int, ...]  # ranks with a different value; empty if all have the same NaN
+    # by rank: (maximum difference from the reference, text or '' if close); {} if not measured
     distances: Mapping[int, tuple[float, str]] = field(default_factory=dict)
 
     @property
     def measurable(self) -> bool:
-        """Only values of tensors differ, so that they can be measured against each other."""
+        """True if only tensor values differ, so that distances can be computed."""
         kinds = {entry and (entry.kind, entry.attributes) for entry in self.entries.values()}
         return bool(self.odd) and len(kinds) == 1 and self.held[0].kind == "tensor"
 
     @property
     def held(self) -> list[Entry]:
-        """What ranks hold, of those that hold something."""
+        """Entries of the ranks that have the item."""
         return [entry for entry in self.entries.values() if entry is not None]
 
     @property
     def far(self) -> tuple[int, ...]:
-        """The ranks that differ by more than they may."""
+        """Ranks that differ by more than the tolerance."""
         return tuple(rank for rank, (_, text) in self.distances.items() if text) if self.distances else self.odd
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
-    """Why nothing can be compared, the same on every rank; empty where it can be."""
+    """Return why the values cannot be compared, equal on all ranks, or ''."""
     if error := first_error({rank: values.error for rank, values in by_rank.items()}):
         return error
     options = {rank: values.options for rank, values in by_rank.items()}
@@ -266,19 +265,19 @@ def usage_error(by_rank: Mapping[int, RankValues]) -> str:
 
 
 def first_error(errors: Mapping[int, str]) -> str:
-    """The first of the ranks' errors, with the ranks that have one unless all have."""
+    """Return the first error, with the failed ranks unless all failed."""
     failed = [rank for rank, error in errors.items() if error]
     where = "" if len(failed) in (0, len(errors)) else f" ({format_ranks(failed)})"
     return f"{next(filter(None, errors.values()), '')}{where}"
 
 
 def holds_nothing(values: RankValues) -> bool:
-    """There is no tensor, number or text at all, so that a comparison would always pass."""
+    """Return True if there is no tensor, number or text to compare."""
     return all(entry.value == "None" for entry in values.entries if entry.kind in _TITLES)
 
 
 def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
-    """The items that are not the same on all ranks, in order; with a tolerance, also those that may be near enough."""
+    """Return the items that differ; tensors may be within the tolerance."""
     options = next(iter(by_rank.values())).options
     held = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
     found = []
@@ -295,7 +294,7 @@ def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
 
 
 def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, options: CompareOptions) -> bool:
-    """The items are numbers of one type, within the tolerance of one of them."""
+    """Return True for numbers of one type within the tolerance."""
     values = {rank: entry.value for rank, entry in entries.items() if entry and entry.kind == "number"}
     if len(values) < len(entries) or len({*map(type, values.values())}) > 1 or isinstance(values[reference], bool):
         return False
@@ -311,9 +310,9 @@ def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, opti
 
 
 def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
-    """The message of the assertion on what `differences` found; empty where nothing differs by more than it may.
+    """Return the message on `found`, or '' if all are within the tolerance.
 
-    `name` is the user's for the argument.
+    `name` is the user's name of the argument.
     """
     real = [item for item in found if item.far or not item.distances]
     if not real:
@@ -333,7 +332,7 @@ def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues
 
 
 def _details(item: Mismatch, how: str) -> list[str]:
-    """One item that differs, at length."""
+    """Describe one mismatch in detail."""
     kinds = {entry.kind for entry in item.held}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         what = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
@@ -357,7 +356,7 @@ def _details(item: Mismatch, how: str) -> list[str]:
 
 
 def _numbers(item: Mismatch) -> list[str]:
-    """How far values differ, the ranks with the greatest differences first."""
+    """Describe the distances, largest first, and the NaNs by rank."""
     worst_first = sorted(item.far if item.distances else (), key=lambda rank: -item.distances[rank][0])
     groups = list(group_by(worst_first, lambda rank: item.distances[rank][1]).items())
     lines = [
@@ -383,6 +382,6 @@ def _spelled_path(item: Mismatch, name: str) -> str:
 
 
 def _on_ranks(values: Mapping[int, object]) -> str:
-    """The values of all ranks, equal ones together: "a on rank 0; b on ranks 1 and 2"."""
+    """Format values grouped: "a on rank 0; b on ranks 1 and 2"."""
     groups: Mapping[str, Sequence[int]] = group_by(values, lambda rank: str(values[rank]))
     return "; ".join(f"{text} on {format_ranks(ranks)}" for text, ranks in groups.items())

@@ -1,7 +1,7 @@
-"""What assertions ask of a rank: parameters that take no part in a loss, and the values that it holds.
+"""Computations of the assertions on a rank: anomalous parameters, fingerprints, distances.
 
-Tensors stay where they are: a fingerprint of each is computed there, and values move only once every rank has said that
-its own differ, in pieces of `_PIECE` bytes.
+Tensors stay on their device, where the fingerprints are computed; values are broadcast only if fingerprints differ, in
+pieces of `_PIECE` bytes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ddpcheck.testing.assertions.messages import Anomaly, CompareOptions, Entry,
 
 
 def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Callable[[], Any] | None) -> list[Anomaly]:
-    """The anomalous parameters of `model`, but for ignored ones and those that a re-entrant checkpoint hides.
+    """Return the anomalous parameters of `model`, except ignored or checkpointed (re-entrant) parameters.
 
     Raises:
-        UsageError: `loss` needs no gradient, no parameter requires one, or a pattern in `ignore` matches nothing.
+        UsageError: `loss` requires no grad, no parameter requires grad, or a pattern in `ignore` matches nothing.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is an nn.Module, not {type(model).__name__}")
@@ -79,7 +79,7 @@ def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
 
 
 def _hidden_in_checkpoints(loss: Any) -> set[int]:
-    """The parameters of what was given to re-entrant checkpoints: they are in no graph before backward runs."""
+    """Return ids of parameters in re-entrant checkpoints (not in the graph yet)."""
     found: set[int] = set()
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     for node in walk_graph(roots).functions:
@@ -90,7 +90,7 @@ def _hidden_in_checkpoints(loss: Any) -> set[int]:
 
 
 def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """The modules that a function can reach: bound, as an argument, or in its closure."""
+    """Yield the modules reachable from a function: bound, in partial arguments or variables."""
     inside: Iterable[Any] = ()
     if isinstance(value, nn.Module):
         yield value
@@ -125,10 +125,10 @@ Item = tuple[str, str, Any]
 
 
 def items_of(value: Any) -> list[Item]:
-    """Everything in `value` (a tensor, a number, a module or any nest of them), flat, in an order of its own.
+    """Flatten a tensor, number, module or nesting of these, in fixed order.
 
     Raises:
-        UsageError: There is something in it that has no values, or none that could be compared.
+        UsageError: A part of `value` has no data or a type that cannot be compared.
     """
     try:
         with torch.no_grad():
@@ -166,7 +166,7 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
 
 
 def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
-    """The items of a container, each with its key or index, and the kind of container; a mapping has no order."""
+    """Return the items (mappings sorted by key) and kind of a container."""
     if isinstance(value, Mapping):
         for key in value:
             if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
@@ -193,7 +193,7 @@ def _place(path: str) -> str:
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
-    """The tensor, and the parts of which it consists where it is not dense."""
+    """Yield the tensor, and its dense parts if not dense."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise UsageError(f"{_place(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
@@ -217,10 +217,10 @@ def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
 
 
 def entries_of(items: Sequence[Item], options: CompareOptions, *, canonical: bool) -> tuple[Entry, ...]:
-    """Each item as other ranks are told of it, with a fingerprint of each tensor.
+    """Return an `Entry` for each item, with a fingerprint of each tensor.
 
-    `canonical` lets values that are equal have the same bits: 0.0 and -0.0, and one NaN and another. It costs a copy,
-    and matters only once bits differ.
+    `canonical` gives equal values the same bits: 0.0 and -0.0, and all NaNs. It copies each tensor, and is needed only
+    if bits differ.
     """
     with torch.no_grad():
         return tuple(_entry(*item, options, canonical=canonical) for item in items)
@@ -260,13 +260,13 @@ def _nans(tensor: torch.Tensor) -> str:
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Index of the first True."""
+    """Return the index of the first True."""
     place = mask.reshape(-1).byte().argmax()
     return tuple(int(index) for index in torch.unravel_index(place, mask.shape))
 
 
 def _canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, equal ones with the same bits."""
+    """Return the tensor with one bit pattern for zero and one for NaN."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -280,9 +280,9 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 def measured(
     found: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
-    """The same with distances: of the first item where none may differ, of all where they may a little.
+    """Add distances to the first mismatch if exact, else to all.
 
-    Called on every rank of `group`: values of reference ranks go to all ranks, by collectives.
+    Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
     wanted = [item for item in (found[:1] if options.exact else found) if item.measurable]
     if not wanted:
@@ -302,9 +302,9 @@ def measured(
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
-    """The values that rank `source` has in the place of `tensor`, in main memory, or None where they are not kept."""
+    """Broadcast `tensor` from rank `source`; return a CPU copy if `keep`, else `None`."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-    carrier = torch.device("cpu" if "cpu" in kinds else kinds[0])  # of several GPUs: the one that is in use
+    carrier = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
     received = torch.empty_like(tensor, device="cpu") if keep else None
     pieces = tensor.reshape(-1).view(torch.uint8).split(_PIECE)
     into = pieces if received is None else received.reshape(-1).view(torch.uint8).split(_PIECE)
@@ -317,19 +317,19 @@ def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> t
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
-    """The greatest difference, and the text of `torch.testing.assert_close`; empty where values are near enough."""
+    """Return maximum difference and text of `torch.testing.assert_close`, or (0.0, '')."""
     if got.is_complex() or got.is_floating_point():
         least = torch.complex64 if got.is_complex() else torch.float32
         wide = got.dtype if got.dtype.itemsize >= least.itemsize else least
     else:
-        wide = torch.int64 if options.exact else torch.float64  # isclose would round integers to float32
+        wide = torch.int64 if options.exact else torch.float64  # isclose rounds integers to float32
     left, right = got.to(wide), want.to(wide)
     try:
         torch.testing.assert_close(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
         return 0.0, ""
     except AssertionError as error:
         lines = [line.rstrip(".") for line in str(error).partition("\n\n")[2].splitlines()]
-    except Exception as error:  # the others go on and wait for this rank
+    except Exception as error:  # do not raise: other ranks wait for this rank
         return math.inf, f"How far could not be measured ({type(error).__name__}: {error})"
     if got.dim():
         close = torch.isclose(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)

@@ -1,1 +1,1 @@
-"""Ranks that a launcher has started: who they are, work that they do in step, and worlds that rank 0 leads."""
+"""Ranks started by a launcher: detection, synchronization, worlds led by rank 0."""

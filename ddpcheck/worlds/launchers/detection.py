@@ -1,8 +1,7 @@
-"""The launcher of this process: torchrun, `mpirun` or `srun`, read from their environment variables. Pure.
+"""Detect the launcher of this process (torchrun, `mpirun`, `srun`) from environment variables. Pure.
 
-Nothing is guessed. An environment that says half of it (`RANK` without `WORLD_SIZE`) is no launch for `detect`;
-`require` says what is missing, for those who have asked for the ranks of a launcher (rule DDP603). SLURM does not give
-its tasks directly their first machine, how many are on one, and a port.
+Nothing is guessed. `detect` ignores an incomplete environment (`RANK` without `WORLD_SIZE`); `require` raises and names
+the missing variable (rule DDP603). SLURM does not set the first host, the tasks per node or a port directly.
 
 This module is light. Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of
 Open MPI, section "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT
@@ -21,17 +20,17 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 _FIRST_PORT = 20_000
-_PORTS = 10_000  # up to where the ports begin that the kernel gives to anybody
-_STEPS = 101  # a prime: steps of jobs with neighbouring numbers get ports of their own
+_PORTS = 10_000  # size of the range, below the ephemeral ports of the kernel
+_STEPS = 101  # prime, so that steps of neighbouring jobs get different ports
 
 
 def first_host(nodes: str) -> str:
-    """Return the first machine of a compressed list of hosts such as `rack[1-3,7]-gpu[01-16],login`.
+    """Return the first host of a compressed host list such as `rack[1-3,7]-gpu[01-16],login`.
 
-    It is the one that `scontrol show hostnames` names first.
+    Same as the first line of `scontrol show hostnames`.
 
     Raises:
-        UsageError: The list makes no sense.
+        UsageError: The list cannot be parsed.
     """
     whole = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
     if whole is None:
@@ -43,7 +42,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_of_node(layout: str, node: str) -> int | None:
-    """Return how many tasks are on a node, by its number, of a layout such as `4(x2),1`; `None`: unknown."""
+    """Return the task count of a node from a layout such as `4(x2),1`."""
     counts: list[int] = []
     for part in layout.split(","):
         if not (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)):
@@ -53,10 +52,10 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return the port of a step, given its job's number and its own: the same on all of its machines.
+    """Return the port of a job step from "<job id> <step id>".
 
-    20000 + (101 * job + step) % 10000, below the ports that Linux gives to clients (from 32768). Nobody reserves it:
-    another program of the machine of rank 0 may listen there.
+    20000 + (101 * job + step) % 10000, below Linux's ephemeral ports (from 32768). The port is not reserved: another
+    program on the machine of rank 0 may use it.
     """
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
@@ -64,29 +63,29 @@ def port_of(job: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnv:
-    """The variables of a launcher, as values."""
+    """Parsed environment variables of a launcher."""
 
-    launcher: str  # its name, for messages
+    launcher: str  # name for messages
     rank: int  # of this process
-    world_size: int  # how many processes it has started
-    local_rank: int | None  # among those of this machine; `None` where it did not say
-    local_world_size: int | None  # how many of them are on this machine; `None` where it did not say
-    job: str  # what no other job on this machine has, and all ranks of this one do; empty where nothing tells
-    address: str  # of the machine that rank 0 is on, empty where it is not known
-    port: int  # which is free there, 0 where it is not known
-    agent: bool = False  # whether the launcher itself keeps a store at that address
-    nodes: str = ""  # of SLURM: the machines, as a compressed list of hosts, that of rank 0 first
-    node: str = ""  # of SLURM: the one of this process
+    world_size: int  # number of processes started
+    local_rank: int | None  # `None` if unknown
+    local_world_size: int | None  # ranks on this machine; `None` if unknown
+    job: str  # job id, unique on this machine and equal on all ranks, or '' if unknown
+    address: str  # host of rank 0, or '' if unknown
+    port: int  # free port on the host of rank 0, or 0 if unknown
+    agent: bool = False  # the torchrun agent runs a TCPStore at that address
+    nodes: str = ""  # SLURM only: compressed host list, host of rank 0 first
+    node: str = ""  # SLURM only: host of this process
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks are known to be on one machine."""
+        """True if all ranks are known to be on one machine."""
         return self.local_world_size == self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The variables in which one kind of launcher says who a process is; the first that is set counts."""
+    """Environment variables of one launcher; the first set variable counts."""
 
     launcher: str
     rank: str
@@ -96,7 +95,7 @@ class _Names:
     job: tuple[str, ...]
 
 
-# In this order: each may be started by one further down, and then speaks for the ranks.
+# By precedence: a launcher may run inside a later one in this list.
 _TORCHRUN = _Names(
     "torchrun",
     "RANK",
@@ -124,13 +123,13 @@ _MPICH = _Names(
 _SLURM = _Names(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
 )
-BY_HAND = "the environment"  # stands for a launcher where somebody has set the variables
+BY_HAND = "the environment"  # launcher name if the variables were set by hand
 _PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
 
 
 _BY_HAND = "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
-# What callers ask for by name, in the words of `mmcv` and `mmengine`; what is missing without it, and what to do.
+# Launcher names as in `mmcv` and `mmengine`: (variables, missing variable, advice).
 LAUNCHERS = {
     "pytorch": ((_TORCHRUN, _PLAIN), "RANK", _BY_HAND),
     "mpi": ((_OPEN_MPI, _MPICH), "OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
@@ -139,9 +138,9 @@ LAUNCHERS = {
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
-    """Return what the launcher of this process has said; `None` where there is none, or it started one process only.
+    """Return the launcher environment; `None` without launcher or with world size 1.
 
-    `None` too in a process that a rank has started, which inherits its variables, and in an interactive SLURM shell.
+    Also `None` in child processes of a rank, which inherit the variables, and in an interactive SLURM shell.
     """
     with contextlib.suppress(UsageError):
         if (found := _read(environ)) is not None and found.world_size > 1:
@@ -150,12 +149,12 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
 
 
 def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None) -> LauncherEnv:
-    """Return what the launcher of this process has said, also where it started one process only.
+    """Return the launcher environment, also with world size 1.
 
-    The innermost one that has spoken, or `launcher` alone, a key of `LAUNCHERS`.
+    Uses the innermost launcher, or only `launcher`, a key of `LAUNCHERS`.
 
     Raises:
-        UsageError: No launcher has started this process, or its variables are incomplete or make no sense.
+        UsageError: No launcher started this process, or its variables are incomplete or invalid.
     """
     if launcher is not None:
         return _require_one(environ, launcher)
@@ -182,28 +181,28 @@ def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
 
 
 def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """The launch, also of one process only; raises as `require`, but for no launcher."""
+    """Return the launcher environment or `None`; raise if variables are invalid."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
     names = next(iter(_spoken(environ)), None)
-    if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # a terminal: an interactive step
+    if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # interactive step
         return None
     return _launch(names, environ)
 
 
 def _spoken(environ: Mapping[str, str]) -> list[_Names]:
-    """The launchers whose variables are there, the one that has started this process itself first."""
+    """Return the launchers whose variables are set, innermost first."""
     there = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
         _OPEN_MPI: _OPEN_MPI.rank in environ,
         _MPICH: _MPICH.rank in environ,
-        _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has none of a step
+        _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has no step variables
         _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
     }
     spoken = [names for names, said in there.items() if said]
     said_twice = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
     if there[_MPICH] and there[_SLURM] and said_twice[0] == said_twice[1]:
-        spoken.remove(_SLURM)  # `srun --mpi=pmi2` speaks for itself, and says more
+        spoken.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
         spoken.insert(spoken.index(_MPICH), _SLURM)
     return spoken
 
@@ -230,7 +229,7 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
                 environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "")
             )
     address = environ.get("MASTER_ADDR", "")
-    needed = address and names is not _SLURM  # whose port is made of the number of the job
+    needed = address and names is not _SLURM  # SLURM's port is derived from the job id
     port = _number(environ, "MASTER_PORT", names) if needed or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _PLAIN):
         raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")

@@ -1,6 +1,6 @@
-"""The other ranks' side of `leader`: a process that starts a rank when rank 0 asks for it, and relays its messages.
+"""Follower of `leader` on ranks above 0: starts ranks and relays messages.
 
-This module is light: torch is only imported by the ranks.
+This module is light: only the started ranks import torch.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ddpcheck.worlds.launchers.store import LauncherStore
 from ddpcheck.worlds.waiting import ask_for_stacks, wait_until
 
 _TICK = 0.1
-_POLL = 0.01  # where one has to ask whether a rank has ended
+_POLL = 0.01  # seconds between polls of ranks without a channel
 _DEATH = 2.0
-_DUMP = 1.5  # for a stack to be written; the leader waits a little longer
-_STUCK = 60.0  # seconds without the leader reading what it is told
+_DUMP = 1.5  # seconds for a stack dump; the leader waits slightly longer
+_STUCK = 60.0  # seconds without the leader reading from the socket
 
 
 class Follower:
-    """This process, for the leader."""
+    """Connection of this process to the leader, with the ranks started for it."""
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE, store: LauncherStore | None = None) -> None:
-        """Find the leader; arguments and exceptions as of `join`."""
+        """Connect to the leader; arguments and exceptions as in `join`."""
         self.sock, self.welcome = join(launch, timeout, store)
         self.sock.setblocking(False)
         self._inbox = wire.Inbox()
         self._hosted: dict[int, _Hosted] = {}
 
     def serve(self) -> bool:
-        """Do what the leader wants until it is gone; return whether it said goodbye."""
+        """Serve requests until the leader is gone; return True after a regular "bye"."""
         try:
             with self.sock:
                 while True:
@@ -61,7 +61,7 @@ class Follower:
                     hosted.end()
 
     def _wait(self) -> None:
-        """Wait until somebody has something to say, or it is time to look at files and processes."""
+        """Wait for messages or the next poll of files and processes."""
         asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
         with selectors.DefaultSelector() as selector:
             selector.register(self.sock, selectors.EVENT_READ)
@@ -85,7 +85,7 @@ class Follower:
         self.tell("over", number)
 
     def tell(self, *message: Any) -> None:
-        """Say something to the leader, and wait until it is on its way; an `OSError` says that the leader is gone."""
+        """Send a message to the leader, blocking; raise `OSError` if disconnected."""
         data = memoryview(wire.pack(message))
         with selectors.DefaultSelector() as ready:
             ready.register(self.sock, selectors.EVENT_WRITE)
@@ -98,7 +98,7 @@ class Follower:
 
 
 class _Hosted:
-    """One rank of one world, with this process."""
+    """One rank of one world, started by this process."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Hosted:
         self._rank = rank
         self._directory = Path(directory)
         self._shared = follower.welcome.shared
-        self._sent: dict[str, bytes] = {}  # of each file, what the leader has
+        self._sent: dict[str, bytes] = {}  # file name -> content already sent to the leader
         self._outbox = wire.Outbox()
         self._inbox = wire.Inbox()
         self._said_all = self._exited = False
@@ -125,50 +125,50 @@ class _Hosted:
         self._sock, theirs = socket.socketpair()
         self._sock.setblocking(False)
         start: starting.Starter = starting.ForkedRanks if method == "fork" else starting.SpawnedRanks
-        # The fork server removes the directory when this process dies; the leader's is not ours to remove.
+        # The fork server removes the directory if this process dies; the leader removes its own.
         scratch = "" if self._shared and method == "fork" else directory
         with theirs:
             self.launch = start(scratch, {rank: theirs.fileno()}, hash_seed, preload, ahead)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have a selector wait for what is to be attended to."""
+        """Register the sockets of this rank with a selector."""
         if not self._said_all:
             writes = selectors.EVENT_WRITE if self._outbox else 0
             selector.register(self._sock, selectors.EVENT_READ | writes)
         if self.launch.channel is not None:
             selector.register(self.launch.channel, selectors.EVENT_READ)
 
-    # --- What the leader wants -----------------------------------------------------------------------------------
+    # --- Requests of the leader ----------------------------------------------------------------------------------
 
     def post(self, data: bytes) -> None:
-        """Hand on what it says to the rank, as soon as that reads it."""
+        """Relay bytes from the leader to the rank."""
         self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal; what it writes upon one that asks for its stack, the leader waits for."""
+        """Signal the rank; send the dump after SIGUSR1 if on another machine."""
         if self._shared or number != getattr(signal, "SIGUSR1", None):
             self.launch.signal([self._rank], number)
             return
         stack = self._directory / f"rank{self._rank}.stack"
         ask_for_stacks([stack], lambda: self.launch.signal([self._rank], number), _DUMP, _POLL)
-        self._sent.pop(stack.name, None)  # the leader has emptied its own
+        self._sent.pop(stack.name, None)  # the leader has truncated its copy
         self._show(stack.name)
 
-    # --- What there is to tell ---------------------------------------------------------------------------------------
+    # --- Reports to the leader ---------------------------------------------------------------------------------------
 
     def attend(self) -> bool:
-        """Tell the leader what is new; returns whether all is over."""
+        """Send files, messages and events to the leader; return True at the end."""
         self._outbox.send(self._sock)
         self._show_files()
         self._hand_on()
         for event in self.launch.events():
             if event[0] == "exit":
                 self._show_files()
-                self._hand_on()  # its last words come before its death
+                self._hand_on()  # its last messages before its exit
                 self._exited = True
                 event = (*event[:3], event[3] + self._follower.welcome.offset)
             elif event[0] == "forked" and not self._shared:
-                event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # no process that the leader could look at
+                event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # not a pid of the leader's machine
             self._follower.tell("event", self._number, event)
         return self.launch.over or (self.launch.channel is None and self._exited)
 
@@ -181,7 +181,7 @@ class _Hosted:
         self._said_all = not alive
 
     def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A message of a rank, with its times by the leader's clock."""
+        """Convert the times in a message of a rank to the leader's clock."""
         offset = self._follower.welcome.offset
         if message[0] == "ready":
             return (message[0], message[1] + offset, *message[2:])
@@ -190,7 +190,7 @@ class _Hosted:
         return message
 
     def _show_files(self) -> None:
-        """Send the leader what is new in the rank's files, if it cannot read them."""
+        """Send changes of the rank's files to the leader if on another machine."""
         if not self._shared:
             for kind in ("slots", "out", "attachment"):
                 self._show(f"rank{self._rank}.{kind}")
@@ -210,7 +210,7 @@ class _Hosted:
     # --- The end -----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the rank, if it lives, and leave nothing of it."""
+        """Kill the rank if alive, and remove its files."""
         if not self._exited:
             self.launch.signal([self._rank], signal.SIGKILL)
             wait_until(lambda: any(event[0] == "exit" for event in self.launch.events()), _DEATH)

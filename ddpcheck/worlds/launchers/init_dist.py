@@ -1,6 +1,6 @@
-"""`init_dist`: a default process group of the ranks that torchrun, `mpirun` or `srun` has started; and which is this.
+"""`init_dist` (default process group under torchrun, `mpirun` or `srun`), `get_dist_info` and `master_only`.
 
-The ranks meet on a store first, tell each other what they see, and decide together; then they set the group up.
+The ranks first exchange their devices over a store, choose backend and GPUs identically, then initialize the group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:
-    """Rank and world size; (0, 1) without a process group, and (-1, -1) on a rank that is not in `group`.
+    """Return rank and world size; (0, 1) without a process group, and (-1, -1) on a rank that is not in `group`.
 
     Args:
         group: Process group; default: all ranks.
@@ -46,14 +46,13 @@ def get_dist_info(group: Any = None) -> tuple[int, int]:
 
 
 def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function or method so that rank 0 alone carries it out; on every other rank it returns `None`.
+    """Decorate a function to run only on rank 0 and return `None` elsewhere.
 
-    Which rank this is is asked at each call; without a process group, it is rank 0. The other ranks do not wait for it:
-    call `torch.distributed.barrier()` where they need what it has done, and no collective inside. A coroutine function
-    stays one.
+    The rank is read at each call; without a process group, it is 0. Other ranks do not wait for rank 0: call
+    `torch.distributed.barrier()` if they need its effects, and no collective inside. Supports coroutine functions.
 
     Raises:
-        UsageError: This is no function.
+        UsageError: The argument is not a function.
     """
     if not callable(function):
         below = "; put it below @classmethod or @property" if isinstance(function, (classmethod, property)) else ""  # type: ignore[unreachable]
@@ -64,7 +63,7 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
         async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
             return await function(*args, **kwargs) if get_dist_info()[0] == 0 else None
 
-        return later  # type: ignore[return-value]  # a coroutine of what it would have been one of
+        return later  # type: ignore[return-value]  # R is already a coroutine type
 
     @wraps(function)
     def on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -79,8 +78,8 @@ _LAST_WORD = 1.0
 _GIVEN_UP = "given up"
 _OURS = ("store", "rank", "world_size", "init_method")
 
-_set: dict[str, str] = {}  # what this module has put into the environment, which no launcher has said
-_kept: list[LauncherStore] = []  # at an address that the next process group of this process would meet at, too
+_set: dict[str, str] = {}  # variables set by this module, not by a launcher
+_kept: list[LauncherStore] = []  # stores at an address that the next process group may reuse
 
 
 def init_dist(
@@ -91,33 +90,33 @@ def init_dist(
     port: int | None = None,
     **options: Any,
 ) -> torch.device:
-    """Set up the default process group on the ranks that a launcher has started; done already, nothing happens.
+    """Initialize the default process group under a launcher; no-op if initialized.
 
     Sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for code that reads
-    them, and makes the rank's GPU current: that of its local rank, whatever its rank.
+    them, and makes the GPU of the local rank current.
 
-    Where the ranks meet. Under torchrun, in the store of its agent. On one machine, at a port of the loopback interface
-    that is free, unless `port` or `MASTER_PORT` names one. Else at `MASTER_ADDR`, which SLURM's list of nodes stands in
-    for, and `port`, `MASTER_PORT`, or under SLURM one made of the numbers of its job and step (20000 to 29999).
+    Rendezvous: under torchrun, the store of its agent. On one machine, a free port of the loopback interface, unless
+    `port` or `MASTER_PORT` is set. Otherwise `MASTER_ADDR` (default under SLURM: first host of the node list) with
+    `port`, `MASTER_PORT`, or under SLURM a port derived from the job and step ids (20000 to 29999).
 
     Args:
-        launcher: `pytorch` (torchrun, or variables set by hand), `mpi` or `slurm`; default: whoever has started this.
-        backend: As for `torch.distributed.init_process_group`; default: `nccl` where every rank has a GPU of its own,
-            else `gloo`. All ranks decide alike.
-        timeout: Seconds, or a `timedelta`, that the ranks wait for each other, here and in collectives; default: 600
-            here, torch's own there.
-        port: Of the machine of rank 0, to meet at.
+        launcher: `pytorch` (torchrun, or variables set by hand), `mpi` or `slurm`; default: detected.
+        backend: As for `torch.distributed.init_process_group`; default: `nccl` if every rank has its own GPU, else
+            `gloo`. The choice is the same on all ranks.
+        timeout: Seconds, or a `timedelta`, for the rendezvous and for collectives; default: 600 s for the rendezvous,
+            torch's default for collectives.
+        port: Rendezvous port on the machine of rank 0.
         **options: For `torch.distributed.init_process_group`, for example `device_id`.
 
     Returns:
-        The device of this rank, which is its GPU, or the CPU if it sees none.
+        The device of this rank: its GPU, or the CPU if no GPU is visible.
 
     Raises:
-        ChoiceError: An unknown launcher or backend; it is a `ValueError` too.
-        UsageError: No launcher, or not this one, has started this process; its variables are incomplete (DDP603);
-            nothing tells where the ranks could meet; they disagree; or an argument is wrong.
-        HangError: A rank did not come in time.
-        DDPCheckError: The ranks cannot reach each other, or the group cannot be set up.
+        ChoiceError: Unknown launcher or backend; also a `ValueError`.
+        UsageError: No launcher or a different launcher started this process; its variables are incomplete (DDP603); no
+            rendezvous address is known; the ranks disagree; or an argument is invalid.
+        HangError: A rank did not arrive in time.
+        DDPCheckError: The ranks cannot reach each other, or the group cannot be initialized.
     """
     if launcher is not None:
         check_choice("launcher", launcher, tuple(LAUNCHERS))
@@ -146,19 +145,19 @@ def init_dist(
 
 
 def _check_backend(backend: str | None) -> str:
-    """The backend in small letters, empty for `None`, having refused those that this torch does not have."""
+    """Return the backend in lower case, '' for `None`; raise `ChoiceError` if unavailable."""
     if backend is None:
         return ""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     there = [name for name in known if dist.is_backend_available(name)]
-    for part in backend.lower().split(","):  # "cpu:gloo,cuda:nccl" is one too
+    for part in backend.lower().split(","):  # also accepts "cpu:gloo,cuda:nccl"
         if part.rpartition(":")[2] not in there:
             raise ChoiceError(f"backend must be one that this torch has: {', '.join(there)}; got {backend!r}.")
     return backend.lower()
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse, before anybody is met, what `torch.distributed.init_process_group` does not take."""
+    """Raise `UsageError` for arguments unknown to `torch.distributed.init_process_group`, before the rendezvous."""
     taken = inspect.signature(dist.init_process_group).parameters
     if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
         return
@@ -181,7 +180,7 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         told = meeting.gather("call init_dist", json.dumps(asdict(seat)), met)
         seats = [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in map(json.loads, told)]
         if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-            _kept.append(store)  # or a rank that is early for the next would find the store of this one about to end
+            _kept.append(store)  # an early rank of the next group could connect to a store that is closing
         backend = choose_backend(seats)
         index = choose_gpus(seats)[launch.rank]
         if index is not None:
@@ -215,20 +214,20 @@ def _set_up(
     meeting: _Meeting,
     options: dict[str, Any],
 ) -> None:
-    """Set the group up on all ranks, with these values in the environment; nothing of it stays where one cannot."""
+    """Initialize the group with these environment variables; roll back on failure."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         try:
             if backend == "mpi":
-                dist.init_process_group(backend, **options)  # MPI knows who is who, and where
+                dist.init_process_group(backend, **options)  # MPI has its own rank and rendezvous
             else:
                 group = PrefixStore("group", store.store)
                 dist.init_process_group(backend, store=group, rank=launch.rank, world_size=launch.world_size, **options)
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             meeting.give_up(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
-        meeting.gather(f"set up {backend}")  # gloo's own is no barrier, and rank 0 may keep the store
+        meeting.gather(f"set up {backend}")  # gloo's init is not a barrier, and rank 0 may own the store
     except BaseException:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -239,7 +238,7 @@ def _set_up(
 
 
 def _visible_gpus(machine: str) -> tuple[str, ...]:
-    """A name for each GPU that this process sees, in order, by which to know it among those of all ranks."""
+    """Return an id for each visible GPU in order, comparable between ranks."""
     if not torch.cuda.is_available():
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -250,22 +249,22 @@ def _visible_gpus(machine: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-# --- The GPU of each rank, and the backend of all: from the devices of every rank, so that all decide alike ----------
+# --- GPU of each rank, and the backend: computed from the devices of all ranks, so that all ranks agree --------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The machine and the GPUs of one rank."""
+    """Machine and visible GPUs of one rank."""
 
-    machine: str  # that it is on
-    local_rank: int | None  # as its launcher says; `None` where it does not
-    gpus: tuple[str, ...]  # that it sees, in order: a name for each, which no other GPU has on any machine
-    backend: str = ""  # that it has been asked for; empty where the choice is ours
-    master: str = ""  # the IPv4 address by which it reaches the machine of rank 0; empty where that is not known
+    machine: str  # id of the machine
+    local_rank: int | None  # set by the launcher; `None` if unknown
+    gpus: tuple[str, ...]  # visible GPUs in order, ids unique across machines
+    backend: str = ""  # requested backend, or '' for the default
+    master: str = ""  # IPv4 address used to reach rank 0's machine, or '' if unknown
 
 
 def local_ranks(seats: Sequence[RankDevices]) -> list[int]:
-    """The local rank of each, counted on its machine where its launcher has not said it."""
+    """Return the local ranks, counted per machine if not set."""
     counted: Counter[str] = Counter()
     found = []
     for seat in seats:
@@ -275,10 +274,10 @@ def local_ranks(seats: Sequence[RankDevices]) -> list[int]:
 
 
 def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
-    """The GPU of each rank, by its number among those that it sees; `None` where it sees none.
+    """Return the index of each rank's GPU among its visible GPUs, or `None`.
 
-    Ranks that see the same ones take them in order of their local ranks, from the first one again where there are more
-    ranks than GPUs. A rank that sees but one of its own, as SLURM may have it, takes that.
+    Ranks with the same visible GPUs take them in order of local rank, round-robin if there are more ranks than GPUs.
+    A rank with a single visible GPU, for example under SLURM, takes that GPU.
     """
     local = local_ranks(seats)
     order = sorted(range(len(seats)), key=lambda rank: (local[rank], rank))
@@ -292,10 +291,10 @@ def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
 
 
 def choose_backend(seats: Sequence[RankDevices]) -> str:
-    """The backend of all: the one that they have been asked for, else `nccl` with a GPU for each, else `gloo`.
+    """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`.
 
     Raises:
-        UsageError: They have been asked for different ones, or for `nccl` without a GPU for each.
+        UsageError: The ranks request different backends, or `nccl` without a GPU for each rank.
     """
     asked = {seat.backend: rank for rank, seat in reversed(list(enumerate(seats)))}
     if len(asked) > 1:
@@ -323,7 +322,7 @@ def choose_backend(seats: Sequence[RankDevices]) -> str:
 
 
 class _Meeting:
-    """The exchange between ranks before there is a process group."""
+    """Exchange between ranks before the process group exists."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
         self._store = store
@@ -332,13 +331,13 @@ class _Meeting:
         self._deadline = time.monotonic() + seconds
 
     def gather(self, what: str, data: str = "", met: Callable[[], None] = lambda: None) -> list[str]:
-        """Wait until every rank has called this, and return the data of each, in order of rank; rank 0 collects them.
+        """Wait for all ranks and return their data in rank order.
 
-        It calls `met` when all are there, before any of them can go on, and come back for another attempt.
+        Rank 0 calls `met` when all ranks have arrived, before any rank can continue or start another attempt.
 
         Raises:
-            HangError: A rank has waited for too long.
-            DDPCheckError: Another rank could not set the group up, or the store has ended.
+            HangError: A rank did not arrive in time.
+            DDPCheckError: Another rank could not initialize the group, or the store is gone.
         """
         own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
         try:
@@ -357,7 +356,7 @@ class _Meeting:
         return found
 
     def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
-        """Wait until all of these are there; those of `own` tell which ranks are missing."""
+        """Wait for all keys in `names`; on timeout report ranks missing in `own`."""
 
         def check(_missing: list[int]) -> None:
             if self._store.has(_GIVEN_UP):
@@ -376,13 +375,13 @@ class _Meeting:
         )
 
     def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
-        """Raise an error, on the other ranks too."""
+        """Raise an error on this rank and on all other ranks."""
         with contextlib.suppress(StoreGoneError):
             self._store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())
         raise error from cause
 
     def leave(self, seconds: float) -> None:
-        """Leave: the store may end. Rank 0 leaves last, but waits no longer than this: the others read from it."""
+        """Leave the store; rank 0 waits up to `seconds` for readers."""
         with contextlib.suppress(StoreGoneError):
             if self._store.next("left") == self._launch.world_size:
                 self._store.put("left/all", b"")

@@ -1,13 +1,13 @@
-"""Rank 0's side of a world whose ranks live with the processes that a launcher has started: one with each.
+"""Leader on rank 0 of a world with one rank per launched process.
 
-Those processes start a rank, hand on what it and rank 0 say to each other, and tell what becomes of it. So a rank that
-is killed, exits or hangs takes nobody with it, and a `World` need not know where its ranks are.
+Each launched process (follower) starts a rank, relays messages between the rank and rank 0, and reports its exit. A
+rank that is killed, exits or hangs thus affects no launched process, and a `World` is independent of rank locations.
 
-What goes over a connection, each a tuple: to the other process `("open", world, directory, rank, hash seed, preload,
-ahead, method)`, `("bytes", world, data)`, `("signal", world, number)`, `("close", world)` and `("bye",)`; from there
+Messages are tuples. To a follower: `("open", world, directory, rank, hash seed, preload, ahead, method)`,
+`("bytes", world, data)`, `("signal", world, number)`, `("close", world)` and `("bye",)`. From a follower:
 `("bytes", world, data)`, `("file", world, name, offset, data)`, `("event", world, event)` and `("over", world)`.
 
-This module is light: it imports torch only where the ranks are on several machines.
+This module is light: it imports torch only if the ranks are on several machines.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _CHUNK = 1 << 18
-_FAREWELL = 5.0  # seconds for the other processes to end
+_FAREWELL = 5.0  # seconds for the followers to exit
 _numbers = itertools.count(1)  # of worlds
 
 
 def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
-    """The place of each rank, as fields of its `RankConfig`, from the first messages of the processes. Pure.
+    """Return the `RankConfig` fields local_rank, local_world_size and sharing of each rank. Pure.
 
-    Launchers that bind a GPU to each process, as `srun --gpus-per-task=1` does, hide the others from it.
+    Launchers that bind a GPU to each process, such as `srun --gpus-per-task=1`, hide the other GPUs.
     """
     found = []
     for hello in hellos:
@@ -60,13 +60,13 @@ def _visible(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """The processes of a launch, for worlds: pass it as `hosts`.
+    """Launched processes as hosts of worlds; passed as option `hosts`.
 
     Attributes:
-        world_size: How many ranks there are.
-        launcher: Who started them.
-        one_machine: Whether all are on this machine.
-        sharing: How many see the GPUs that this one sees.
+        world_size: Number of ranks.
+        launcher: Name of the launcher.
+        one_machine: True if all ranks are on this machine.
+        sharing: Number of ranks that see the same GPUs as rank 0.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Leader:
         store: LauncherStore | None = None,
         on_lost: Callable[[int, int | None], object] = lambda rank, pid: None,
     ) -> None:
-        """Wait for the other processes, which follow; arguments and exceptions as of `gather`.
+        """Wait for the followers; arguments and exceptions as in `gather`.
 
-        `on_lost` is called in another thread when the connection to one has ended, with its process id where that is on
-        this machine.
+        `on_lost` is called in a background thread when a connection closes, with rank and pid (`None` on another
+        machine).
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
@@ -96,7 +96,7 @@ class Leader:
         self.sharing = self._places[0]["sharing"][1]
 
     def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
-        """The same for a world of the first ranks, one for each context: what is around these processes now."""
+        """Return a leader for the first `len(contexts)` ranks, with their current contexts."""
         part = copy.copy(self)
         part.world_size = len(contexts)
         part._hellos = [replace(hello, context=one) for hello, one in zip(self._hellos, contexts, strict=False)]
@@ -104,7 +104,7 @@ class Leader:
         return part
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
-        """The config of a rank with the context of its own process, and the store of all ranks."""
+        """Return the config of a rank with its process context and store."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._meeting_port(config.directory))
         masters = tuple(dict.fromkeys(other.master for other in self._hellos))
@@ -120,7 +120,7 @@ class Leader:
         )
 
     def _meeting_port(self, directory: str) -> int:
-        """The port of the store of the world that has this directory."""
+        """Return the store port of a world; create the store if needed."""
         if directory not in self._stores:
             from torch._C._distributed_c10d import TCPStore
 
@@ -130,13 +130,13 @@ class Leader:
         return self._stores[directory].port
 
     def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
-        """The starter of a rank: in this process, or in the process of the launcher that it belongs to."""
+        """Return the starter of a rank: local for rank 0, else remote."""
         if rank == 0:
             return own
         return partial(RemoteRanks, self._followers[rank], own is starting.ForkedRanks)
 
     def close(self) -> None:
-        """Let the other processes go, and wait until they have."""
+        """Dismiss the followers and wait for the connections to close."""
         deadline = time.monotonic() + _FAREWELL
         for follower in self._followers.values():
             follower.send("bye")
@@ -146,13 +146,13 @@ class Leader:
 
 
 class _Follower:
-    """One of the other processes."""
+    """Leader-side connection to one follower."""
 
     def __init__(self, joined: Joined, on_lost: Callable[[int, int | None], object]) -> None:
         self._sock, hello, welcome = joined
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
         self.rank = hello.launch.rank
-        self.lost: float | None = None  # when
+        self.lost: float | None = None  # time of disconnection
         self.worlds: dict[int, RemoteRanks] = {}  # by number
         self._folder = None if welcome.shared else hello.temporary
         self._lock = threading.Lock()
@@ -160,13 +160,13 @@ class _Follower:
         self._thread.start()
 
     def directory_for(self, directory: str) -> str:
-        """The scratch directory of a world on its machine."""
+        """Return the scratch directory of a world on the follower's machine."""
         if self._folder is None:
             return directory
         return os.path.join(self._folder, f"{os.path.basename(directory)}-{self.rank}")
 
     def send(self, *message: Any) -> None:
-        """Tell it something; nothing happens where it has ended, which is told elsewhere."""
+        """Send a message to the follower; ignored if the connection is closed."""
         with self._lock, contextlib.suppress(OSError):
             self._sock.sendall(wire.pack(message))
 
@@ -182,7 +182,7 @@ class _Follower:
             pass
         finally:
             self.lost = time.monotonic()
-            self._on_lost()  # who is told by a world that a rank has ended can ask how
+            self._on_lost()  # first: callers notified of the exit may ask for the reason
             for world in list(self.worlds.values()):
                 world.lose(self.lost)
 
@@ -195,7 +195,7 @@ class _Follower:
 
 
 class RemoteRanks:
-    """One rank of a world, started by another process."""
+    """One rank of a world, started by a follower."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class RemoteRanks:
         ((self._rank, descriptor),) = fds.items()
         self._follower = follower
         self._directory = Path(directory)
-        self._end = socket.socket(fileno=os.dup(descriptor))  # what the rank's would be
+        self._end = socket.socket(fileno=os.dup(descriptor))  # stands in for the rank's end of the socket pair
         self._ended = False
         self.over = False
         self._inbox = wire.Inbox()
@@ -227,13 +227,13 @@ class RemoteRanks:
             self.lose(follower.lost)
 
     def _send(self) -> None:
-        """Hand on what is said to the rank, until nobody says anything any more."""
+        """Relay bytes from the world to the rank until the socket closes."""
         with contextlib.suppress(OSError):
             while data := self._end.recv(_CHUNK):
                 self._follower.send("bytes", self._number, data)
         self._follower.send("close", self._number)
 
-    # --- In the thread that listens ------------------------------------------------------------------------------
+    # --- Listener thread -----------------------------------------------------------------------------------------
 
     def take(self, kind: str, *rest: Any) -> None:
         with contextlib.suppress(OSError):  # the world is closed
@@ -249,13 +249,13 @@ class RemoteRanks:
                 self._end.shutdown(socket.SHUT_WR)
 
     def lose(self, when: float) -> None:
-        """The process has ended, and so has its rank."""
+        """Report the exit of the rank when its follower is lost."""
         if not self._ended:
             self.take("event", ("exit", self._rank, None, when))
         self.take("over")
 
     def _keep(self, name: str, offset: int, data: bytes) -> None:
-        """Keep a part of a file of a rank on another machine where one on this machine would be."""
+        """Write a chunk of a remote rank's file into the local directory."""
         fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.seek(offset)

@@ -1,11 +1,11 @@
-"""The group of launched processes: membership, values that all gather at the same points, and ranks that one leads.
+"""Group of launched processes: membership, all-gather, detection of lost ranks.
 
-Each rank runs the same tests by itself. They gather values at the same points, one test an epoch: `begin`, any number
-of `gather`, `end`. A rank that fails early goes to `end` at once; a rank that waits for it in a gathering then raises,
-and all are in step again in the next epoch. Every wait has a deadline, and names the ranks that did not come.
+Each rank runs the same tests and gathers values at the same points, one epoch per test: `begin`, any number of
+`gather`, `end`. A rank that fails early goes directly to `end`; a rank waiting in `gather` then raises, and all ranks
+are synchronized in the next epoch. Every wait has a deadline, and its error names the missing ranks.
 
-The process of rank 0 is the leader of worlds, too, and the others follow it in a thread. What needs ranks has them in
-worlds, so that these processes outlive whatever becomes of a rank.
+Rank 0 also leads worlds, which the other ranks follow in a thread. Test code that needs ranks runs in worlds, so that
+the launched processes survive a failed rank.
 
 This module is light: it imports torch only when a session is joined.
 """
@@ -34,14 +34,14 @@ from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
 from ddpcheck.worlds.waiting import wait_until
 from ddpcheck.worlds.wire import NO_LAUNCH
 
-_AFTERMATH = 0.5  # for the reason why the launcher ends us to show
-_LOOK = 0.25  # seconds between looks at the launcher
-_ORPHANED = 5.0  # for this process to end by itself without a launcher
+_AFTERMATH = 0.5  # seconds to learn why the launcher terminates this process
+_LOOK = 0.25  # seconds between checks of the launcher process
+_ORPHANED = 5.0  # seconds until a process without a launcher is forced to exit
 
 
 @dataclass(slots=True)
 class Epoch:
-    """What the ranks do from one `begin` or `end` to the next; `out_of_step` is why this rank gathers no more in it."""
+    """Interval between calls of `begin` or `end`; `out_of_step`: why `gather` raises."""
 
     number: int
     label: str
@@ -50,24 +50,24 @@ class Epoch:
 
 
 class RankGroup:
-    """This process as one of the ranks that a launcher has started; one a process.
+    """This process as one rank of a launch; one instance per process.
 
     Attributes:
-        launch: What the launcher said.
-        epoch: The one that this rank is in.
-        gone: Ranks that have ended without leaving, and how, in words; the leader knows all, the others those that they
-            have waited for.
-        terminated: When this process was asked to end or lost its launcher, by `time.monotonic()`; `None` before.
-        leader: On rank 0, the processes of all ranks, for worlds; `None` on the others, which follow.
-        broken: Why the ranks cannot work together any more, in a sentence; `None` as long as they can.
+        launch: Environment set by the launcher.
+        epoch: Current epoch of this rank.
+        gone: Rank -> message, for ranks that exited without `leave`; complete on the leader, elsewhere only the ranks
+            that this rank has waited for.
+        terminated: `time.monotonic()` of SIGTERM or loss of the launcher; `None` before.
+        leader: Leader of worlds on rank 0; `None` on other ranks.
+        broken: Message why the ranks can no longer synchronize, or `None`.
     """
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
-        """Meet the other ranks.
+        """Rendezvous with the other ranks.
 
         Raises:
-            UsageError: Nothing tells where the ranks could meet.
-            HangError: A rank did not come.
+            UsageError: No rendezvous address is known.
+            HangError: A rank did not arrive in time.
             DDPCheckError: The ranks cannot reach each other.
         """
         self.launch = launch
@@ -79,16 +79,16 @@ class RankGroup:
         self.leader: Leader | None = None
         self.epoch = Epoch(0, "the start")
         self._owner = os.getpid()
-        self._written: list[str] = []  # names of the last two gatherings
+        self._written: list[str] = []  # keys written by the last two `gather` calls
         self._busy = False
         self._left = self._announced = False
         self._released = threading.Event()
-        self._following: Callable[[], bool] = lambda: False  # whether rank 0 leads this one
+        self._following: Callable[[], bool] = lambda: False  # True while the follower thread runs
         self.store, met = open_store(launch, timeout)
         try:
             self.gather("the start of the session", None, timeout=timeout)
         finally:
-            met()  # a rank that is not there yet has no time left
+            met()  # late ranks have timed out
         threading.Thread(target=self._watch_launcher, args=(os.getppid(),), daemon=True).start()
         if self.rank == 0:
             self.leader = Leader(launch, timeout=timeout, store=self.store, on_lost=self._note_lost)
@@ -97,17 +97,17 @@ class RankGroup:
             thread = threading.Thread(target=self._follow, args=(follower,), daemon=True)
             thread.start()
             self._following = thread.is_alive
-            if not launch.agent:  # a store that has ended is not asked: torch writes a page each time
+            if not launch.agent:  # torch prints a long error per request to a dead store
                 self.store.kept = self._following
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
         atexit.register(self.leave, "its process ended", timeout=1.0)
 
-    # --- In threads of their own --------------------------------------------------------------------------------------
+    # --- Background threads -------------------------------------------------------------------------------------------
 
     def _note_lost(self, rank: int, pid: int | None) -> None:
-        """The leader has lost the connection to a rank."""
+        """Record a rank whose connection to the leader closed before it left."""
         with contextlib.suppress(StoreGoneError):
             if not self._released.is_set() and not self.store.has(f"left/{rank}"):
                 self.gone[rank] = how_it_ended(rank, pid)
@@ -118,7 +118,7 @@ class RankGroup:
             self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
-        """End this process where its launcher has been killed: nobody else would, should it be stuck."""
+        """Terminate this process when its launcher is gone, even if hung."""
         while os.getppid() == launcher or self.launch.launcher == BY_HAND:
             if self._released.wait(_LOOK):
                 return
@@ -130,19 +130,19 @@ class RankGroup:
     # --- Gathering --------------------------------------------------------------------------------------------------
 
     def begin(self, label: str) -> None:
-        """Begin an epoch, a test for example; every rank begins the same ones in the same order."""
+        """Begin an epoch; every rank begins the same epochs in order."""
         self.epoch = Epoch(self.epoch.number + 1, label)
         with contextlib.suppress(StoreGoneError):
             self.store.put(f"at/{self.rank}", label.encode())
 
     def gather(self, what: str, value: object, *, timeout: float) -> list[Any]:
-        """Give every rank a value that can be pickled, and return the value of each, in order of rank.
+        """All-gather a picklable value; return the values in rank order.
 
-        `what` is the point at which every rank does so, in words that are the same on all of them.
+        `what` describes this point of the program; it must be equal on all ranks.
 
         Raises:
-            HangError: A rank did not get there in time.
-            RankError: A rank has ended, has left, or is at another point.
+            HangError: A rank did not call `gather` in time.
+            RankError: A rank exited, left, or is at a different point.
         """
         self._check()
         if self.epoch.out_of_step is not None:
@@ -155,9 +155,9 @@ class RankGroup:
             raise
 
     def end(self, value: object, *, timeout: float) -> list[Any]:
-        """End the epoch that `begin` has begun: `gather`, for ranks that are out of step too.
+        """End the current epoch with a `gather` that includes ranks out of step.
 
-        A rank that does not come in time is lost: the session is broken.
+        A timeout marks the session as broken.
         """
         self._check()
         self.epoch.out_of_step = None
@@ -171,7 +171,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """A block that ends by itself where the launcher ends this process: it says what happened."""
+        """Mark a block that raises the reason for a SIGTERM itself."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -188,14 +188,14 @@ class RankGroup:
         except StoreGoneError as error:
             raise self._lost_store() from error
         self._written.append(names[self.rank])
-        if len(self._written) > 2:  # every rank that comes to a gathering after the next one has read it
+        if len(self._written) > 2:  # two gathers later, every rank has read the value
             with contextlib.suppress(StoreGoneError):
                 self.store.remove(self._written.pop(0))
         self.check_in_step([at for at, _ in found])
         return [each for _, each in found]
 
     def check_in_step(self, points: Sequence[str]) -> None:
-        """Refuse to go on where the ranks, in order, are at different points of the program."""
+        """Raise `RankError` if the ranks are at different points of the program."""
         if len(set(points)) > 1:
             said = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))
             raise RankError(
@@ -204,10 +204,10 @@ class RankGroup:
             )
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
-        """Wait until all of these are there."""
+        """Wait until all keys in `names` exist."""
 
         def came(rank: int) -> bool:
-            """Asked once a rank is known to have gone on: since it was missing, it may have been here before that."""
+            """Check again if a rank wrote its key before moving on."""
             return self.store.has(names[rank])
 
         def check(missing: list[int]) -> None:
@@ -231,7 +231,7 @@ class RankGroup:
                 said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
         return "; " + ", ".join(said) if said else ""
 
-    # --- Others that are not there any more ------------------------------------------------------------------------
+    # --- Lost ranks ------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if self._owner != os.getpid():
@@ -242,13 +242,13 @@ class RankGroup:
             raise RankError(self.broken)
 
     def mark_broken(self, sentence: str) -> str:
-        """Take note why the ranks cannot work together any more; return the first such reason, as `broken` has it."""
+        """Set `broken` unless already set, and return it."""
         if self.broken is None:
             self.broken = f"The ranks cannot work together any more, since {self.epoch.label}: {sentence}"
         return self.broken
 
     def why_not(self, ranks: Sequence[int], came: Callable[[int], bool] = lambda rank: False) -> str | None:
-        """Why some of these will never come, of those that had not before they ended; breaks the session."""
+        """Return why `ranks` will never arrive (marks the session broken), or `None`."""
         try:
             for rank in ranks:
                 if rank not in self.gone and self.store.has(f"gone/{rank}"):
@@ -265,7 +265,7 @@ class RankGroup:
         return None
 
     def _lost_store(self) -> RankError:
-        """The exception for a store that does not answer: its keeper has ended, which as a rule is seen soon."""
+        """Return the exception for a lost store, naming exited ranks if known."""
         wait_until(lambda: self.gone, _AFTERMATH)
         if self.gone:
             return RankError(self.mark_broken("; ".join(self.gone.values()) + "."))
@@ -275,33 +275,33 @@ class RankGroup:
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
-        """Survive long enough to say what happened: launchers end all ranks as soon as one of them has died."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who means it asks twice
+        """Delay termination after SIGTERM to report which rank died."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
         if not self._busy and self.broken is None:
             self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
             raise KeyboardInterrupt(self.broken)
 
     def announce(self, reason: str) -> None:
-        """Say that this rank comes to no more gatherings; `reason` completes "rank 1 has left (...)"."""
+        """Announce that this rank leaves; `reason` completes "rank 1 has left (...)"."""
         if not self._announced and self._owner == os.getpid():
             self._announced = True
             with contextlib.suppress(StoreGoneError):
                 self.store.put(f"left/{self.rank}", reason.encode())
 
     def leave(self, reason: str = "it has finished", *, timeout: float = 60.0) -> None:
-        """Say that this rank is going, so that no other waits for it; may be called again.
+        """Announce that this rank leaves, so that no rank waits for it; idempotent.
 
-        Rank 0 goes first, for its words are those that people read, and launchers end all ranks as soon as one has
-        ended with an error: the others wait until it has left, or until the deadline. Where it keeps the store, it
-        waits until they say so, for they may still read what all have gathered last. `reason` is as of `announce`.
+        Rank 0 exits first, since its output is the report and launchers kill all ranks after the first error exit: the
+        other ranks wait for rank 0 until the timeout. If rank 0 owns the store, it first waits for the announcements
+        of the other ranks, which may still read the last gathered values. `reason` as in `announce`.
         """
         if self._left or self._owner != os.getpid():
             return
         self._left = True
         awaited = self._following if self.rank else self._any_reads
         if self.rank == 0 and (self.launch.agent or self._announced or self.broken is not None):
-            timeout = 0.0  # nobody reads here, or the ranks do not end together
+            timeout = 0.0  # rank 0 does not own the store, or the ranks do not end together
         try:
             self.announce(reason)
             wait_until(lambda: not awaited() or self.terminated is not None, timeout)
@@ -309,7 +309,7 @@ class RankGroup:
             self._release()
 
     def _any_reads(self) -> bool:
-        """On rank 0: whether another rank has not come to its end yet."""
+        """Return True on rank 0 if another rank has not left or exited."""
         return not all(rank in self.gone or self.store.has(f"left/{rank}") for rank in range(1, self.world_size))
 
     def _release(self) -> None:

@@ -1,9 +1,9 @@
-"""The rendezvous of launched processes: one connection from rank 0, the leader, to each of the others.
+"""Rendezvous of launched processes: one connection per rank to rank 0, the leader.
 
-A store on which the ranks have met tells where. Without one a file does on one machine; on several, a store of torch at
-the address that the launcher tells. Both sides prove that they know a secret before anything is unpickled.
+The port is published in an existing store, in a file on one machine, or on several machines in a torch store at the
+launcher's address. Both sides prove that they know a secret token before anything is unpickled.
 
-This module is light: it imports torch only where the ranks are on several machines.
+This module is light: it imports torch only if the ranks are on several machines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, look_up, meeting_point, open_store, publish
 from ddpcheck.worlds.waiting import wait_until
 
-_DEATH = 0.1  # seconds from the end of a process's connections to its own
+_DEATH = 0.1  # seconds from closed connections to the exit of a process
 _POLL = 0.005
 
 
 def this_machine() -> str:
-    """A name that is the same for the processes that can see each other's ids, and for no others."""
+    """Return an id of this machine and pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -43,22 +43,22 @@ def this_machine() -> str:
 
 
 def how_it_ended(rank: int, pid: int | None) -> str:
-    """The end of a rank's process in words, just after that of its connections; `None`: it was on another machine."""
+    """Return how a rank exited; `pid` is `None` on another machine."""
     code = None if pid is None else _exit_code(pid)
     return f"rank {rank} has ended (its launcher knows how)" if code is None else died(rank, code, 0.0).message
 
 
 def _exit_code(pid: int) -> int | None:
-    """The exit code of a process, negative for a signal, as long as its parent has not asked for it."""
+    """Return the exit code of an unreaped process, negative for a signal."""
     wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
     state, *_, status = process_stat(pid) or ("", "")
     return os.waitstatus_to_exitcode(int(status)) if state in ("Z", "X") else None
 
 
-PATIENCE = 120.0  # seconds that processes wait for each other, which a launcher starts at about the same time
-_HANDSHAKE = 10.0  # seconds for one
-_ANSWER = 5.0  # from the leader; somebody else may listen at its port by now, and say nothing
-_HALF = 32  # characters of the token: the first half proves that one may join, the second that one may lead
+PATIENCE = 120.0  # seconds that launched processes wait for each other at startup
+_HANDSHAKE = 10.0  # seconds per handshake
+_ANSWER = 5.0  # seconds for the leader's reply; an unrelated silent process may own the port by now
+_HALF = 32  # characters per token half: the first authenticates a follower, the second the leader
 _PAUSE = 0.02
 _LOOPBACK = "127.0.0.1"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
@@ -66,29 +66,29 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a process to the leader."""
+    """First message of a process to the leader."""
 
-    launch: LauncherEnv  # what its launcher said
-    machine: str  # the same for processes that see each other's ids, files and loopback interface
-    pid: int  # there
-    temporary: str  # the folder for scratch directories
-    master: str  # the address by which it has reached the machine of rank 0; empty for that itself
-    context: wire.ProcessContext  # what its rank takes over
-    clock: float  # `time.monotonic()` when this was sent
+    launch: LauncherEnv  # environment set by the launcher
+    machine: str  # id of the machine with its pid, network and mount namespaces
+    pid: int  # pid on that machine
+    temporary: str  # folder for scratch directories
+    master: str  # address used to reach rank 0's machine; '' on rank 0
+    context: wire.ProcessContext  # environment and paths for its rank
+    clock: float  # `time.monotonic()` on sending
 
     @classmethod
     def of(cls, launch: LauncherEnv, master: str = "") -> Hello:
-        """The message of this process."""
+        """Return the message of this process."""
         context = starting.process_context()
         return cls(launch, _machine(), os.getpid(), tempfile.gettempdir(), master, context, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The leader's answer to a process."""
+    """Reply of the leader to a process."""
 
-    shared: bool  # whether it is on the leader's machine
-    offset: float  # what its clock has to be put forward by, in seconds, to be the leader's
+    shared: bool  # on the same machine as the leader
+    offset: float  # leader's clock minus this process's clock, in seconds
     pid: int  # of the leader
 
 
@@ -101,13 +101,13 @@ def _machine() -> str:
 
 
 def _file(launch: LauncherEnv) -> Path | None:
-    """The file in which the processes of one machine find each other; `None` where they may be on several machines."""
+    """Return the rendezvous file, or `None` for several machines or unknown job."""
     if not launch.one_machine or not (launch.job or launch.address):
         return None
     return meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
 
 
-# --- The leader's side -----------------------------------------------------------------------------------------------
+# --- Leader side -----------------------------------------------------------------------------------------------------
 
 
 Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connection
@@ -116,13 +116,13 @@ Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connecti
 def gather(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[Hello, list[Joined]]:
-    """As rank 0: what there is to tell of this process, and a connection to each other one, in order of rank.
+    """Accept one connection per rank; return own `Hello` and connections by rank.
 
-    `store` is one on which the ranks have met already.
+    Called on rank 0. `store` is an existing store shared by all ranks.
 
     Raises:
-        UsageError: Nothing tells where to meet.
-        HangError: Some did not come.
+        UsageError: No rendezvous address is known.
+        HangError: Some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
     mine, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch) if store is None else None
@@ -165,7 +165,7 @@ def gather(
 
 
 def _listen(address: str) -> socket.socket:
-    """A socket at an address, which is empty for all of this machine."""
+    """Return a listening socket on a free port; address '' means all interfaces."""
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server((address, 0), backlog=128)
@@ -184,17 +184,17 @@ def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello |
     return hello if isinstance(hello, Hello) and hello.launch.world_size == launch.world_size else None
 
 
-# --- The others' side ------------------------------------------------------------------------------------------------
+# --- Follower side ---------------------------------------------------------------------------------------------------
 
 
 def join(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[socket.socket, Welcome]:
-    """As another rank than 0: find the leader; `store` as of `gather`.
+    """Connect to the leader from a rank above 0; `store` as in `gather`.
 
     Raises:
-        UsageError: Nothing tells where to meet.
-        DDPCheckError: The leader did not show up.
+        UsageError: No rendezvous address is known.
+        DDPCheckError: The leader did not appear in time.
     """
     deadline = time.monotonic() + timeout
     path = _file(launch) if store is None else None
@@ -224,7 +224,7 @@ def join(
 
 
 def _read_from(store: LauncherStore) -> tuple[int, str]:
-    """The port and the token of the leader, 0 and `""` as long as it has not written them."""
+    """Return the leader's port and token, or (0, "") if not published."""
     try:
         port, _, token = (store.get("hosts") if store.has("hosts") else b"0").decode().partition(" ")
     except StoreGoneError as error:
@@ -250,8 +250,8 @@ def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> s
 
 
 def _stay_connected(sock: socket.socket) -> None:
-    """Notice within half a minute where the other machine is not there any more, and at once where its process is."""
-    os.register_at_fork(after_in_child=sock.close)  # a connection ends with the last process that holds it
+    """Set keepalive options to detect a lost machine within 30 s."""
+    os.register_at_fork(after_in_child=sock.close)  # otherwise a fork would keep the connection open
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

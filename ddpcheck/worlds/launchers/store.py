@@ -1,7 +1,7 @@
-"""The store of launched ranks: values under names, which are read without blocking.
+"""Key-value store of launched ranks with non-blocking reads.
 
-The store is torch's: that of torchrun's agent, or one that rank 0 keeps. Nothing here blocks: a rank that waits asks
-again, so that two threads may use one store, and a rank that waits can see which others will never answer.
+Uses the TCPStore of torchrun's agent, or a TCPStore on rank 0. Waiting polls instead of blocking, so that two threads
+can share a store and a waiting rank can detect lost ranks.
 
 This module is light: it imports torch only when a store is opened.
 """
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PAUSE = 0.02
-_FIRST_PAUSE = 0.0005  # seconds between questions to the store, which grow
+_FIRST_PAUSE = 0.0005  # seconds between polls of the store, growing
 _LONGEST_PAUSE = 0.01
 
-_joined: set[str] = set()  # tokens of the stores of rank 0 that this process has been on, one an attempt
+_joined: set[str] = set()  # tokens of the stores joined by this process, one per attempt
 
 
 class StoreGoneError(Exception):
-    """The store does not answer any more: whoever kept it has ended."""
+    """The store is gone because its server process has exited."""
 
 
 class LauncherStore:
-    """Values under names, the same for all ranks.
+    """Key-value store shared by all ranks.
 
     Attributes:
-        store: Of torch; also what process groups meet on.
-        kept: Whether the process that keeps it still exists.
+        store: The torch store; also used to initialize process groups.
+        kept: Returns True while the server process of the store is alive.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -59,14 +59,14 @@ class LauncherStore:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the store: host and port."""
+        """Host and port of the store."""
         store: Any = self.store
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return store.host, store.port
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a value of any size; it is there as a whole or not at all."""
+        """Write a value of any size atomically."""
         put_value(partial(self._ask, "set"), name, data)
 
     def has(self, *names: str) -> bool:
@@ -76,15 +76,15 @@ class LauncherStore:
         return get_value(partial(self._ask, "get"), name)
 
     def claim(self, name: str, text: str) -> None:
-        """Write a short text that several may want to write: the first one stays; read it with `claimed`."""
+        """Set a short text unless already set; read it with `claimed`."""
         self._ask("compare_set", name, "", text)
 
     def claimed(self, name: str) -> str:
-        """The text of the first who claimed a name that is claimed."""
+        """Return the text of the first `claim`; the name must be claimed."""
         return bytes(self._ask("get", name)).decode()
 
     def next(self, name: str) -> int:
-        """Count: 1 for the first rank that asks, 2 for the next."""
+        """Increment a counter and return the new value, starting at 1."""
         return int(self._ask("add", name, 1))
 
     def remove(self, name: str) -> None:
@@ -99,10 +99,10 @@ class LauncherStore:
         *,
         longest: float = _LONGEST_PAUSE,
     ) -> list[int]:
-        """Wait until ranks have written values, by rank; return those that have not by the deadline of `monotonic`.
+        """Wait for the key of each rank; return the ranks missing at the deadline.
 
-        `on_missing` is called again and again with the ranks that have not yet; it raises where one never will. Two
-        questions to the store are `longest` seconds apart at most.
+        `deadline` is in `time.monotonic()` seconds. `on_missing` is called on each poll with the missing ranks and may
+        raise. Polls are at most `longest` seconds apart.
         """
         pause = _FIRST_PAUSE
         while not self.has(*names.values()):
@@ -115,11 +115,11 @@ class LauncherStore:
         return []
 
     def _ask(self, method: str, *arguments: object) -> Any:
-        if self._over or not self.kept():  # torch writes a page to stderr each time
+        if self._over or not self.kept():  # torch prints a long error per request
             raise StoreGoneError("the store has ended")
         try:
             return getattr(self.store, method)(*arguments)
-        except Exception as error:  # the stores raise classes of their own
+        except Exception as error:  # stores raise various exception classes
             self._over = True
             raise StoreGoneError(str(error)) from error
 
@@ -127,13 +127,13 @@ class LauncherStore:
 def open_store(
     launch: LauncherEnv, timeout: float, *, as_told: bool = False
 ) -> tuple[LauncherStore, Callable[[], None]]:
-    """Open the store of the ranks of a launch; return it, and what to call as soon as all ranks have it.
+    """Open the store of a launch; return (store, callback for full attendance).
 
-    With `as_told` at the port of the launch, where ranks of one machine could agree on one by themselves too.
+    `as_told` uses the port of the launch even on one machine, where a rendezvous file would do.
 
     Raises:
-        UsageError: Nothing tells where the ranks could meet.
-        DDPCheckError: The store cannot be reached, or not be made.
+        UsageError: No rendezvous address is known.
+        DDPCheckError: The store cannot be created or reached.
     """
     deadline = time.monotonic() + timeout
     launch = _placed(launch, as_told)
@@ -173,7 +173,7 @@ def open_store(
 
 
 def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
-    """The launch with an address and a port, where they can be had."""
+    """Return the launch with address and port filled in if derivable."""
     if as_told and launch.one_machine and not launch.address:
         return replace(launch, address="127.0.0.1")
     if launch.launcher != "srun" or launch.one_machine:
@@ -190,10 +190,10 @@ def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
 
 
 def connect(address: str, port: int, timeout: float, keep: bool = False, listener: int | None = None) -> Store:
-    """Another connection to a store of torch, or, with `keep`, the store."""
+    """Connect to a TCPStore, or with `keep` create its server."""
     from torch._C._distributed_c10d import TCPStore
 
-    # The newer of torch's two servers takes no listener before torch 2.5; clients are the same for both.
+    # The libuv server does not accept a listener before torch 2.5; clients work with both servers.
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener, "use_libuv": False}
     return TCPStore(
         address,
@@ -202,7 +202,7 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
         keep,
         timedelta(seconds=max(1.0, timeout)),
         wait_for_workers=False,
-        multi_tenant=listener is None,  # the tests may well call init_process_group() with the same address
+        multi_tenant=listener is None,  # tests may call init_process_group() with the same address
         **options,
     )
 
@@ -220,11 +220,11 @@ def _at_address(launch: LauncherEnv, timeout: float) -> Store:
         ) from error
 
 
-# --- On one machine: a file tells the port that rank 0 listens on, on the loopback interface --------------------------
+# --- On one machine: the port of rank 0 on the loopback interface is published in a file ------------------------------
 
 
 def meeting_point(job: str) -> Path:
-    """The file of a job; processes that do not share the loopback interface have another."""
+    """Return the rendezvous file of a job, unique per user and network namespace."""
     try:
         network = os.readlink("/proc/self/ns/net")
     except OSError:
@@ -234,10 +234,10 @@ def meeting_point(job: str) -> Path:
 
 
 def publish(path: Path, port: int, token: str) -> None:
-    """Write the port, and a token that nobody else can read.
+    """Write port and token to a file readable only by this user.
 
     Raises:
-        DDPCheckError: It cannot be written.
+        DDPCheckError: The file cannot be written.
     """
     draft = ""
     try:
@@ -252,11 +252,11 @@ def publish(path: Path, port: int, token: str) -> None:
 
 
 def look_up(path: Path) -> tuple[int, str]:
-    """The port and the token, 0 and `""` where there is no such file of ours."""
+    """Return port and token, or (0, "") without a file of this user."""
     try:
         port, token = read_file(path, 100, own=True).split(b" ")
         return int(port), token.decode()
-    except (OSError, ValueError):  # somebody else's, or empty
+    except (OSError, ValueError):  # owned by another user, or empty
         return 0, ""
 
 
@@ -275,10 +275,10 @@ def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store
 
     while (left := deadline - time.monotonic()) > 0:
         port, token = look_up(path)
-        # Who comes again tries again: rank 0 will too, on another store, and is about to end this one.
+        # A known token is a previous attempt: rank 0 will retry on a new store and close the old store.
         if port and token not in _joined:
-            with contextlib.suppress(OSError, DistError):  # nobody listens, or not any more
-                # A job that was killed may have left its file, and torch would try again and again.
+            with contextlib.suppress(OSError, DistError):  # no or closed listener
+                # A killed job may leave its file, and torch would retry until the timeout.
                 socket.create_connection(("127.0.0.1", port), 1.0).close()
                 store = connect("127.0.0.1", port, min(left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():

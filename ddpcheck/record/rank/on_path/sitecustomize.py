@@ -1,7 +1,7 @@
-"""Begins in each Python process of a watched script: runs the `sitecustomize` that it stands before, then `arming`.
+"""Start `arming` in each Python process of a watched script, then the hidden `sitecustomize`.
 
-Python imports the first `sitecustomize` of `sys.path` before it runs a script. The folder of this one is taken from
-`sys.path` again, so that the script sees the path that it would have had; processes that it starts inherit PYTHONPATH.
+Python imports the first `sitecustomize` of `sys.path` before a script. The folder of this file is removed from
+`sys.path`, so that the script sees its usual path; child processes inherit PYTHONPATH.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ _root = os.path.abspath(os.path.join(_folder, *[os.pardir] * 4))  # of the ddpch
 sys.path.insert(0, _root)
 try:
     from ddpcheck.record.rank import arming
-except ImportError:  # a Python that is too old for ddpcheck: the report says that it was not watched
+except ImportError:  # Python is too old for ddpcheck: reported as not watched
     pass
 else:
     arming.wait_for_process_group()
@@ -30,4 +30,4 @@ if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(_module)
 else:
     del sys.modules["sitecustomize"]
-    raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")  # as Python expects it
+    raise ModuleNotFoundError("No module named 'sitecustomize'", name="sitecustomize")  # the error that Python expects
