@@ -70,3 +70,19 @@ def test_a_page_has_plain_words(page: Path) -> None:
 def test_messages_have_plain_words() -> None:
     found = {path.relative_to(ROOT).as_posix(): [*chain(*map(found_in, texts(path)))] for path in MODULES}
     assert {path: phrases for path, phrases in found.items() if phrases} == {}
+
+
+# Beginnings of docstrings that torch's own source does not have; "Return True if" and a noun take their place.
+NO_BEGINNING = {"Whether", "What", "Those", "Of", "How", "Where", "That"}
+
+
+def docstrings(module: Path) -> Iterator[str]:
+    """Yield each docstring of a module, its classes and functions."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = {path.name: [text for text in docstrings(path) if text.split(" ")[0] in NO_BEGINNING] for path in MODULES}
+    assert {path: texts for path, texts in found.items() if texts} == {}

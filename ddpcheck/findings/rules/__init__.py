@@ -1,4 +1,4 @@
-"""The rule table: every defect that ddpcheck can name, by code and in order, split into files by family."""
+"""Rule table: every defect by code, in order, in one file per family."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def find_rule(text: str) -> Rule:
 
 
 def matching_rules(pattern: str) -> tuple[Rule, ...]:
-    """The rules that `pattern` stands for: a code, the beginning of one ("DDP1"), or a name.
+    """Return the rules of a code, a prefix of a code ("DDP1"), or a name.
 
     Raises:
         UsageError: It stands for none; the message names those that come close.
@@ -105,7 +105,7 @@ def _suggestion(text: str) -> str:
 
 
 def _is_one_edit(one: str, other: str) -> bool:
-    """Whether a letter more, less or another, or two that have changed places, is all in which they differ."""
+    """Check if two words differ by one letter, or by two letters in swapped order."""
     shorter, longer = sorted((one, other), key=len)
     if len(shorter) < len(longer):
         return any(longer[:at] + longer[at + 1 :] == shorter for at in range(len(longer)))

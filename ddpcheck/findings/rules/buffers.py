@@ -1,4 +1,4 @@
-"""DDP21x: buffers and other state of modules, which have to be the same on every rank."""
+"""DDP21x: buffers and other module state that must be equal on all ranks."""
 
 from ddpcheck.findings.rules.rule import rules
 

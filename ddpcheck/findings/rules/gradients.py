@@ -1,4 +1,4 @@
-"""DDP3xx: gradients, and the state after a step, against other ranks and against a reference."""
+"""DDP3xx: gradients and state after a step, against other ranks and a reference."""
 
 from ddpcheck.findings.rules.rule import rules
 

@@ -1,4 +1,4 @@
-"""DDP1xx: parameters and the loss. Which parameters a backward pass reaches, and which it does not."""
+"""DDP1xx: parameters that a backward pass does not reach."""
 
 from ddpcheck.findings.rules.rule import rules
 

@@ -1,4 +1,4 @@
-"""DDP2xx: what has to be the same on every rank before, and stay the same after, a module is wrapped."""
+"""DDP2xx: properties that must be equal on all ranks before and after wrapping."""
 
 from ddpcheck.findings.rules.rule import rules
 

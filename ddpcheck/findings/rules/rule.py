@@ -24,7 +24,7 @@ class Severity(Enum):
         return list(Severity).index(self)
 
     def reaches(self, threshold: Severity) -> bool:
-        """Whether this severity is at or above `threshold`."""
+        """Return True if the severity is at or above `threshold`."""
         return self.rank <= threshold.rank
 
 
@@ -45,7 +45,7 @@ When = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Explains:
-    """What comes with a defect, and is no finding of its own beside it."""
+    """Consequence of a defect, not reported beside it."""
 
     codes: tuple[str, ...]  # of the rules
     when: When = "always"  # in which cases (`judge.causes`)
