@@ -344,6 +344,7 @@ def _unwatched(error: Exception, recorder: Recorder) -> None:
     """Disable a failed recorder in all watches; re-raise errors of user functions."""
     if any(frame.f_code is FindingReporter.report.__code__ for frame, _ in walk_tb(error.__traceback__)):
         raise error
+    detail = in_a_line(error)  # if every watch has been freed
     for watch in _at_exit:
         detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
         watch._unwatched += [

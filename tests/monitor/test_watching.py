@@ -1499,6 +1499,16 @@ def test_what_is_no_ddp_is_refused():
         ddpcheck.watch(nn.parallel.DistributedDataParallel(Net()), check_parity_every=-1)
 
 
+def test_a_recorder_that_fails_after_its_watch_was_freed_is_a_warning(monkeypatch):
+    from ddpcheck.gather.patching import Recorder
+    from ddpcheck.monitor.watch import _unwatched
+
+    monkeypatch.setitem(_unwatched.__globals__, "_at_exit", weakref.WeakSet())
+    late = type("Late", (Recorder,), {})()
+    with pytest.warns(ddpcheck.FindingWarning, match="Late: .*made to fail"):
+        _unwatched(ZeroDivisionError("made to fail"), late)
+
+
 def test_a_recorder_that_fails_ends_itself_and_the_watch_goes_on(monkeypatch):
     from ddpcheck.record.loop.apart_marks import ApartMarks
     from ddpcheck.record.loss.micro_batches import MicroBatches
