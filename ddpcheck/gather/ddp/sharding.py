@@ -245,8 +245,8 @@ def mesh_of(module: nn.Module) -> Any:
     Falls back to a parameter's mesh, which has another dimension under tensor parallelism.
     """
     meshes = [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in parameter_groups(module)]
-    shards: list[Any] = [parameter for parameter in module.parameters() if is_shard(parameter)]
-    return next((mesh for mesh in meshes if mesh is not None), shards[0].device_mesh)
+    meshes += [getattr(parameter, "device_mesh", None) for parameter in module.parameters()]
+    return next(mesh for mesh in meshes if mesh is not None)
 
 
 def shard_number(shard: Any, mesh: Any = None) -> int:
