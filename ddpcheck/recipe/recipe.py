@@ -163,7 +163,7 @@ def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
 
 @for_target
 def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
-    """Call `recipe.loss`; exceptions of the user code propagate unchanged.
+    """Call the loss of a recipe; exceptions of the user code propagate unchanged.
 
     Raises:
         TargetError: `loss` misused ddpcheck, or has a different signature.
