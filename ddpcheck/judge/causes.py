@@ -33,9 +33,9 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
     single: list[Finding] = []
     number_of: list[int | None] = []
     for finding in findings:
-        known = any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single)
-        number_of.append(None if known else len(single))
-        if not known:
+        is_known = any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single)
+        number_of.append(None if is_known else len(single))
+        if not is_known:
             single.append(finding)
     causes = _causes(single)
     kept = {number: finding for number, finding in enumerate(single) if number not in causes}
@@ -45,16 +45,16 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
         while root in causes:
             root = causes[root]
         roots[number] = root
-        found, cause = single[number], kept[root]
-        how = _explains(cause, found)
-        if how is None or how.quietly:  # an indirect consequence, or not worth reporting
+        effect, cause = single[number], kept[root]
+        relation = _explains(cause, effect)
+        if relation is None or relation.quietly:  # an indirect consequence, or not worth reporting
             continue
-        worst = min(cause.severity, found.severity, key=lambda severity: severity.rank)
+        worst = min(cause.severity, effect.severity, key=lambda severity: severity.rank)
         kept[root] = replace(
             cause,
-            evidence=(*cause.evidence, f"with it comes {found.code}: {found.message}"),
+            evidence=(*cause.evidence, f"with it comes {effect.code}: {effect.message}"),
             severity=worst if RULES[cause.code].takes_severity else cause.severity,
-            tags=(*cause.tags, found.code),
+            tags=(*cause.tags, effect.code),
         )
     return Causes(list(kept.values()), [None if number is None else kept[roots[number]] for number in number_of])
 
@@ -62,45 +62,45 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
 def _causes(findings: Sequence[Finding]) -> dict[int, int]:
     """Map explained findings to their causes by index, preferring unexplained causes."""
     possible: dict[int, list[int]] = {}
-    for number, found in enumerate(findings):
-        explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, found)]
+    for number, effect in enumerate(findings):
+        explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, effect)]
         if explaining:
             possible[number] = sorted(explaining, key=lambda n: findings[n].code)
     return {number: min(causes, key=lambda n: n in possible) for number, causes in possible.items()}
 
 
-def _goes_before(cause: Finding, found: Finding) -> bool:
-    """Check if `cause` explains `found`; if mutual, only the conditional direction counts."""
-    how, back = _explains(cause, found), _explains(found, cause)
-    return how is not None and (back is None or back.when == "always" != how.when)
+def _goes_before(cause: Finding, effect: Finding) -> bool:
+    """Check if `cause` explains `effect`; if mutual, only the conditional direction counts."""
+    relation, inverse = _explains(cause, effect), _explains(effect, cause)
+    return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
 
-def _explains(cause: Finding, found: Finding) -> Explains | None:
+def _explains(cause: Finding, effect: Finding) -> Explains | None:
     return next(
-        (one for one in RULES[cause.code].explains if found.code in one.codes and _WHEN[one.when](cause, found)), None
+        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _WHEN[rel.when](cause, effect)), None
     )
 
 
 _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
-    "always": lambda _cause, _found: True,
-    "an error": lambda cause, _found: cause.severity is Severity.ERROR,
-    "same subjects": lambda cause, found: set(found.subjects) <= set(cause.subjects),
+    "always": lambda _cause, _effect: True,
+    "an error": lambda cause, _effect: cause.severity is Severity.ERROR,
+    "same subjects": lambda cause, effect: set(effect.subjects) <= set(cause.subjects),
     # the loss is known to differ between ranks, its input data is not
-    "only the loss": lambda _cause, found: found.subjects == ("loss",),
+    "only the loss": lambda _cause, effect: effect.subjects == ("loss",),
     # created after DDP's constructor ran, so initial values differ between ranks
-    "made in forward": lambda cause, _found: MADE_IN_FORWARD in cause.tags,
+    "made in forward": lambda cause, _effect: MADE_IN_FORWARD in cause.tags,
     # running statistics of normalisation layers that couple samples
-    "its statistics": lambda cause, found: (
-        BY_NORMALISATION in cause.tags and all(name.rpartition(".")[2] in RUNNING_STATISTICS for name in found.subjects)
+    "its statistics": lambda cause, effect: (
+        BY_NORMALISATION in cause.tags and all(n.rpartition(".")[2] in RUNNING_STATISTICS for n in effect.subjects)
     ),
-    "a note": lambda _cause, found: found.severity is Severity.NOTE,
+    "a note": lambda _cause, effect: effect.severity is Severity.NOTE,
     # fewer backward passes are averaged
-    "by steps": lambda _cause, found: "step" in found.subjects,
+    "by steps": lambda _cause, effect: "step" in effect.subjects,
     # every gradient is missing, none is zero
-    "none is there": lambda _cause, found: ALL_MISSING in found.tags,
-    "of gradients": lambda cause, _found: OF_GRADIENTS in cause.tags,
+    "none is there": lambda _cause, effect: ALL_MISSING in effect.tags,
+    "of gradients": lambda cause, _effect: OF_GRADIENTS in cause.tags,
     # raised by the ranks that read the truncated file
-    "of a cut file": lambda cause, found: OF_A_CUT_FILE in found.tags and {*cause.ranks} <= {*found.ranks},
+    "of a cut file": lambda cause, effect: OF_A_CUT_FILE in effect.tags and {*cause.ranks} <= {*effect.ranks},
 }
 
 
@@ -118,13 +118,13 @@ class ReportedCauses:
     def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
         """Add findings with a new cause, located by `locate`, and return them."""
         new: list[Finding] = []
-        every = [*self.findings, *findings]
+        candidates = [*self.findings, *findings]
         for finding in findings:
             cause = cause_of(finding)
-            known = cause in self._causes or goes_on(finding, self.findings)
-            if not known and follows_from(finding, every):
+            is_known = cause in self._causes or goes_on(finding, self.findings)
+            if not is_known and follows_from(finding, candidates):
                 self.consequences.setdefault(finding.code, finding)
-            elif not known:
+            elif not is_known:
                 self._causes.add(cause)
                 new.append(locate(finding))
         self.findings += new
@@ -142,7 +142,7 @@ def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
 def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Check if `finding` is a consequence of an error in `findings`."""
     return any(
-        other != finding and other.severity is Severity.ERROR and _goes_before(other, finding) for other in findings
+        cause != finding and cause.severity is Severity.ERROR and _goes_before(cause, finding) for cause in findings
     )
 
 
@@ -150,5 +150,5 @@ def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
     """Check if `finding` extends a reported finding to more tensors."""
     subjects = set(finding.subjects)
     return RULES[finding.code].spreads and any(
-        other.code == finding.code and subjects & set(other.subjects) for other in reported
+        earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported
     )

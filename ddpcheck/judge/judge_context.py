@@ -25,7 +25,7 @@ def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStep
 
 def first_explanation(explanations: Sequence[Callable[[Facts], list[Finding]]], facts: Facts) -> list[Finding]:
     """Return the findings of the first explanation that has any."""
-    return next((found for explain in explanations if (found := explain(facts))), [])
+    return next((findings for explain in explanations if (findings := explain(facts))), [])
 
 
 def worst_first(differences: Iterable[Difference]) -> list[Difference]:

@@ -45,108 +45,108 @@ from ddpcheck.judge.verdict import Verdict, Verdicts
 
 def judge_states_of_optimizers(facts: ScriptFacts) -> Verdicts:
     """Judge the parameters and state before each optimizer's steps."""
-    found = [finding for one in facts.optimizers for finding in judge_optimizer_state(one.steps)]
-    return {"optimizers": Verdict(told_by_files(found, facts.of(FileUsed)))}
+    findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
+    return {"optimizers": Verdict(told_by_files(findings, facts.of(FileUsed)))}
 
 
 def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
     """Judge options, pace, gradients and schedule of each optimizer."""
-    found: list[Finding] = []
-    known = facts.optimizers
+    findings: list[Finding] = []
+    optimizers = facts.optimizers
     wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
-    held = {name for one in entries_of(facts.ranks[0], OptimizerStep) for name in one.held}
-    sharded_at = next((one.made.location for one in facts.wrappers if one.made.context.sharded is not None), None)
-    assigned = [one for one in entries_of(facts.ranks[0], ModuleChanged) if one.what == "module"]
-    in_step = any(reduces_in_step(one.steps) for one in known)
-    for one in known:
-        of_one = judge_optimizer_options(one.steps) + judge_shard_scales(one.steps)
-        of_one += judge_pace(one.steps, one.ends if facts.ended else ())  # a rank that raised has fewer steps
-        of_one += judge_shard_states(one.steps)
-        apart = bool(judge_optimizer_state(one.steps))
-        of_one += [] if apart else judge_step_gradients(one.steps, clips)
-        if not apart and not of_one:
-            others = [other.steps for other in known if _are_of_same(one, other)]
-            alone = (
+    param_names = {name for step in entries_of(facts.ranks[0], OptimizerStep) for name in step.held}
+    sharded_at = next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None)
+    assigned = [change for change in entries_of(facts.ranks[0], ModuleChanged) if change.what == "module"]
+    in_step = any(reduces_in_step(opt.steps) for opt in optimizers)
+    for opt in optimizers:
+        new = judge_optimizer_options(opt.steps) + judge_shard_scales(opt.steps)
+        new += judge_pace(opt.steps, opt.ends if facts.ended else ())  # a rank that raised has fewer steps
+        new += judge_shard_states(opt.steps)
+        state_differs = bool(judge_optimizer_state(opt.steps))
+        new += [] if state_differs else judge_step_gradients(opt.steps, clips)
+        if not state_differs and not new:
+            other_steps = [other.steps for other in optimizers if _are_of_same(opt, other)]
+            unwrapped = (
                 []
                 if facts.model_groups
-                else judge_scaled_by_hand(one.steps, clips)
+                else judge_scaled_by_hand(opt.steps, clips)
                 or judge_alone(
-                    one.steps,
-                    one.ends,
-                    others,
+                    opt.steps,
+                    opt.ends,
+                    other_steps,
                     wrapped=wrapped,
                     in_step=in_step,
                     sharded_at=sharded_at,
                     assigned=assigned,
                 )
             )
-            alone = [found if one.steps[0][0].broadcast_at else at_the_seed(found, one.steps[0]) for found in alone]
-            of_one += alone or judge_sums(one.steps, losses)
-        found += of_one + _with_model(judge_stale(one.steps, facts.moved, held), facts)
-        found += judge_unmoved(one.steps, facts.moved) + judge_parts_reduced(one.steps)
-        found += judge_schedule(one.ends, len(facts.ranks))
-        found += judge_summed_again(one.steps, len(facts.ranks))
+            unwrapped = [f if opt.steps[0][0].broadcast_at else at_the_seed(f, opt.steps[0]) for f in unwrapped]
+            new += unwrapped or judge_sums(opt.steps, losses)
+        findings += new + _with_model(judge_stale(opt.steps, facts.moved, param_names), facts)
+        findings += judge_unmoved(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
+        findings += judge_schedule(opt.ends, len(facts.ranks))
+        findings += judge_summed_again(opt.steps, len(facts.ranks))
     firsts = [first_steps(rank) for rank in facts.ranks]
-    if not found and len({len(of_rank) for of_rank in firsts}) == 1:  # parameters may differ between ranks
+    if not findings and len({len(rank_steps) for rank_steps in firsts}) == 1:  # parameters may differ between ranks
         for first in zip(*firsts, strict=True):
-            found += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
-    steps = sum(len(one.steps) for one in known)
-    apart = any(any_gradient_differs(of_ranks) for one in known for of_ranks in one.steps)
-    of_ddp = "options" if apart else "options, state and gradients"
+            findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
+    steps = [rank_steps for opt in optimizers for rank_steps in opt.steps]
+    gradients_differ = any(map(any_gradient_differs, steps))
+    of_ddp = "options" if gradients_differ else "options, state and gradients"
     compared = "options, number of steps and scale of the shards' gradients" if facts.shards else of_ddp
-    where = f"of {counted(len(known), 'optimizer')} match between ranks in {counted(steps, 'step')}"
-    what = f"{compared} {where}" if steps else ""
-    together = [of_ranks for one in known for of_ranks in one.steps if all(of.reductions >= 0 for of in of_ranks)]
-    differ = sum(bool(differing([of.norms for of in of_ranks])) for of_ranks in together)
+    scope = f"of {counted(len(optimizers), 'optimizer')} match between ranks in {counted(len(steps), 'step')}"
+    passed = f"{compared} {scope}" if steps else ""
+    averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
+    differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
     lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
-    return {"optimizers": Verdict(found, what, lacking)}
+    return {"optimizers": Verdict(findings, passed, lacking)}
 
 
-def _are_of_same(one: Optimizer, other: Optimizer) -> bool:
+def _are_of_same(opt: Optimizer, other: Optimizer) -> bool:
     """Check if two optimizers hold the same unwrapped parameters, by name."""
-    return bool(one.steps and other.steps) and one.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
+    return bool(opt.steps and other.steps) and opt.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
 
 
 def judge_all_clips(facts: ScriptFacts) -> Verdicts:
     """Judge changes to gradients between the average and the optimizer step."""
-    clips, steps = facts.of(GradientsClipped), [one.steps for one in facts.optimizers]
-    found = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
-    for of_ranks in () if found else steps:
-        if all(len(of_step) == len(facts.ranks) for of_step in of_ranks):
-            theirs = [(rank, [of_step[n] for of_step in of_ranks]) for n, rank in enumerate(facts.ranks)]
-            used = [list(used_by(rank, of_rank)) for rank, of_rank in theirs]
-            found += judge_rescaled(used, facts.of(LossDifferentiated), len(facts.ranks))
-    return {"optimizers": Verdict(found)}
+    clips, steps = facts.of(GradientsClipped), [opt.steps for opt in facts.optimizers]
+    findings = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
+    for opt_steps in () if findings else steps:
+        if all(len(rank_steps) == len(facts.ranks) for rank_steps in opt_steps):
+            by_rank = [(rank, [rank_steps[n] for rank_steps in opt_steps]) for n, rank in enumerate(facts.ranks)]
+            averaged_by_rank = [list(used_by(rank, local_steps)) for rank, local_steps in by_rank]
+            findings += judge_rescaled(averaged_by_rank, facts.of(LossDifferentiated), len(facts.ranks))
+    return {"optimizers": Verdict(findings)}
 
 
 def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
     """Judge metrics that drive learning rate schedules and callbacks."""
-    local = {one.steps[0][0].optimizer for one in facts.optimizers if one.steps and are_local(one.steps)}
-    used = [[one for one in of_rank if one.optimizer not in local] for of_rank in facts.of(MetricUsed)]
-    return {"optimizers": Verdict(judge_metrics(used))}
+    local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
+    metrics = [[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)]
+    return {"optimizers": Verdict(judge_metrics(metrics))}
 
 
 def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
     """Detect parameters that get gradients but belong to no optimizer."""
     if not facts.wrappers:
         return {}
-    every = [one for of_rank in facts.of(OptimizerStep) for one in of_rank]
-    named = [name for one in every for name in (*one.held, *one.idle)]
-    made = next((one.made for one in every if one.held or not named), None)
-    in_vain = bool(every) and not any(one.norms or one.gradients for one in every)
-    found = judge_unheld(facts.moved, named, made=made, in_vain=in_vain)
-    return {"optimizers": Verdict(_with_model(found, facts))}
+    steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
+    named = [name for step in steps for name in (*step.held, *step.idle)]
+    created_at = next((step.made for step in steps if step.held or not named), None)
+    in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
+    findings = judge_unheld(facts.moved, named, made=created_at, in_vain=in_vain)
+    return {"optimizers": Verdict(_with_model(findings, facts))}
 
 
-def _with_model(found: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
+def _with_model(findings: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
     """Name the wrapped module in findings on parameters that never change."""
-    told = []
-    for finding in found:
-        of_model = [
-            f"of {one.made.module}, which is wrapped at {one.made.location}"
-            for one in facts.wrappers
-            if all(facts.moved.get(f"{one.number}/{name}") is False for name in finding.subjects)
+    named = []
+    for finding in findings:
+        origins = [
+            f"of {wrapper.made.module}, which is wrapped at {wrapper.made.location}"
+            for wrapper in facts.wrappers
+            if all(facts.moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
         ]
-        is_one_of_several = len(of_model) == 1 < len(facts.wrappers)
-        told.append(replace(finding, evidence=(*of_model, *finding.evidence)) if is_one_of_several else finding)
-    return told
+        is_one_of_several = len(origins) == 1 < len(facts.wrappers)
+        named.append(replace(finding, evidence=(*origins, *finding.evidence)) if is_one_of_several else finding)
+    return named

@@ -89,38 +89,38 @@ class Comparison:
     def next_steps(self) -> list[_Step]:
         """Return each optimizer's first step after `steps`; only its parameters are comparable."""
         steps = self.steps()
-        following = {(alone.optimizer, alone.count + 1) for _, alone, _ in steps}
+        following = {(single.optimizer, single.count + 1) for _, single, _ in steps}
         return [step for step in self._steps_of_both[len(steps) :] if (step[1].optimizer, step[1].count) in following]
 
     @cached_property
     def _steps_of_both(self) -> list[_Step]:
         by_rank = [{(s.optimizer, s.count): s for s in entries_of(rank, ParityStep)} for rank in self.ranks]
         noise = {(s.optimizer, s.count): s for s in entries_of(self.noise, ParityStep)} if self.noise else {}
-        keys = [((alone.optimizer, alone.count), alone) for alone in entries_of(self.single, ParityStep)]
+        keys = [((single.optimizer, single.count), single) for single in entries_of(self.single, ParityStep)]
         return [
-            ([steps[key] for steps in by_rank], alone, noise.get(key))
-            for key, alone in keys
+            ([steps[key] for steps in by_rank], single, noise.get(key))
+            for key, single in keys
             if all(key in steps for steps in by_rank)
         ]
 
-    def _have_same_samples(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> bool:
+    def _have_same_samples(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> bool:
         """Check if forward got the same rows; without wrappers, if replay was complete."""
-        sums = [math.fsum(column) for column in zip(*(one.samples for one in of_ranks), strict=True)]
-        rows = max(sums[-1], alone.samples[-1])
-        if not min(sums[-1], alone.samples[-1]):
+        sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
+        rows = max(sums[-1], single.samples[-1])
+        if not min(sums[-1], single.samples[-1]):
             return not self.is_partly_replayed
-        return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, alone.samples, strict=True))
+        return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, single.samples, strict=True))
 
     @cached_property
     def has_other_model(self) -> bool:
         """Check if the single process's initial parameters differ from rank 0's."""
-        first = [next(iter(entries_of(rank, ParityStep)), None) for rank in (*self.ranks, self.single)]
-        *of_ranks, alone = first
-        if alone is None or of_ranks[0] is None or alone.sharded:
+        first_steps = [next(iter(entries_of(rank, ParityStep)), None) for rank in (*self.ranks, self.single)]
+        *rank_steps, single = first_steps
+        if single is None or rank_steps[0] is None or single.sharded:
             return False
-        if alone.elements != of_ranks[0].elements:
+        if single.elements != rank_steps[0].elements:
             return True
-        pairs = zip(of_ranks[0].values, alone.values, strict=True)
+        pairs = zip(rank_steps[0].values, single.values, strict=True)
         return not all(math.isclose(a, b, rel_tol=FLOOR, abs_tol=FLOOR) for a, b in pairs)
 
     @cached_property
@@ -133,11 +133,11 @@ class Comparison:
         """Check if a single process's gradients change with its rank number."""
         if self.other_rank is None:
             return False
-        steps = zip(*(entries_of(one, ParityStep) for one in (self.other_rank, self.single)), strict=False)
-        for other, alone in steps:
+        steps = zip(*(entries_of(rank, ParityStep) for rank in (self.other_rank, self.single)), strict=False)
+        for other, single in steps:
             if not math.isfinite(math.hypot(*other.norms)):
                 return False
-            if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other.norms, alone.norms, strict=False)):
+            if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other.norms, single.norms, strict=False)):
                 return True
         return False
 
@@ -145,35 +145,35 @@ class Comparison:
     def padding(self) -> float:
         """Share of evaluation samples that ranks repeat to get equal shard sizes."""
         rows = Counter[str]()
-        for one in (one for rank in self.ranks for one in entries_of(rank, PassTaken) if not one.trains):
-            rows[one.loader] += one.rows
-        alone = [one for one in entries_of(self.single, PassTaken) if 0 < one.rows < rows[one.loader] < 2 * one.rows]
-        return max((rows[one.loader] / one.rows - 1 for one in alone), default=0.0)
+        for entry in (entry for rank in self.ranks for entry in entries_of(rank, PassTaken) if not entry.trains):
+            rows[entry.loader] += entry.rows
+        padded = [p for p in entries_of(self.single, PassTaken) if 0 < p.rows < rows[p.loader] < 2 * p.rows]
+        return max((rows[p.loader] / p.rows - 1 for p in padded), default=0.0)
 
     @property
     def has_same_samples(self) -> bool:
         """Check if all steps that both runs made are compared."""
-        return len(self.steps()) >= min(len(entries_of(one, ParityStep)) for one in (self.ranks[0], self.single))
+        return len(self.steps()) >= min(len(entries_of(rank, ParityStep)) for rank in (self.ranks[0], self.single))
 
     def gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
         """Return the gradients of one step on some ranks, with shards combined."""
-        found: dict[str, float] = {}
+        norms: dict[str, float] = {}
         count = sum(not norm < 0 for norm in steps[0].norms)
         for rank, step in zip(ranks, steps, strict=True):
             names = self._names.get((rank.started.rank, rank.started.world_size, step.optimizer), ())
             for name, norm in zip(names, step.norms, strict=False):
                 if not norm < 0:  # or NaN
-                    found[name] = math.hypot(found.get(name, 0.0), norm) if step.sharded else found.get(name, norm)
-        return _Gradients(found, steps[0].gradient if len(found) == count else ())  # else ranks hold parts of the model
+                    norms[name] = math.hypot(norms.get(name, 0.0), norm) if step.sharded else norms.get(name, norm)
+        return _Gradients(norms, steps[0].gradient if len(norms) == count else ())  # else ranks hold parts of the model
 
-    def factor_of(self, of_ranks: Sequence[ParityStep], alone: ParityStep) -> str:
+    def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
         """Return the world size factor of all gradients in words, or ''."""
-        many, one = self.gradients_of(self.ranks, of_ranks), self.gradients_of([self.single], [alone])
+        actual, expected = self.gradients_of(self.ranks, rank_steps), self.gradients_of([self.single], [single])
         for factor, words in ((self.world_size, str(self.world_size)), (1 / self.world_size, f"1/{self.world_size}")):
             scaled = _Gradients(
-                {name: factor * norm for name, norm in one.norms.items()}, [factor * x for x in one.sketch]
+                {name: factor * norm for name, norm in expected.norms.items()}, [factor * x for x in expected.sketch]
             )
-            if _distance(many, scaled) <= _NEAR:
+            if _distance(actual, scaled) <= _NEAR:
                 return words
         return ""
 
@@ -184,11 +184,11 @@ class Comparison:
     @cached_property
     def _names(self) -> dict[tuple[int, int, int], tuple[str, ...]]:
         """Parameter names by (rank, world size, optimizer); rank 0's if sizes match."""
-        every = [*self.ranks, self.single, *filter(None, [self.noise])]
-        steps = [(rank.started, step) for rank in every for step in entries_of(rank, ParityStep) if step.names]
-        first = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
+        runs = [*self.ranks, self.single, *filter(None, [self.noise])]
+        steps = [(rank.started, step) for rank in runs for step in entries_of(rank, ParityStep) if step.names]
+        names_by_optimizer = {(step.optimizer, step.elements): step.names for _, step in reversed(steps)}
         return {
-            (started.rank, started.world_size, step.optimizer): first[step.optimizer, step.elements]
+            (started.rank, started.world_size, step.optimizer): names_by_optimizer[step.optimizer, step.elements]
             for started, step in steps
         }
 
@@ -200,32 +200,32 @@ class Comparison:
 
 def parameters(comparison: Comparison) -> list[Quantity]:
     """Compare the parameters before each step and next step; empty if sharded."""
-    found, largest = [], 0.0
+    quantities, largest = [], 0.0
     # Without a noise run, less is noise; different samples may result from different parameters.
-    least = 0.0 if comparison.noise is not None else EQUAL if comparison.has_same_samples else FLOOR
-    for of_ranks, alone, noise in [*comparison.steps(), *comparison.next_steps()]:
-        if alone.sharded or len(of_ranks[0].values) != len(alone.values):
+    threshold = 0.0 if comparison.noise is not None else EQUAL if comparison.has_same_samples else FLOOR
+    for rank_steps, single, noise in [*comparison.steps(), *comparison.next_steps()]:
+        if single.sharded or len(rank_steps[0].values) != len(single.values):
             return []
-        many, one = of_ranks[0].values, alone.values
-        size = math.hypot(*one) or 1.0
-        largest = max(largest, math.dist(one, noise.values) / size if noise is not None else 0.0)
-        apart = math.dist(many, one) / size
-        found.append(Quantity(math.hypot(*many), size, apart if apart > least else 0.0, largest))
-    return found
+        actual, expected = rank_steps[0].values, single.values
+        size = math.hypot(*expected) or 1.0
+        largest = max(largest, math.dist(expected, noise.values) / size if noise is not None else 0.0)
+        difference = math.dist(actual, expected) / size
+        quantities.append(Quantity(math.hypot(*actual), size, difference if difference > threshold else 0.0, largest))
+    return quantities
 
 
 def gradients(comparison: Comparison) -> list[Quantity]:
     """Compare the gradients of each step that both runs made."""
-    found, largest = [], 0.0
-    for of_ranks, alone, noise in comparison.steps():
-        many, one = (
-            comparison.gradients_of(comparison.ranks, of_ranks),
-            comparison.gradients_of([comparison.single], [alone]),
+    quantities, largest = [], 0.0
+    for rank_steps, single, noise in comparison.steps():
+        actual, expected = (
+            comparison.gradients_of(comparison.ranks, rank_steps),
+            comparison.gradients_of([comparison.single], [single]),
         )
         if noise is not None and comparison.noise is not None:
-            largest = max(largest, _distance(one, comparison.gradients_of([comparison.noise], [noise])))
-        found.append(Quantity(many.norm, one.norm, _distance(many, one), largest))
-    return found
+            largest = max(largest, _distance(expected, comparison.gradients_of([comparison.noise], [noise])))
+        quantities.append(Quantity(actual.norm, expected.norm, _distance(actual, expected), largest))
+    return quantities
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +238,16 @@ class _Gradients:
         return math.hypot(*self.norms.values())
 
 
-def _distance(some: _Gradients, others: _Gradients) -> float:
+def _distance(actual: _Gradients, expected: _Gradients) -> float:
     """Return the distance between gradients, relative to the larger norm."""
-    scale = max(some.norm, others.norm)
+    scale = max(actual.norm, expected.norm)
     if not math.isfinite(scale):
-        return 0.0 if math.isfinite(some.norm) == math.isfinite(others.norm) else math.inf
-    names = {*some.norms, *others.norms}
-    apart = math.hypot(*(some.norms.get(name, 0.0) - others.norms.get(name, 0.0) for name in names))
-    if [*some.norms] == [*others.norms] and len(some.sketch) == len(others.sketch):
-        apart = max(apart, math.dist(some.sketch, others.sketch))
-    return apart / scale if scale else 0.0
+        return 0.0 if math.isfinite(actual.norm) == math.isfinite(expected.norm) else math.inf
+    names = {*actual.norms, *expected.norms}
+    difference = math.hypot(*(actual.norms.get(name, 0.0) - expected.norms.get(name, 0.0) for name in names))
+    if [*actual.norms] == [*expected.norms] and len(actual.sketch) == len(expected.sketch):
+        difference = max(difference, math.dist(actual.sketch, expected.sketch))
+    return difference / scale if scale else 0.0
 
 
 # Shown numbers
@@ -270,50 +270,50 @@ class Shown:
 
 def shown_numbers(comparison: Comparison) -> list[Shown]:
     """Return the numbers that both runs show, in order."""
-    mine, theirs = _by_place(comparison.ranks[0]), _by_place(comparison.single)
+    entries, single_entries = _by_place(comparison.ranks[0]), _by_place(comparison.single)
     noise = _by_place(comparison.noise) if comparison.noise is not None else {}
-    others = [_by_place(rank) for rank in comparison.ranks[1:]]
+    other_ranks = [_by_place(rank) for rank in comparison.ranks[1:]]
     losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
-    both = comparison.ranks[0], comparison.single
-    rates = [[rate for step in entries_of(one, ParityStep) for rate in step.rates] for one in both]
-    found, before = [], dict[_Key, int]()
-    for key, entry in mine.items():
-        since, before[(*key[:2], 0)] = before.get((*key[:2], 0), 0), entry.steps
-        other = theirs.get(key)
-        if other is None or len(other.numbers) != len(entry.numbers):
+    runs = comparison.ranks[0], comparison.single
+    rates = [[rate for step in entries_of(run, ParityStep) for rate in step.rates] for run in runs]
+    shown, steps_before = [], dict[_Key, int]()
+    for key, entry in entries.items():
+        since, steps_before[(*key[:2], 0)] = steps_before.get((*key[:2], 0), 0), entry.steps
+        single_entry = single_entries.get(key)
+        if single_entry is None or len(single_entry.numbers) != len(entry.numbers):
             continue
-        third = noise.get(key)
+        rerun = noise.get(key)
         window = [loss for step, loss in losses if since <= step < entry.steps]
-        for place, (text, alone) in enumerate(zip(entry.numbers, other.numbers, strict=True)):
-            if place in entry.rates or _is_rate((text, alone), rates):
+        for place, (text, single) in enumerate(zip(entry.numbers, single_entry.numbers, strict=True)):
+            if place in entry.rates or _is_rate((text, single), rates):
                 continue
-            again = third.numbers[place] if third is not None and len(third.numbers) > place else alone
-            rows = [of_rank[key].numbers[place] for of_rank in others if key in of_rank]
-            local = any(row != text for row in rows) or _is_of_losses(text, window) or place in entry.known
+            noise_text = rerun.numbers[place] if rerun is not None and len(rerun.numbers) > place else single
+            texts = [rank_entries[key].numbers[place] for rank_entries in other_ranks if key in rank_entries]
+            local = any(other != text for other in texts) or _is_of_losses(text, window) or place in entry.known
             padding = comparison.padding if entry.evaluates else 0.0
-            found.append(Shown(entry, place, _quantity(text, alone, again, padding), local))
-    return found
+            shown.append(Shown(entry, place, _quantity(text, single, noise_text, padding), local))
+    return shown
 
 
 def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
     """Return entries by line, text and number of earlier occurrences."""
-    found: dict[_Key, NumbersShown] = {}
+    entries: dict[_Key, NumbersShown] = {}
     for entry in entries_of(rank, NumbersShown):
-        number = 0
-        while (key := (str(entry.location), f"{entry.how} {entry.text}", number)) in found:
-            number += 1
-        found[key] = entry
-    return found
+        occurrence = 0
+        while (key := (str(entry.location), f"{entry.how} {entry.text}", occurrence)) in entries:
+            occurrence += 1
+        entries[key] = entry
+    return entries
 
 
-def _quantity(text: str, alone: str, again: str, padding: float) -> Quantity:
-    one, other, third = float(text), float(alone), float(again)
-    scale = max(abs(one), abs(other)) or 1.0
-    digit = 1.5 * max(map(_last_digit, (text, alone)))
-    apart = max(0.0, abs(one - other) - digit) / scale
-    largest = max(abs(other), abs(third))
-    changed = abs(other - third) / (largest if largest > FLOOR * scale else scale)
-    return Quantity(one, other, apart, changed, padding)
+def _quantity(text: str, single_text: str, noise_text: str, padding: float) -> Quantity:
+    actual, expected, rerun = float(text), float(single_text), float(noise_text)
+    scale = max(abs(actual), abs(expected)) or 1.0
+    digit = 1.5 * max(map(_last_digit, (text, single_text)))
+    difference = max(0.0, abs(actual - expected) - digit) / scale
+    largest = max(abs(expected), abs(rerun))
+    changed = abs(expected - rerun) / (largest if largest > FLOOR * scale else scale)
+    return Quantity(actual, expected, difference, changed, padding)
 
 
 def _last_digit(text: str) -> float:
@@ -325,9 +325,9 @@ def _last_digit(text: str) -> float:
 
 def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
     """Check if numbers are learning rates, or their means, scaled between runs."""
-    pairs = [(float(text), _last_digit(text), known) for text, known in zip(texts, rates, strict=True) if known]
-    ends = {max(known) for _, _, known in pairs}
-    return len(ends) > 1 and all(min(known) - digit <= one <= max(known) + digit for one, digit, known in pairs)
+    pairs = [(float(text), _last_digit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
+    ends = {max(lrs) for _, _, lrs in pairs}
+    return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
 
 
 def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
@@ -337,8 +337,8 @@ def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
     if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
         return False
     total = math.fsum(losses)
-    made = (losses[-1], total / len(losses), total)
-    return any(abs(value - one) <= digit for one in made)
+    candidates = (losses[-1], total / len(losses), total)
+    return any(abs(value - candidate) <= digit for candidate in candidates)
 
 
 # Evaluation
@@ -354,21 +354,21 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = _NEA
         steps: Numbers of optimizer steps after which evaluations are compared.
         difference: Relative difference of the number computed from the variable.
     """
-    *of_ranks, alone = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
-    noise = _last_values(comparison.noise, steps) if comparison.noise else alone
-    for key, value in of_ranks[0].items():
-        others = [other for of_rank in of_ranks if (other := of_rank.get(key)) is not None]
-        single = alone.get(key, ())
-        if {*map(len, (noise.get(key, ()), *others))} != {len(single)} or not single:
+    *values_by_rank, single_values = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
+    noise = _last_values(comparison.noise, steps) if comparison.noise else single_values
+    for key, value in values_by_rank[0].items():
+        on_ranks = [numbers for values in values_by_rank if (numbers := values.get(key)) is not None]
+        single = single_values.get(key, ())
+        if {*map(len, (noise.get(key, ()), *on_ranks))} != {len(single)} or not single:
             continue
-        if single == (1.0,) and {*others} == {(comparison.world_size,)}:
+        if single == (1.0,) and {*on_ranks} == {(comparison.world_size,)}:
             continue
         scale = max(map(abs, single)) or 1.0
         changed = max(abs(a - b) for a, b in zip(noise[key], single, strict=True)) / scale
         allowed = max(min(_NEAR, difference / MULTIPLE), MULTIPLE * changed) * scale
-        if changed > SMALL or any(math.dist(made, single) <= allowed for made in _made_of(others)):
+        if changed > SMALL or any(math.dist(reduced, single) <= allowed for reduced in _reductions(on_ranks)):
             continue  # a time or random number, or equal
-        copies = (other for other, same in of_ranks[0].items() if same == value and value[0] % 1)
+        copies = (other for other, copied in values_by_rank[0].items() if copied == value and value[0] % 1)
         path, line, _, name = next(copies, key)[1:]
         return Location(path, line), name
     return None
@@ -388,16 +388,16 @@ def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ..
 
     Earlier values are dropped: loops assign a variable a different number of times on each rank.
     """
-    found: dict[_Line, tuple[float, ...]] = {}
+    last_values: dict[_Line, tuple[float, ...]] = {}
     for traced in entries_of(rank, EvaluationTraced):
         for value in traced.values if traced.steps in steps else ():
             key = traced.steps, value.path, value.line, value.function, value.name
-            found.pop(key, None)
-            found[key] = value.numbers
-    return found
+            last_values.pop(key, None)
+            last_values[key] = value.numbers
+    return last_values
 
 
-def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
+def _reductions(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
     """Yield the maximum, minimum and, unless already reduced, sum and mean over ranks.
 
     Numbers equal on all ranks already cover all samples, except counts.
@@ -416,14 +416,14 @@ def _made_of(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
 
 def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:
     """Return a rank's saved tensors by line and number of earlier saves."""
-    found: dict[tuple[str, int], TensorsSaved] = {}
+    states: dict[tuple[str, int], TensorsSaved] = {}
     for entry in entries_of(rank, TensorsSaved):
-        number = sum(where == str(entry.location) for where, _ in found)
-        found[str(entry.location), number] = entry
-    return found
+        count = sum(line == str(entry.location) for line, _ in states)
+        states[str(entry.location), count] = entry
+    return states
 
 
-def values_that_differ(mine: TensorsSaved, single: TensorsSaved, again: TensorsSaved | None) -> list[str]:
+def values_that_differ(saved: TensorsSaved, single: TensorsSaved, rerun: TensorsSaved | None) -> list[str]:
     """Return names of saved tensors whose norms differ beyond noise.
 
     Noise is the largest change of several norms, because a single norm may stay equal by chance.
@@ -432,12 +432,12 @@ def values_that_differ(mine: TensorsSaved, single: TensorsSaved, again: TensorsS
     for name, norms in single.norms.items():
         kind = name.rpartition(".")[2]
         largest[kind] = max(largest.get(kind, 0.0), norms[0])
-    found = []
-    for name in mine.norms.keys() & single.norms.keys():
-        (a, *_), other = mine.norms[name], single.norms[name]
-        third = again.norms.get(name, other) if again is not None else other
-        scale, rounding = max(abs(a), abs(other[0])) or 1.0, FLOOR * largest[name.rpartition(".")[2]]
-        noise = max((abs(x - y) / (max(x, y) or 1.0) for x, y in zip(other, third, strict=True)), default=0.0)
-        if Quantity(a, other[0], (abs(a - other[0]) - rounding) / scale, noise).differs:
-            found.append(name)
-    return sorted(found)
+    names = []
+    for name in saved.norms.keys() & single.norms.keys():
+        (a, *_), ref = saved.norms[name], single.norms[name]
+        noisy = rerun.norms.get(name, ref) if rerun is not None else ref
+        scale, rounding = max(abs(a), abs(ref[0])) or 1.0, FLOOR * largest[name.rpartition(".")[2]]
+        noise = max((abs(x - y) / (max(x, y) or 1.0) for x, y in zip(ref, noisy, strict=True)), default=0.0)
+        if Quantity(a, ref[0], (abs(a - ref[0]) - rounding) / scale, noise).differs:
+            names.append(name)
+    return sorted(names)

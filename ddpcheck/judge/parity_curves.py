@@ -20,62 +20,62 @@ _STEPS = "optimizer step"
 
 def curves(comparison: Comparison) -> tuple[ParityCurve, ...]:
     """Return curves of gradients, losses and evaluation numbers, earliest divergence first."""
-    found = [*_of_steps(comparison), *_of_shown(comparison)]
-    found.sort(key=lambda one: (one.diverges_at is None, one.diverges_at or 0))
-    return tuple(one for one in found if len(one.x) >= _FEWEST_POINTS)[:MOST_CURVES]
+    all_curves = [*_step_curves(comparison), *_number_curves(comparison)]
+    all_curves.sort(key=lambda curve: (curve.diverges_at is None, curve.diverges_at or 0))
+    return tuple(curve for curve in all_curves if len(curve.x) >= _FEWEST_POINTS)[:MOST_CURVES]
 
 
-def _of_steps(comparison: Comparison) -> Iterator[ParityCurve]:
+def _step_curves(comparison: Comparison) -> Iterator[ParityCurve]:
     """Yield gradient and loss curves; losses are marked only if gradients differ."""
-    every = zip(comparison.steps(), gradients(comparison), strict=True)
-    by_optimizer = group_by(every, lambda one: one[0][1].optimizer)
-    for number, some in by_optimizer.items():
-        of_which = f" of optimizer {number}" if len(by_optimizer) > 1 else ""
-        steps, sizes = [step for step, _ in some], [(step[1].count, size) for step, size in some]
+    pairs = zip(comparison.steps(), gradients(comparison), strict=True)
+    by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
+    for number, group in by_optimizer.items():
+        suffix = f" of optimizer {number}" if len(by_optimizer) > 1 else ""
+        steps, sizes = [step for step, _ in group], [(step[1].count, size) for step, size in group]
         first = steps[0][0][0]
-        yield _curve(f"norm of the gradients{of_which}", _STEPS, sizes, first.location)
+        yield _curve(f"norm of the gradients{suffix}", _STEPS, sizes, first.location)
         is_marked = any(size.differs for _, size in sizes)
-        name = f"loss{of_which}, mean over the ranks"
+        name = f"loss{suffix}, mean over the ranks"
         yield _curve(name, _STEPS, _losses(steps), first.loss_at or first.location, is_marked=is_marked)
 
 
 def _losses(steps: Sequence[tuple[list[ParityStep], ParityStep, ParityStep | None]]) -> list[tuple[int, Quantity]]:
     """Return mean losses by step, compared relative to the largest loss."""
     points = []
-    for of_ranks, single, noise in steps:
-        if single.losses and all(one.losses for one in of_ranks):
-            alone, again = _mean(single.losses), _mean(noise.losses if noise and noise.losses else single.losses)
-            points.append((single.count, _mean([_mean(one.losses) for one in of_ranks]), alone, again))
-    scale = max((abs(n) for _, *some in points for n in some if math.isfinite(n)), default=0.0) or 1.0
-    found, largest = [], 0.0
-    for step, theirs, alone, again in points:
-        largest = max(largest, _apart(alone, again) / scale)
-        found.append((step, Quantity(theirs, alone, _apart(theirs, alone) / scale, largest)))
-    return found
+    for rank_steps, single, noise in steps:
+        if single.losses and all(rank_step.losses for rank_step in rank_steps):
+            expected, noisy = _mean(single.losses), _mean(noise.losses if noise and noise.losses else single.losses)
+            points.append((single.count, _mean([_mean(rank_step.losses) for rank_step in rank_steps]), expected, noisy))
+    scale = max((abs(n) for _, *losses in points for n in losses if math.isfinite(n)), default=0.0) or 1.0
+    quantities, largest = [], 0.0
+    for step, actual, expected, noisy in points:
+        largest = max(largest, _distance(expected, noisy) / scale)
+        quantities.append((step, Quantity(actual, expected, _distance(actual, expected) / scale, largest)))
+    return quantities
 
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _apart(number: float, other: float) -> float:
+def _distance(number: float, other: float) -> float:
     return 0.0 if number == other or (math.isnan(number) and math.isnan(other)) else abs(number - other)
 
 
-def _of_shown(comparison: Comparison) -> Iterator[ParityCurve]:
+def _number_curves(comparison: Comparison) -> Iterator[ParityCurve]:
     """Yield curves of numbers shown after evaluations."""
     if not comparison.has_same_samples:
         return
-    every = (one for one in shown_numbers(comparison) if one.entry.evaluates and not one.entry.during)
-    by_line = group_by(every, lambda one: (one.entry.location, one.entry.how, one.entry.text, one.place))
-    for (where, _, _, place), some in by_line.items():
-        some = [one for one in some if not one.is_local]
-        steps = [one.entry.steps for one in some]
+    shown = (number for number in shown_numbers(comparison) if number.entry.evaluates and not number.entry.during)
+    by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.place))
+    for (location, _, _, place), numbers in by_line.items():
+        numbers = [number for number in numbers if not number.is_local]
+        steps = [number.entry.steps for number in numbers]
         label, x = (_STEPS, steps) if len({*steps}) == len(steps) else ("time shown", range(1, len(steps) + 1))
-        points = [(at, one.quantity) for at, one in zip(x, some, strict=True)]
-        is_counter = _is_counter([one.entry.numbers[place] for one in some])
-        if any(one.differs for _, one in points) or (points and not is_counter):
-            yield _curve(_name(some[0].entry, place), label, points, where)
+        points = [(position, number.quantity) for position, number in zip(x, numbers, strict=True)]
+        is_counter = _is_counter([number.entry.numbers[place] for number in numbers])
+        if any(quantity.differs for _, quantity in points) or (points and not is_counter):
+            yield _curve(_name(numbers[0].entry, place), label, points, location)
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
@@ -86,8 +86,8 @@ def _is_counter(texts: Sequence[str]) -> bool:
 
 def _name(entry: NumbersShown, place: int) -> str:
     """Return the text before a number in its line."""
-    before = entry.text.split("#")[place].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
-    return f"{entry.how}: {before[-_LONGEST_NAME:].strip() or f'number {place + 1}'}"
+    prefix = entry.text.split("#")[place].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
+    return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {place + 1}'}"
 
 
 def _curve(
@@ -98,14 +98,14 @@ def _curve(
     *,
     is_marked: bool = True,
 ) -> ParityCurve:
-    first = next((n for n, (_, one) in enumerate(points) if one.differs), None) if is_marked else None
+    first = next((n for n, (_, quantity) in enumerate(points) if quantity.differs), None) if is_marked else None
     kept = [points[n] for n in _thinned(len(points), first)]
     return ParityCurve(
         name,
         label,
         tuple(x for x, _ in kept),
-        tuple(_drawn(one.ranks) for _, one in kept),
-        tuple(_drawn(one.single) for _, one in kept),
+        tuple(_drawn(quantity.ranks) for _, quantity in kept),
+        tuple(_drawn(quantity.single) for _, quantity in kept),
         None if first is None else points[first][0],
         location,
     )

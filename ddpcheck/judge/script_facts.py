@@ -46,19 +46,19 @@ class WatchedWrapper:
 
     def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
         """Return the entries of a kind on this wrapper, by rank of its group."""
-        return [[one for one in entries_of(rank, kind) if _is_on(one, self.number)] for rank in self.ranks]
+        return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
 
     @property
     def values_built(self) -> list[Mapping[str, int]]:
         """Parameter values before sharding, by rank; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [one.values_built for one in contexts if one is not None]
+        return [context.values_built for context in contexts if context is not None]
 
     @property
     def policies(self) -> list[Mapping[str, str]]:
         """`mp_policy` arguments of `fully_shard`, by rank; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [one.policies for one in contexts if one is not None]
+        return [context.policies for context in contexts if context is not None]
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
@@ -68,8 +68,8 @@ class WatchedWrapper:
     @property
     def loss_line(self) -> Location | None:
         """Line that computes a loss the wrapper averages, else the backward call."""
-        losses = (one for of_rank in self.losses for one in of_rank if self.number in one.wrappers)
-        return next((line for one in losses if (line := one.made or one.location)), None)
+        losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
+        return next((line for loss in losses if (line := loss.made or loss.location)), None)
 
 
 def _is_on(entry: Any, number: int) -> bool:
@@ -114,15 +114,15 @@ class ScriptFacts:
     @cached_property
     def unwatched(self) -> dict[str, str]:
         """Reasons by check line, for lines that a failed recorder prevents."""
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for rank in self.ranks:
-            for one in entries_of(rank, WatchingFailed):
-                what = "" if one.subjects else f"{one.recorder}: "
-                said = f"{what}not watched from step {one.step} on, on rank {rank.started.rank}: {one.why}"
-                if not one.recorder:
-                    said = f"rank {rank.started.rank} was not watched to its end: {one.error.splitlines()[-1]}"
-                found |= {subject: found.get(subject, said) for subject in one.subjects or ("ranks",)}
-        return found
+            for entry in entries_of(rank, WatchingFailed):
+                recorder = "" if entry.subjects else f"{entry.recorder}: "
+                reason = f"{recorder}not watched from step {entry.step} on, on rank {rank.started.rank}: {entry.why}"
+                if not entry.recorder:
+                    reason = f"rank {rank.started.rank} was not watched to its end: {entry.error.splitlines()[-1]}"
+                reasons |= {subject: reasons.get(subject, reason) for subject in entry.subjects or ("ranks",)}
+        return reasons
 
     @property
     def can_compare(self) -> bool:
@@ -141,8 +141,8 @@ class ScriptFacts:
         """Wrappers of all ranks, in construction order."""
         groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
         for rank in self.ranks:
-            for number, made in enumerate(rank.wrappers):
-                groups.setdefault((number, made.ranks), []).append(rank)
+            for number, wrapper in enumerate(rank.wrappers):
+                groups.setdefault((number, wrapper.ranks), []).append(rank)
         return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
 
     @cached_property
@@ -160,7 +160,7 @@ class ScriptFacts:
         """Groups of ranks with different samples (no tensor or context parallel peers)."""
         if models := self.model_groups or self.sample_groups:
             by_number = {rank.started.rank: rank for rank in self.ranks}
-            return [[by_number[number] for number in same] for same in zip(*models, strict=False)]
+            return [[by_number[number] for number in group] for group in zip(*models, strict=False)]
         members = {wrapper.made.ranks for wrapper in self.wrappers}
         if not members and self.stages:
             members = {*zip(*self.stages, strict=False)}
@@ -171,14 +171,14 @@ class ScriptFacts:
     @cached_property
     def sample_groups(self) -> list[tuple[int, ...]]:
         """Groups of ranks that share samples on purpose, exchanging activations or splitting inputs."""
-        trained = {rank.started.rank: [one for one in rank.passes if one.trains] for rank in self.ranks}
-        given = {number: (one[0].indices, one[0].rows) if one else ((), ()) for number, one in trained.items()}
-        same = group_by(self.ranks, lambda rank: given[rank.started.rank])
-        if any(not indices for indices, _ in same) or len({*map(len, same.values())}) != 1 or len(same) == len(given):
+        trained = {rank.started.rank: [p for p in rank.passes if p.trains] for rank in self.ranks}
+        data = {rank: (passes[0].indices, passes[0].rows) if passes else ((), ()) for rank, passes in trained.items()}
+        parts = group_by(self.ranks, lambda rank: data[rank.started.rank])
+        if any(not indices for indices, _ in parts) or len({*map(len, parts.values())}) != 1 or len(parts) == len(data):
             return []
-        replicas = {one[0].replicas for one in trained.values()}
-        shares = all(_share_by_right(group, replicas == {len(same)} != {1}) for group in same.values())
-        return [tuple(rank.started.rank for rank in group) for group in same.values()] if shares else []
+        replicas = {passes[0].replicas for passes in trained.values()}
+        shares = all(_share_by_right(group, replicas == {len(parts)} != {1}) for group in parts.values())
+        return [tuple(rank.started.rank for rank in group) for group in parts.values()] if shares else []
 
     @cached_property
     def stages(self) -> list[tuple[int, ...]]:
@@ -187,7 +187,7 @@ class ScriptFacts:
         Stages receive tensors from each other in training, and step with different gradients.
         """
         received = {
-            rank.started.rank: {one.peer for one in entries_of(rank, PeerReceived) if one.training}
+            rank.started.rank: {entry.peer for entry in entries_of(rank, PeerReceived) if entry.training}
             for rank in self.ranks
         }
         models = {rank: {rank} for rank in received}
@@ -204,30 +204,30 @@ class ScriptFacts:
     def moved(self) -> Mapping[str, bool]:
         """Map parameters with gradients to True if the values change (rank 0)."""
         values: dict[str, set[int]] = {}
-        times: Counter[str] = Counter()
-        for one in entries_of(self.ranks[0], ReplicaCaptured):
-            evidence = one.state.values
+        counts: Counter[str] = Counter()
+        for replica in entries_of(self.ranks[0], ReplicaCaptured):
+            evidence = replica.state.values
             for name, gradient in evidence.gradients.items():
-                if gradient and any(one.averaged.get(name, (1.0,))):
-                    key = f"{one.wrapper}/{name}"
+                if gradient and any(replica.averaged.get(name, (1.0,))):
+                    key = f"{replica.wrapper}/{name}"
                     values.setdefault(key, set()).add(evidence.parameters.get(name, 0))
-                    times[key] += 1
-        return {name: len(seen) > 1 for name, seen in values.items() if times[name] > 1}
+                    counts[key] += 1
+        return {name: len(seen) > 1 for name, seen in values.items() if counts[name] > 1}
 
     @cached_property
     def parameters_part(self) -> bool:
         """Check if a wrapper's parameters differ between ranks in a compared step."""
         return any(
-            differing_names([one.state.values.parameters for one in replicas])
+            differing_names([replica.state.values.parameters for replica in replicas])
             for wrapper in self.wrappers
-            for same in self.captured(wrapper.number).values()
-            for replicas in group_by(same, lambda one: one.shard).values()
+            for captured in self.captured(wrapper.number).values()
+            for replicas in group_by(captured, lambda replica: replica.shard).values()
         )
 
     def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
         """Return the recorded replicas of a wrapper, by step."""
-        every = itertools.chain.from_iterable(self.of(ReplicaCaptured))
-        return group_by((one for one in every if one.wrapper == wrapper), lambda one: one.step)
+        replicas = itertools.chain.from_iterable(self.of(ReplicaCaptured))
+        return group_by((replica for replica in replicas if replica.wrapper == wrapper), lambda replica: replica.step)
 
     # Optimizers
 
@@ -237,41 +237,41 @@ class ScriptFacts:
         return list(self._optimizers())
 
     def _optimizers(self) -> Iterator[Optimizer]:
-        known: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
+        steps_by_key: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
         by_number = {rank.started.rank: rank for rank in self.ranks}
         for rank in self.ranks:
-            times: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
+            counts: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
             for first in first_steps(rank):
                 named = (*first.held, *(name for name in first.alone if "/" in name))
                 numbers = {int(name.partition("/")[0]) for name in named}
                 groups = {rank.wrappers[number].ranks for number in numbers}
                 members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
-                same = [one for one in entries_of(rank, OptimizerStep) if one.optimizer == first.optimizer]
+                steps = [step for step in entries_of(rank, OptimizerStep) if step.optimizer == first.optimizer]
                 key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
-                known.setdefault((*key, times[key]), {})[rank.started.rank] = same
-                times[key] += 1
-        for (members, *_), theirs in known.items():
-            if len(theirs) == len(members):
+                steps_by_key.setdefault((*key, counts[key]), {})[rank.started.rank] = steps
+                counts[key] += 1
+        for (members, *_), steps_by_rank in steps_by_key.items():
+            if len(steps_by_rank) == len(members):
                 ends = [
-                    _with_reductions(end, same[-1], by_number[number])
-                    for number, same in theirs.items()
+                    _with_reductions(end, steps[-1], by_number[number])
+                    for number, steps in steps_by_rank.items()
                     for end in entries_of(by_number[number], OptimizerEnd)
-                    if end.optimizer == same[0].optimizer
+                    if end.optimizer == steps[0].optimizer
                 ]
-                yield Optimizer(_in_step(list(theirs.values())), ends)
+                yield Optimizer(_in_step(list(steps_by_rank.values())), ends)
 
     def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
         """Return the ranks that train unwrapped parameters with `rank`, including `rank`."""
         groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
-        theirs = (tuple(one.started.rank for one in group) for group in groups if rank in group)
-        return next(theirs, tuple(range(rank.started.world_size)))
+        members = (tuple(member.started.rank for member in group) for group in groups if rank in group)
+        return next(members, tuple(range(rank.started.world_size)))
 
     def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
         """Return recorded steps of ranks that share a model, by optimizer."""
-        of_ranks = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
-        numbers = sorted({one.optimizer for one in of_ranks[0]})
+        steps_by_rank = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
+        numbers = sorted({step.optimizer for step in steps_by_rank[0]})
         return [
-            _in_step([[one for one in of_rank if one.optimizer == number] for of_rank in of_ranks])
+            _in_step([[step for step in steps if step.optimizer == number] for steps in steps_by_rank])
             for number in numbers
         ]
 
@@ -279,19 +279,19 @@ class ScriptFacts:
     def optimizer_steps(self) -> int:
         """Total recorded steps of all optimizers on the first rank."""
         for rank in self.ranks[:1]:
-            last = {one.optimizer: one.count + 1 for one in entries_of(rank, OptimizerStep)}
-            return sum((last | {one.optimizer: one.count for one in entries_of(rank, OptimizerEnd)}).values())
+            counts = {step.optimizer: step.count + 1 for step in entries_of(rank, OptimizerStep)}
+            return sum((counts | {end.optimizer: end.count for end in entries_of(rank, OptimizerEnd)}).values())
         return 0
 
     @cached_property
     def shards(self) -> int:
         """Largest number of sharded parameters in an optimizer."""
-        return max((one.shards for rank in self.ranks for one in entries_of(rank, OptimizerStep)), default=0)
+        return max((step.shards for rank in self.ranks for step in entries_of(rank, OptimizerStep)), default=0)
 
     @cached_property
     def in_fsdp1(self) -> bool:
         """Check if an optimizer holds parameters of a `FullyShardedDataParallel`."""
-        return any(one.in_fsdp1 for rank in self.ranks for one in entries_of(rank, OptimizerStep))
+        return any(step.in_fsdp1 for rank in self.ranks for step in entries_of(rank, OptimizerStep))
 
     @property
     def why_unwatched(self) -> str:
@@ -301,14 +301,14 @@ class ScriptFacts:
                 "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
                 "those of a model that torch.distributed.fsdp.fully_shard shards are"
             )
-        if any(one.shards > len(one.held) for rank in self.ranks for one in entries_of(rank, OptimizerStep)):
+        if any(step.shards > len(step.held) for rank in self.ranks for step in entries_of(rank, OptimizerStep)):
             return "shards of parameters are not watched: their values, gradients and state are not compared"
         return ""
 
     @cached_property
     def trains_apart(self) -> bool:
         """Check if each rank trains a separate model, without any wrapper."""
-        return not self.wrappers and not self.model_groups and are_apart([one.steps for one in self.optimizers])
+        return not self.wrappers and not self.model_groups and are_apart([opt.steps for opt in self.optimizers])
 
     def averages_by_hand(self, wrapper: int) -> bool:
         """Check if gradients not averaged by the wrapper agree at the optimizer steps.
@@ -316,59 +316,59 @@ class ScriptFacts:
         Only steps without a DDP average count, or all steps if a communication hook leaves local gradients.
         """
         steps = [
-            of_ranks
-            for one in self.optimizers
-            for of_ranks in one.steps
-            if any(name.startswith(f"{wrapper}/") for name in of_ranks[0].norms)
+            rank_steps
+            for optimizer in self.optimizers
+            for rank_steps in optimizer.steps
+            if any(name.startswith(f"{wrapper}/") for name in rank_steps[0].norms)
         ]
         if not self.hook_that_leaves_own(wrapper):
-            steps = [of_ranks for of_ranks in steps if not any(one.averaged for one in of_ranks)]
+            steps = [rank_steps for rank_steps in steps if not any(step.averaged for step in rank_steps)]
         return len(steps) > 1 and all(map(all_gradients_agree, steps))
 
     def hook_that_leaves_own(self, wrapper: int) -> str:
         """Return the communication hook that leaves different gradients on ranks, or ''."""
-        of_hook = [same for same in self.captured(wrapper).values() if same[0].hook]
-        parted = (same for same in of_hook if differing_names([one.state.values.gradients for one in same]))
-        return next((same[0].hook for same in parted), "")
+        hooked = [group for group in self.captured(wrapper).values() if group[0].hook]
+        unequal = (group for group in hooked if differing_names([replica.state.values.gradients for replica in group]))
+        return next((group[0].hook for group in unequal), "")
 
 
 def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
     """Check if ranks share samples on purpose; `dealt`: the sampler splits by group."""
     group = tuple(rank.started.rank for rank in ranks)
-    used = [one.members for rank in ranks for one in entries_of(rank, GroupUsed) if one.differentiated_at is not None]
+    used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
     if group in used and len(group) < ranks[0].started.world_size:
         return True
-    peers = {one.peer for rank in ranks for one in entries_of(rank, PeerReceived) if one.training}
-    given = [{(one.wrapper, one.step): one.samples for one in entries_of(rank, Inputs)} for rank in ranks]
-    steps = set.intersection(*map(set, given))
-    in_parts = all(len({of_rank[step] for of_rank in given}) == len(group) for step in steps)
+    peers = {entry.peer for rank in ranks for entry in entries_of(rank, PeerReceived) if entry.training}
+    inputs = [{(entry.wrapper, entry.step): entry.samples for entry in entries_of(rank, Inputs)} for rank in ranks]
+    steps = set.intersection(*map(set, inputs))
+    in_parts = all(len({samples[step] for samples in inputs}) == len(group) for step in steps)
     return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
-def _step_alike(one: WatchedRank, other: WatchedRank) -> bool:
+def _step_alike(rank: WatchedRank, other: WatchedRank) -> bool:
     """Check if two ranks use an equal nonzero gradient in any optimizer step."""
     steps = {(step.optimizer, step.count): step.gradients for step in entries_of(other, OptimizerStep)}
-    pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(one, OptimizerStep))
+    pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(rank, OptimizerStep))
     return any(
-        any(mine[name]) and are_near([mine[name], theirs[name]])
-        for mine, theirs in pairs
-        for name in mine.keys() & theirs
+        any(grads[name]) and are_near([grads[name], other_grads[name]])
+        for grads, other_grads in pairs
+        for name in grads.keys() & other_grads
     )
 
 
 def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
     """Yield optimizer steps on a rank with the preceding reduction, if known."""
-    left = {(one.wrapper, one.step + 1): one for one in entries_of(rank, ReplicaCaptured) if one.averaged}
+    reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
     for step in steps:
         numbers = {name.partition("/")[0] for name in step.norms}
-        one = left.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
-        if one is not None:
-            yield step, one
+        replica = reduced.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        if replica is not None:
+            yield step, replica
 
 
 def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
     """Return the first step of each optimizer on a rank."""
-    return [one for one in entries_of(rank, OptimizerStep) if not one.count]
+    return [step for step in entries_of(rank, OptimizerStep) if not step.count]
 
 
 def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
@@ -384,16 +384,16 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     """Return the steps recorded on every rank, each by rank."""
-    counts = [{one.count: one for one in of_rank} for of_rank in by_rank]
-    common = set.intersection(*(set(of_rank) for of_rank in counts))
-    return [[of_rank[count] for of_rank in counts] for count in sorted(common)]
+    by_count = [{step.count: step for step in steps} for steps in by_rank]
+    common = set.intersection(*(set(steps) for steps in by_count))
+    return [[steps[count] for steps in by_count] for count in sorted(common)]
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
     """Return model splits by group of ranks, if all members report the group."""
-    found: dict[tuple[int, ...], ModelSplit] = {}
-    for of_rank in splits.values():
-        for one in of_rank[:1]:
-            if all(any(one.ranks == each.ranks for each in splits.get(rank, ())[:1]) for rank in one.ranks):
-                found.setdefault(one.ranks, one)
-    return found
+    groups: dict[tuple[int, ...], ModelSplit] = {}
+    for rank_splits in splits.values():
+        for split in rank_splits[:1]:
+            if all(any(split.ranks == other.ranks for other in splits.get(rank, ())[:1]) for rank in split.ranks):
+                groups.setdefault(split.ranks, split)
+    return groups

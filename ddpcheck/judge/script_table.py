@@ -54,9 +54,9 @@ _REPLICAS_PART = (
 )
 
 
-def _compared(found: Sequence[Finding], words: str, times: int) -> Verdict:
+def _compared(findings: Sequence[Finding], words: str, times: int) -> Verdict:
     """Return a verdict whose subject exists only if `times` is not zero."""
-    return Verdict(found, words if times else "")
+    return Verdict(findings, words if times else "")
 
 
 # The loop
@@ -68,45 +68,45 @@ def _loop(facts: ScriptFacts) -> Verdicts:
 
 
 def _judge_reduced(facts: ScriptFacts) -> list[Finding]:
-    steps = (one for of_rank in facts.of(script.OptimizerStep) for one in of_rank)
-    accumulates = any(one.reductions > one.count + 1 for one in steps)
+    steps = (step for rank_steps in facts.of(script.OptimizerStep) for step in rank_steps)
+    accumulates = any(step.reductions > step.count + 1 for step in steps)
     return judge_reduced_in_place(facts.of(script.ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
 
 
 def _judge_taken(facts: ScriptFacts) -> list[Finding]:
-    taken = facts.of(loop.GradientsTaken)
-    for number in sorted({one.wrapper for of_rank in taken for one in of_rank}):
-        of_one = [[one for one in of_rank if one.wrapper == number] for of_rank in taken]
-        if found := judge_taken([of_rank for of_rank in of_one if of_rank]):
-            return found
+    gradients_taken = facts.of(loop.GradientsTaken)
+    for number in sorted({entry.wrapper for entries in gradients_taken for entry in entries}):
+        on_wrapper = [[entry for entry in entries if entry.wrapper == number] for entries in gradients_taken]
+        if findings := judge_taken([entries for entries in on_wrapper if entries]):
+            return findings
     return []
 
 
 def _judge_pace(facts: ScriptFacts) -> list[Finding]:
     """Judge steps that shift between ranks, and gradients that are reused."""
-    for of_rank in facts.of(loop.GradientsLeft):
-        if left := judge_left(of_rank):
-            return left
+    for stale in facts.of(loop.GradientsLeft):
+        if findings := judge_left(stale):
+            return findings
     for wrapper in facts.wrappers:
         paces = [
             loop.WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
             for rank, runs in zip(wrapper.ranks, wrapper.of(loop.PaceRun), strict=True)
             if 0 < len(runs) < _MOST_RUNS
         ]
-        if len(paces) == len(wrapper.made.ranks) and (found := judge_shifts(paces)):
-            return found
+        if len(paces) == len(wrapper.made.ranks) and (shifts := judge_shifts(paces)):
+            return shifts
     return []
 
 
 def _works(facts: ScriptFacts) -> Verdicts:
-    found = judge_works(facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten))
-    return {"collectives": Verdict(found)}
+    findings = judge_works(facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten))
+    return {"collectives": Verdict(findings)}
 
 
 def _compilations(facts: ScriptFacts) -> Verdicts:
     functions = trained_functions(facts.of(loop.FunctionCompiled)) if _have_one_model(facts) else []
-    what = f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"
-    return {"loop": _compared(judge_recompilations(functions), what, len(functions))}
+    passed = f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"
+    return {"loop": _compared(judge_recompilations(functions), passed, len(functions))}
 
 
 def _graphs(facts: ScriptFacts) -> Verdicts:
@@ -117,7 +117,7 @@ def _graphs(facts: ScriptFacts) -> Verdicts:
 
 def _have_one_model(facts: ScriptFacts) -> bool:
     """Check if all ranks train one replicated model (no pipeline or tensor parallelism)."""
-    return not facts.model_groups and any(len(one.made.ranks) == len(facts.ranks) for one in facts.wrappers)
+    return not facts.model_groups and any(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
 
 
 # Losses
@@ -125,35 +125,35 @@ def _have_one_model(facts: ScriptFacts) -> bool:
 
 def _losses(facts: ScriptFacts) -> Verdicts:
     ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
-    losses = [[one for one in entries_of(rank, script.LossDifferentiated) if not _is_too_small(one)] for rank in ranks]
+    losses = [[loss for loss in entries_of(rank, script.LossDifferentiated) if not _is_tiny(loss)] for rank in ranks]
     parts = [entries_of(rank, loop.OwnPartPutBack) for rank in ranks]
-    classes = [one.options.get("class", "") for one in entries_of(facts.ranks[0], script.OptimizerStep)]
+    classes = [step.options.get("class", "") for step in entries_of(facts.ranks[0], script.OptimizerStep)]
     scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
-    whole = [{one.step for one in of_rank} for of_rank in parts]
-    together = len(next(iter(facts.model_groups), (0,)))
+    whole_steps = [{part.step for part in rank_parts} for rank_parts in parts]
+    ranks_per_model = len(next(iter(facts.model_groups), (0,)))
     summed = any(map(sums_rightly, facts.wrappers))
-    found = judge_losses(losses, whole, together=together, summed=summed) or judge_accumulated(losses)
-    found = found or judge_own_parts(parts, losses, scale_matters=scale_matters)
-    found = [one for one in found if one.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
-    found += judge_gathers(facts.of(loop.GatheredConstant))
-    known = [[one for one in of_rank if one.terms and one.wrappers] for of_rank in losses]
-    passes = min(map(len, known))
-    is_sum = all(term.kind == "sum" and abs(term.factor) == 1 for one in known[0] for term in one.terms)
-    what = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-    what = "the loss is a sum over the samples of a rank, which DDP averages" if is_sum else what
-    what = f"{what}; not compared with a single process" if passes >= FEWEST_PASSES else ""
-    return {"loss": Verdict(found, "", what) if is_sum and not summed else Verdict(found, what)}
+    findings = judge_losses(losses, whole_steps, together=ranks_per_model, summed=summed) or judge_accumulated(losses)
+    findings = findings or judge_own_parts(parts, losses, scale_matters=scale_matters)
+    findings = [finding for finding in findings if finding.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
+    findings += judge_gathers(facts.of(loop.GatheredConstant))
+    averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in losses]
+    passes = min(map(len, averaged))
+    is_sum = all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms)
+    summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+    summary = "the loss is a sum over the samples of a rank, which DDP averages" if is_sum else summary
+    summary = f"{summary}; not compared with a single process" if passes >= FEWEST_PASSES else ""
+    return {"loss": Verdict(findings, "", summary) if is_sum and not summed else Verdict(findings, summary)}
 
 
-def _is_too_small(loss: script.LossDifferentiated) -> bool:
+def _is_tiny(loss: script.LossDifferentiated) -> bool:
     return any(0 < abs(term.factor) <= LEAST for term in loss.terms)
 
 
 def _are_scaled_back(rank: WatchedRank) -> bool:
     """Check if steps rescale averaged gradients by the world size or its inverse."""
-    for step, left in used_by(rank, entries_of(rank, script.OptimizerStep)):
-        there = math.hypot(*itertools.chain.from_iterable(left.averaged.values()))
-        factor = math.hypot(*step.norms.values()) / there if there else 0.0
+    for step, replica in used_by(rank, entries_of(rank, script.OptimizerStep)):
+        averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
+        factor = math.hypot(*step.norms.values()) / averaged_norm if averaged_norm else 0.0
         if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
             return True
     return False
@@ -166,71 +166,71 @@ def _data(facts: ScriptFacts) -> Verdicts:
     if facts.trains_apart:
         return {}
     passes, draws, inputs = facts.passes, facts.of(loop.StepDraw), facts.of(script.Inputs)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for group in facts.training_groups:
-        of_loaders = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
+        loader_findings = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
         if _take_slices(group):  # every rank loads the whole batch
-            of_loaders = [finding for finding in of_loaders if finding.code not in ("DDP505", "DDP519")]
-        found += [finding for finding in of_loaders if finding not in found]
-    orders = [tuple(tuple(one.indices) for one in of_rank if one.trains) for of_rank in passes]
+            loader_findings = [finding for finding in loader_findings if finding.code not in ("DDP505", "DDP519")]
+        findings += [finding for finding in loader_findings if finding not in findings]
+    orders = [tuple(tuple(entry.indices) for entry in rank_passes if entry.trains) for rank_passes in passes]
     if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that share a model share samples
         places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
         draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
         orders = [orders[place] for place in places]
-    others = len(set(orders)) == len(orders)  # loaders give ranks different samples
-    of_draws = script_draws.judge_step_draws(draws, inputs, loads_others=others)
-    of_draws = of_draws or script_draws.judge_added_noise(draws, inputs)
-    found += of_draws
-    if not of_draws and not any(finding.code == "DDP505" for finding in found):
+    sharded = len(set(orders)) == len(orders)  # loaders give ranks different samples
+    draw_findings = script_draws.judge_step_draws(draws, inputs, loads_others=sharded)
+    draw_findings = draw_findings or script_draws.judge_added_noise(draws, inputs)
+    findings += draw_findings
+    if not draw_findings and not any(finding.code == "DDP505" for finding in findings):
         for wrapper in facts.wrappers:
             if facts.sample_groups:
                 wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in facts.training_groups[0]])
             by_number = {rank.started.rank: entries_of(rank, loop.StepDraw) for rank in wrapper.ranks}
-            given = dict(zip(by_number, wrapper.of(script.Inputs), strict=True))
+            inputs_by_rank = dict(zip(by_number, wrapper.of(script.Inputs), strict=True))
             evaluated = dict(zip(by_number, wrapper.of(script.Evaluated), strict=True))
-            found += (
-                judge_inputs(given, by_number)
-                or script_draws.judge_streams(by_number, given, evaluated)
-                or script_draws.judge_behind(given)
+            findings += (
+                judge_inputs(inputs_by_rank, by_number)
+                or script_draws.judge_streams(by_number, inputs_by_rank, evaluated)
+                or script_draws.judge_behind(inputs_by_rank)
             )
-    if not others and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in found):
-        trained = [one for of_rank in passes for one in [one for one in of_rank if one.trains][:1]]
+    if not sharded and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in findings):
+        trained = [first for rank_passes in passes for first in [p for p in rank_passes if p.trains][:1]]
         if len(trained) < len(passes) or not (hold_own_parts(trained) or deal_repeated(trained)):
-            found += script_draws.judge_same_targets(facts.of(script.LossDifferentiated), inputs, draws)
+            findings += script_draws.judge_same_targets(facts.of(script.LossDifferentiated), inputs, draws)
     by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
-    if by_hand and not any(finding.code == "DDP505" for finding in found):
+    if by_hand and not any(finding.code == "DDP505" for finding in findings):
         line = script_draws.line_of_selection(draws)
-        found += [finding for one in facts.optimizers for finding in judge_reduced_alike(one.steps, line)][:1]
+        findings += [finding for opt in facts.optimizers for finding in judge_reduced_alike(opt.steps, line)][:1]
     tables = facts.of(script.DerivedTable)
-    if of_tables := judge_tables(tables, passes):
-        found = [finding for finding in found if OTHER_VALUES not in finding.tags] + of_tables
-    taken = [one for one in passes[0] if one.trains]
-    what = {
-        f"the samples of {counted(len(taken), 'pass')} over loaders": taken,
+    if table_findings := judge_tables(tables, passes):
+        findings = [finding for finding in findings if OTHER_VALUES not in finding.tags] + table_findings
+    loader_passes = [entry for entry in passes[0] if entry.trains]
+    subjects = {
+        f"the samples of {counted(len(loader_passes), 'pass')} over loaders": loader_passes,
         f"the inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
         counted(len(tables[0]), "table"): tables[0],
         "the gradients before they are averaged": by_hand
-        and any(one.given for one in entries_of(facts.ranks[0], script.OptimizerStep)),
+        and any(step.given for step in entries_of(facts.ranks[0], script.OptimizerStep)),
     }
-    compared = ", ".join(words for words, there in what.items() if there)
-    return {"data": Verdict(found, f"no fault in {compared}" if compared else "")}
+    compared = ", ".join(words for words, present in subjects.items() if present)
+    return {"data": Verdict(findings, f"no fault in {compared}" if compared else "")}
 
 
 def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
     """Check if each rank's forward gets a slice of the loader's batches."""
-    rows = [len(one.samples) for one in entries_of(ranks[0], script.Inputs)]
-    sizes = [one.batch_size for one in ranks[0].passes if one.trains]
+    rows = [len(entry.samples) for entry in entries_of(ranks[0], script.Inputs)]
+    sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
 
 
 def _files(facts: ScriptFacts) -> Verdicts:
     uses = facts.of(script.FileUsed)
-    paths = {one.path for of_rank in uses for one in of_rank}
-    sizes = [item for of_rank in facts.of(script.FilesLeft) for one in of_rank for item in one.sizes.items()]
+    paths = {use.path for rank_uses in uses for use in rank_uses}
+    sizes = [item for entries in facts.of(script.FilesLeft) for entry in entries for item in entry.sizes.items()]
     empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
-    found = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
-    found += judge_loads(facts.of(replicas.NothingLoaded))
-    return {"files": _compared(found, f"no fault in the uses of {counted(len(paths), 'file')}", len(paths))}
+    findings = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
+    findings += judge_loads(facts.of(replicas.NothingLoaded))
+    return {"files": _compared(findings, f"no fault in the uses of {counted(len(paths), 'file')}", len(paths))}
 
 
 def _evaluation(facts: ScriptFacts) -> Verdicts:
@@ -239,11 +239,11 @@ def _evaluation(facts: ScriptFacts) -> Verdicts:
     passes, exchanged = facts.of(evaluation.EvaluationPass), facts.of(evaluation.ResultExchanged)
     shown, compared = facts.of(evaluation.MetricShown), facts.of(evaluation.RowsCompared)
     evaluations = evaluations_of(facts.passes, passes, exchanged, shown, compared)
-    found = judge_evaluations(evaluations, facts.passes)
-    found += judge_sums_again(facts.of(evaluation.SumsReduced))
-    found += judge_targets(facts.of(evaluation.GatheredTargets), facts.of(script.LossDifferentiated))
-    held, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
-    return {"evaluation": Verdict(found, held, "" if found else lacking)}
+    findings = judge_evaluations(evaluations, facts.passes)
+    findings += judge_sums_again(facts.of(evaluation.SumsReduced))
+    findings += judge_targets(facts.of(evaluation.GatheredTargets), facts.of(script.LossDifferentiated))
+    passed, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
+    return {"evaluation": Verdict(findings, passed, "" if findings else lacking)}
 
 
 # State outside the wrappers
@@ -255,17 +255,17 @@ def _statistics(facts: ScriptFacts) -> Verdicts:
 
 def _copies(facts: ScriptFacts) -> Verdicts:
     """Judge models outside the wrappers, unless wrapped parameters or gradients differ."""
-    held = facts.of(script.StateHeld)
+    states = facts.of(script.StateHeld)
     whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
     if not whole or facts.model_groups:
-        held = [[one for one in of_rank if not one.other] for of_rank in held]
-    steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if of_ranks[0].held]
+        states = [[state for state in rank_states if not state.other] for rank_states in states]
+    steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].held]
     uses = facts.of(replicas.StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
-    written = [[one for one in of_rank if one.wrapper == loop.OF_A_COPY] for of_rank in facts.of(loop.ModuleChanged)]
-    found = judge_states(held, written) or judge_uses(uses, held, written)
-    if found and found[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
+    written = [[entry for entry in log if entry.wrapper == loop.OF_A_COPY] for log in facts.of(loop.ModuleChanged)]
+    faults = judge_states(states, written) or judge_uses(uses, states, written)
+    if faults and faults[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
         return {"replicas": Verdict(lacking=_ROUNDED)}
-    return {"replicas": Verdict(found)}
+    return {"replicas": Verdict(faults)}
 
 
 _ROUNDED = "copies not compared: the parameters that are copied differ between ranks by rounding"

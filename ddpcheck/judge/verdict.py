@@ -59,10 +59,10 @@ class Judged:
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
-        told = self.told.get(heading, [])
-        said = zip(*((one.held, one.lacking, one.differing) for one in self.verdicts.get(heading, [])), strict=True)
-        texts = ["; ".join(dict.fromkeys(filter(None, some))) for some in said] or ["", "", ""]
-        return status_of(Verdict((), *texts), told, kept) if told or texts[0] or texts[1] else None
+        explained = self.told.get(heading, [])
+        columns = zip(*((v.held, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
+        texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
+        return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
 
     def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """Return a copy with further findings, which may explain earlier findings."""
@@ -72,86 +72,86 @@ class Judged:
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
     """Run rows in order, dropping headings in `but`; record exceptions of judges."""
-    found: list[tuple[str, Finding]] = []
+    findings: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
     reported: list[tuple[str, Finding]] = []
     for row in rows:
-        known = {finding.code for _, finding in found}
-        if not known.isdisjoint(row.unless):
+        known_codes = {finding.code for _, finding in findings}
+        if not known_codes.isdisjoint(row.unless):
             continue
         try:
-            said = row.judge(facts)
+            row_verdicts = row.judge(facts)
         except Exception as error:
             errors |= dict.fromkeys(row.headings, error)
             continue
-        left_out = () if known.isdisjoint(row.yields) else row.yields
-        for heading, verdict in said.items():
+        dropped = () if known_codes.isdisjoint(row.yields) else row.yields
+        for heading, verdict in row_verdicts.items():
             if heading in but:
                 continue
             verdicts.setdefault(heading, []).append(verdict)
-            found += ((heading, finding) for finding in verdict.findings if finding.code not in left_out)
-            reported += ((heading, finding) for finding in verdict.findings if finding.code in left_out)
-    return _by_causes(found, verdicts, errors, reported)
+            findings += ((heading, finding) for finding in verdict.findings if finding.code not in dropped)
+            reported += ((heading, finding) for finding in verdict.findings if finding.code in dropped)
+    return _by_causes(findings, verdicts, errors, reported)
 
 
 def _by_causes(
-    found: Sequence[tuple[str, Finding]],
+    findings: Sequence[tuple[str, Finding]],
     verdicts: Mapping[str, list[Verdict]],
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
     """Find root causes; `reported` findings are attached to findings of equal code."""
-    causes = find_causes([finding for _, finding in found])
-    told: dict[str, list[Told]] = {}
-    for (heading, finding), by in zip(found, causes.told_by, strict=True):
-        if by is not None:
-            told.setdefault(heading, []).append((without_prefix(finding), without_prefix(by)))
-    every = [one for some in told.values() for one in some]
+    causes = find_causes([finding for _, finding in findings])
+    explained: dict[str, list[Told]] = {}
+    for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
+        if cause is not None:
+            explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
+    pairs = [pair for group in explained.values() for pair in group]
     for heading, finding in reported:
-        by = next((root for one, root in every if one.code == finding.code), None)
-        if by is not None:
-            told.setdefault(heading, []).append((without_prefix(finding), by))
-    return Judged([*map(without_prefix, causes.findings)], told, verdicts, errors, found, reported)
+        cause = next((root for other, root in pairs if other.code == finding.code), None)
+        if cause is not None:
+            explained.setdefault(heading, []).append((without_prefix(finding), cause))
+    return Judged([*map(without_prefix, causes.findings)], explained, verdicts, errors, findings, reported)
 
 
 # Check lines
 
 
-def status_of(verdict: Verdict, told: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
     """Return the status of a check and a sentence; ignore findings not in `kept`."""
-    shown = [(finding, by) for finding, by in told if by in kept]
-    severities = ((by if by.code == finding.code else finding).severity for finding, by in shown)
+    shown = [(finding, cause) for finding, cause in explained if cause in kept]
+    severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)
-    said = _listed(shown, verdict)
+    listed = _listed(shown, verdict)
     if worst is Severity.ERROR:
-        return "failed", said
-    hidden = _listed([(finding, by) for finding, by in told if by not in kept], verdict)
+        return "failed", listed
+    hidden = _listed([(finding, cause) for finding, cause in explained if cause not in kept], verdict)
     if verdict.differing:  # in some steps; others were not compared
         if shown:
-            return "warned", said
+            return "warned", listed
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
     if verdict.lacking:
-        held = _without_buffers(verdict.held) if told else verdict.held
-        return "skipped", f"{held}; {verdict.lacking}" if held else verdict.lacking
+        passed = _without_buffers(verdict.held) if explained else verdict.held
+        return "skipped", f"{passed}; {verdict.lacking}" if passed else verdict.lacking
     if worst is Severity.WARNING:
-        return "warned", said
+        return "warned", listed
     if hidden:
         return "ignored", f"ignored: {hidden}"
-    return "passed", f"{verdict.held}; {said}" if said else verdict.held
+    return "passed", f"{verdict.held}; {listed}" if listed else verdict.held
 
 
-def _listed(told: Sequence[Told], verdict: Verdict) -> str:
+def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
     """List the codes found with what differs or still matches, or return ''."""
-    said = [f.code for f, by in told if by.code == f.code]
-    said += [f"{f.code}, which comes with {by.code}" for f, by in told if by.code != f.code]
-    codes = join_names(list(dict.fromkeys(said)), most=5)
+    parts = [f.code for f, cause in explained if cause.code == f.code]
+    parts += [f"{f.code}, which comes with {cause.code}" for f, cause in explained if cause.code != f.code]
+    codes = join_names(list(dict.fromkeys(parts)), most=5)
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
-    stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in told)
+    stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in explained)
     return f"{codes}; {_without_buffers(verdict.held)}" if stands else codes
 
 
-def _without_buffers(held: str) -> str:
+def _without_buffers(sentence: str) -> str:
     """Drop buffers from a sentence on what matches."""
-    return held.replace(", buffers and", " and").replace(" and buffers", "")
+    return sentence.replace(", buffers and", " and").replace(" and buffers", "")

@@ -39,48 +39,48 @@ _OF_SHARDS = {
 
 def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
     """Judge the wrappers of a script, under the check lines of `PARTS`."""
-    found = told_by_files(judge_wrappers(facts), facts.of(FileUsed))
+    findings = told_by_files(judge_wrappers(facts), facts.of(FileUsed))
     captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
     times = max(
-        (len({id(one) for one in itertools.chain(*of_ranks)}) // len(of_ranks) for of_ranks in captured), default=0
+        (len({id(replica) for replica in itertools.chain(*by_rank)}) // len(by_rank) for by_rank in captured), default=0
     )
-    why = sorted({one.why for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(NotCompared))})
-    of_hooks, told = _of_hooks(facts, captured, found)
+    reasons = sorted({entry.why for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(NotCompared))})
+    hook_reasons, averaged_times = _why_not_averaged(facts, captured, findings)
     missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
     verdicts = {}
-    sharded = [one.made.context.sharded for one in facts.wrappers]
-    reports = [one.report for wrapper in facts.wrappers for one in itertools.chain(*wrapper.of(StepsReported))]
-    for heading, (families, what) in PARTS.items():
+    sharded = [wrapper.made.context.sharded for wrapper in facts.wrappers]
+    reports = [entry.report for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(StepsReported))]
+    for heading, (families, text) in PARTS.items():
         if sharded and all(sharded):
-            known = all(
-                of_rank.keys() >= {*one.made.context.trainable}
-                for one in facts.wrappers
-                for of_rank in one.values_built
+            is_known = all(
+                values.keys() >= {*wrapper.made.context.trainable}
+                for wrapper in facts.wrappers
+                for values in wrapper.values_built
             )
-            built = ", and values before fully_shard," if known else ""
-            what = _OF_SHARDS.get(heading, what).replace("{built}", built)
-        made = told if heading == "reducer" else times
-        own = [finding for finding in found if finding.code.startswith(families)]
-        if heading == "parameters" and any(one.missing or one.sometimes_missing or one.never_used for one in reports):
-            what += ", except those that may be unused"
-        if heading == "reducer" and own:
-            what = "gradients and the average of the ranks' own, {times}"
+            built = ", and values before fully_shard," if is_known else ""
+            text = _OF_SHARDS.get(heading, text).replace("{built}", built)
+        count = averaged_times if heading == "reducer" else times
+        selected = [finding for finding in findings if finding.code.startswith(families)]
+        if heading == "parameters" and any(r.missing or r.sometimes_missing or r.never_used for r in reports):
+            text += ", except those that may be unused"
+        if heading == "reducer" and selected:
+            text = "gradients and the average of the ranks' own, {times}"
         elif heading == "reducer" and any(map(sums_rightly, facts.wrappers)):
-            what = what.replace("average", "average or sum")
-        said = what.format(steps=counted(facts.steps, "step"), times=f"compared {counted(made, 'time')}")
+            text = text.replace("average", "average or sum")
+        passed = text.format(steps=counted(facts.steps, "step"), times=f"compared {counted(count, 'time')}")
         lacking = not_here(missing)
-        if "{times}" in what:
-            parts = [*why, *(of_hooks if heading == "reducer" else ())]
-            partly = "" if made else "no step was compared"
+        if "{times}" in text:
+            parts = [*reasons, *(hook_reasons if heading == "reducer" else ())]
+            partly = "" if count else "no step was compared"
             lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
-            said = said if made else ""
-            if heading == "replicas" and any(facts.hook_that_leaves_own(one.number) for one in facts.wrappers):
-                said = said.replace(", parameters, buffers and gradients", " and buffers")
-            if heading == "replicas" and any(finding.code not in OF_BUFFERS for finding in own):
-                said = ""
+            passed = passed if count else ""
+            if heading == "replicas" and any(facts.hook_that_leaves_own(wrapper.number) for wrapper in facts.wrappers):
+                passed = passed.replace(", parameters, buffers and gradients", " and buffers")
+            if heading == "replicas" and any(finding.code not in OF_BUFFERS for finding in selected):
+                passed = ""
         if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
-            said, lacking = said if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
-        verdicts[heading] = Verdict(own, "" if missing else said, lacking) if facts.steps else Verdict(own)
+            passed, lacking = passed if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
+        verdicts[heading] = Verdict(selected, "" if missing else passed, lacking) if facts.steps else Verdict(selected)
     return verdicts
 
 
@@ -89,35 +89,35 @@ def not_here(missing: Sequence[int]) -> str:
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
 
-def _of_hooks(
-    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], found: Sequence[Finding]
+def _why_not_averaged(
+    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], findings: Sequence[Finding]
 ) -> tuple[list[str], int]:
     """Return why gradients were not compared with the average, and the step count."""
-    told = [[[one for one in of_rank if _tells(one)] for of_rank in of_ranks] for of_ranks in captured]
-    every = [one for of_ranks in captured for of_rank in of_ranks for one in of_rank]
-    why = [f"gradients that {one.hook} compresses are not compared" for one in every if not _tells(one)]
+    exact = [[[replica for replica in replicas if _is_exact(replica)] for replicas in by_rank] for by_rank in captured]
+    entries = [replica for by_rank in captured for replicas in by_rank for replica in replicas]
+    reasons = [f"gradients that {entry.hook} compresses are not compared" for entry in entries if not _is_exact(entry)]
     for wrapper in facts.wrappers:
         hook = facts.hook_that_leaves_own(wrapper.number)
         if hook and facts.averages_by_hand(wrapper.number):
             return [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
-    if any(finding.code == "DDP301" for finding in found):
+    if any(finding.code == "DDP301" for finding in findings):
         return ["the gradients differ between ranks"], 0
-    times = max((max(map(len, of_ranks)) for of_ranks in told), default=0)
-    return list(dict.fromkeys(why)), times
+    times = max((max(map(len, by_rank)) for by_rank in exact), default=0)
+    return list(dict.fromkeys(reasons)), times
 
 
 def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
     """Check if each rank recorded local gradients."""
-    return all(any(one.own for one in of_rank) for of_rank in captured)
+    return all(any(replica.own for replica in replicas) for replicas in captured)
 
 
-def _tells(one: ReplicaCaptured) -> bool:
+def _is_exact(replica: ReplicaCaptured) -> bool:
     """Check if gradients are exact enough to compare with the average."""
-    return max(one.eps.values(), default=0.0) < _COMPRESSED
+    return max(replica.eps.values(), default=0.0) < _COMPRESSED
 
 
 def judge_constructions(facts: ScriptFacts) -> Verdicts:
     """Judge wrapper constructions, including unfinished ones."""
-    found = judge_begun(facts)
-    order = [finding for finding in found if finding.code == "DDP403"]
-    return {"replicas": Verdict([one for one in found if one not in order]), "collectives": Verdict(order)}
+    findings = judge_begun(facts)
+    order = [finding for finding in findings if finding.code == "DDP403"]
+    return {"replicas": Verdict([f for f in findings if f not in order]), "collectives": Verdict(order)}

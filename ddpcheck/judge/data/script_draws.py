@@ -33,40 +33,40 @@ def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: boo
 
     `same_data`: an index is the same sample on every rank; otherwise equal indices may be of each rank's own part.
     """
-    draws = [{before: after for one in of_rank for before, after in one.draws.items()} for of_rank in passes]
+    draws = [{before: after for loader in loaders for before, after in loader.draws.items()} for loaders in passes]
     shared = set.intersection(*map(set, draws))
-    orders = {tuple(of_rank[0].indices) for of_rank in passes}
-    one = next((one for one in passes[-1] if shared & one.draws.keys()), passes[-1][0])
-    alike = all(len({of_rank[state] for of_rank in draws}) == 1 for state in shared)
-    batches = [state for each in passes[-1] for state in each.held if state in shared]
-    held = bool(batches) and shared <= set(batches)
-    several = len(shared) >= _FEWEST_DRAWS or (held and alike and len(batches) >= _FEWEST_DRAWS)  # workers have copies
+    orders = {tuple(loaders[0].indices) for loaders in passes}
+    loader = next((loader for loader in passes[-1] if shared & loader.draws.keys()), passes[-1][0])
+    equal = all(len({states[state] for states in draws}) == 1 for state in shared)
+    batches = [state for loader in passes[-1] for state in loader.held if state in shared]
+    local = bool(batches) and shared <= set(batches)
+    several = len(shared) >= _FEWEST_DRAWS or (local and equal and len(batches) >= _FEWEST_DRAWS)  # workers have copies
     if len(passes) < 2 or not several or (same_data and len(orders) < 2):
         return []
-    where = ", in workers" if one.workers else ""
-    when = "before and after" if alike else "before"
+    suffix = ", in workers" if loader.workers else ""
+    when = "before and after" if equal else "before"
     fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
-    if one.workers and one.worker_seed < 0:
+    if loader.workers and loader.worker_seed < 0:
         fix = "In worker_init_fn, seed each worker from its loader seed and the rank"
-    elif one.workers:
+    elif loader.workers:
         fix += "; or give the loader a generator that is seeded with seed + rank"
-    if one.restored_by:
-        fix = f"Give {one.restored_by} a state that this rank itself has saved, or seed with seed + rank after it"
-    if held:
+    if loader.restored_by:
+        fix = f"Give {loader.restored_by} a state that this rank itself has saved, or seed with seed + rank after it"
+    if local:
         fix = "Seed the generator with seed + rank" + (
-            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if one.workers else ""
+            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if loader.workers else ""
         )
     return finding_on_loader(
         "DDP510",
-        one,
-        f"The dataset draws random numbers for its samples{where}, and every rank draws the same ones.",
-        line=(one.held_at if held else one.seeded) or one.location,
+        loader,
+        f"The dataset draws random numbers for its samples{suffix}, and every rank draws the same ones.",
+        line=(loader.held_at if local else loader.seeded) or loader.location,
         evidence=[
             f"{when} the batches that were looked at, {len(batches) or len(shared)} of "
             f"{max(len(batches), *map(len, draws))} states of "
-            f"{'random generators that the dataset holds' if held else 'global random generators'} are equal on all "
+            f"{'random generators that the dataset holds' if local else 'global random generators'} are equal on all "
             "ranks",
-            *([f"worker 0 has the seed {one.worker_seed} on every rank"] * (one.worker_seed >= 0 and not held)),
+            *([f"worker 0 has the seed {loader.worker_seed} on every rank"] * (loader.worker_seed >= 0 and not local)),
         ],
         fix=f"{fix}.",
     )
@@ -82,43 +82,43 @@ def judge_step_draws(
     A draw is for the samples if its count equals the number of samples or of input elements; other draws are for the
     batch as a whole, the global batch, or weights. Integers drawn in forward are diffusion timesteps.
     """
-    given = _compared(inputs)
-    if len(draws) < 2 or not given or not (loads_others or any(map(_all_differ, given))):
+    compared = _compared(inputs)
+    if len(draws) < 2 or not compared or not (loads_others or any(map(_all_differ, compared))):
         return []
-    rows = {len(one.samples) for of_wrapper in given for of_ranks in of_wrapper for one in of_ranks}
-    sizes = {size for of_wrapper in given for of_ranks in of_wrapper for one in of_ranks for _, size in one.parts}
+    rows = {len(call.samples) for steps in compared for step in steps for call in step}
+    sizes = {size for steps in compared for step in steps for call in step for _, size in call.parts}
     shared = shared_draws(draws)
     for_samples = [
-        one
-        for one in shared
-        if (one.kind == "noise" and not one.in_forward and _is_for(one.count, rows | sizes))
-        or (one.kind == "choice" and one.in_forward and one.count in rows)
+        draw
+        for draw in shared
+        if (draw.kind == "noise" and not draw.in_forward and _is_for(draw.count, rows | sizes))
+        or (draw.kind == "choice" and draw.in_forward and draw.count in rows)
     ]
-    passed = any(_all_differ(steps) and _share_a_part(steps, len(steps)) for steps in given)
+    passed = any(_all_differ(steps) and _share_a_part(steps, len(steps)) for steps in compared)
     if passed:  # e.g. diffusion timesteps
-        for_samples += [one for one in shared if one.generator == "cuda" or one.count >= min(rows)]
-    lines = [one.location for one in for_samples]
-    repeated = [one for one in for_samples if len({o.step for o in for_samples if o.location == one.location}) > 1]
-    if len({one.step for one in repeated}) < _FEWEST:
+        for_samples += [draw for draw in shared if draw.generator == "cuda" or draw.count >= min(rows)]
+    lines = [draw.location for draw in for_samples]
+    repeated = [draw for draw in for_samples if len({o.step for o in for_samples if o.location == draw.location}) > 1]
+    if len({draw.step for draw in repeated}) < _FEWEST:
         return []
-    one = repeated[0]
-    places = [str(line) for line in dict.fromkeys(lines) if line is not None]
+    draw = repeated[0]
+    unique_lines = [str(line) for line in dict.fromkeys(lines) if line is not None]
     return one_finding(
         "DDP510",
         ("training step",),
         "The training step draws random numbers for its samples, and every rank draws the same ones for different "
-        f"samples, in {counted(len({other.step for other in repeated}), 'step')} that were looked at.",
-        location=one.seeded or one.location or given[0][0][0].location,
+        f"samples, in {counted(len({draw.step for draw in repeated}), 'step')} that were looked at.",
+        location=draw.seeded or draw.location or compared[0][0][0].location,
         evidence=[
             "before and after these draws the random generators have the same state on every rank",
-            f"they are drawn at {', '.join(places[:3])}" if places else "",
-            f"{one.restored_by} has restored the same state of the generator ({one.generator}) on every rank"
-            if one.restored_by
-            else f"the generator ({one.generator}) was last seeded at {one.seeded}" * (one.seeded is not None),
+            f"they are drawn at {', '.join(unique_lines[:3])}" if unique_lines else "",
+            f"{draw.restored_by} has restored the same state of the generator ({draw.generator}) on every rank"
+            if draw.restored_by
+            else f"the generator ({draw.generator}) was last seeded at {draw.seeded}" * (draw.seeded is not None),
         ],
         fix=_FIX
-        if not one.restored_by
-        else f"Give {one.restored_by} a state that this rank itself has saved, or seed with seed + rank after it.",
+        if not draw.restored_by
+        else f"Give {draw.restored_by} a state that this rank itself has saved, or seed with seed + rank after it.",
     )
 
 
@@ -128,20 +128,20 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
     Noise computed from the samples is no more alike between ranks than between steps.
     """
     for steps in _compared(inputs):
-        known = [[one.added for one in of_ranks] for of_ranks in steps if all(one.added for one in of_ranks)]
-        if len(inputs) < 2 or len(known) < _FEWEST_ADDED or not _all_differ(steps):
+        noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]
+        if len(inputs) < 2 or len(noise) < _FEWEST_ADDED or not _all_differ(steps):
             continue
-        alike = min(_cosine(mine, of_ranks[0]) for of_ranks in known for mine in of_ranks[1:])
-        pairs = [(a, b) for number, one in enumerate(known) for other in known[:number] for a in one for b in other]
-        if alike < _ALIKE or max(_cosine(*pair) for pair in pairs) > min(alike, _ALIKE):
+        similarity = min(_cosine(vector, vectors[0]) for vectors in noise for vector in vectors[1:])
+        pairs = [(a, b) for number, step in enumerate(noise) for prior in noise[:number] for a in step for b in prior]
+        if similarity < _ALIKE or max(_cosine(*pair) for pair in pairs) > min(similarity, _ALIKE):
             continue
-        line = line_of_selection([[one for one in of_rank if not one.in_forward] for of_rank in draws])
+        line = line_of_selection([[draw for draw in rank_draws if not draw.in_forward] for rank_draws in draws])
         line = line or steps[0][0].location
         return one_finding(
             "DDP510",
             ("training step",),
             "The training step adds random numbers to its samples, and every rank adds the same ones to different "
-            f"samples, in {counted(len(known), 'step')} that were looked at.",
+            f"samples, in {counted(len(noise), 'step')} that were looked at.",
             location=line,
             evidence=[
                 "the noise added to the batches of the loader is the same on every rank, and changes from step to step"
@@ -162,32 +162,32 @@ def judge_same_targets(
     The ranks augment the same samples differently, or draw the same noise (the targets) for different samples. Or one
     input tensor is equal on all ranks and others, e.g. a hidden state, are not. All arguments by rank.
     """
-    by_pass = [{(one.step, one.number): one for one in of_rank if one.wrappers} for of_rank in losses]
+    by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
     common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
-    passes = [tuple(of_rank[one] for of_rank in by_pass) for one in common]
-    if len({len(one.targets) for of_ranks in passes for one in of_ranks}) > 1:
+    passes = [tuple(rank_losses[key] for rank_losses in by_pass) for key in common]
+    if len({len(loss.targets) for step_losses in passes for loss in step_losses}) > 1:
         return []
     for steps in _compared(inputs) if passes else ():
-        rows = {len(one.samples) for of_ranks in steps for one in of_ranks}
-        elements = {size for of_ranks in steps for one in of_ranks for _, size in one.parts}
-        part = _share_a_part(steps, _FEWEST_TARGETS) and any(
-            len({one.samples for one in of_ranks}) > 1 for of_ranks in steps
-        )
-        for place in range(len(passes[0][0].targets)) if part or _all_differ(steps) else ():
-            targets = [[one.targets[place] for one in of_ranks] for of_ranks in passes]
-            first = [of_ranks[0] for of_ranks in targets]
-            told = [one for one in first if one.bits and (one.rows in rows or one.elements in elements)]
-            if any(len({one.digest for one in of_ranks}) > 1 for of_ranks in targets) or not all(o.bits for o in first):
+        rows = {len(call.samples) for step in steps for call in step}
+        elements = {size for step in steps for call in step for _, size in call.parts}
+        part = _share_a_part(steps, _FEWEST_TARGETS) and any(len({call.samples for call in step}) > 1 for step in steps)
+        for index in range(len(passes[0][0].targets)) if part or _all_differ(steps) else ():
+            targets = [[loss.targets[index] for loss in step_losses] for step_losses in passes]
+            first = [group[0] for group in targets]
+            usable = [
+                target for target in first if target.bits and (target.rows in rows or target.elements in elements)
+            ]
+            if any(len({target.digest for target in group}) > 1 for group in targets) or not all(t.bits for t in first):
                 continue
-            if 2 * len(told) < len(first):  # few steps have a shorter last batch of an epoch
+            if 2 * len(usable) < len(first):  # few steps have a shorter last batch of an epoch
                 continue
-            distinct = {one.digest: one.bits for one in told}
-            if len(distinct) < (_FEWEST_TARGETS if part else max(len(told), _FEWEST_TARGETS)):
+            distinct = {target.digest: target.bits for target in usable}
+            if len(distinct) < (_FEWEST_TARGETS if part else max(len(usable), _FEWEST_TARGETS)):
                 continue
             if sum(distinct.values()) < _FEWEST_BITS:
                 continue
-            loss, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
-            noise = told[0].rows < told[0].elements and told[0].elements in elements  # as in diffusion training
+            loss_at, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
+            noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
             return one_finding(
                 "DDP505",
                 ("targets",),
@@ -200,9 +200,9 @@ def judge_same_targets(
                     + ("either the targets are the same noise on every rank, or " if noise else "")
                     + "the ranks take the same samples, and each augments them separately."
                 ),
-                location=line_of_selection(draws) or loss or forward,
+                location=line_of_selection(draws) or loss_at or forward,
                 evidence=["the targets are bit-identical on all ranks, and change from step to step"],
-                related={"loss computed": loss, "forward called": forward},
+                related={"loss computed": loss_at, "forward called": forward},
                 severity=Severity.WARNING,
             )
     return []
@@ -219,15 +219,15 @@ def judge_streams(
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for ahead in inputs:
-        for place, one in enumerate(evaluated.get(ahead, ())):
-            drawn.setdefault(tuple(sorted(one.samples)), (ahead, place))
-    given = {rank: {one.step: tuple(sorted(one.samples)) for one in of_rank} for rank, of_rank in inputs.items()}
-    for rank, own in given.items() if drawn else ():
-        again = {step: drawn[one] for step, one in own.items() if one in drawn}
-        ahead = next((ahead for ahead, _ in again.values()), rank)
-        places = {step: at for step, (of, at) in again.items() if of == ahead and own[step] != given[ahead].get(step)}
-        in_order = all(a < b for a, b in itertools.pairwise(places.values()))
-        if ahead == rank or len(places) < _FEWEST_AGAIN or not in_order:
+        for index, batch in enumerate(evaluated.get(ahead, ())):
+            drawn.setdefault(tuple(sorted(batch.samples)), (ahead, index))
+    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    for rank, batches in samples.items() if drawn else ():
+        seen = {step: drawn[batch] for step, batch in batches.items() if batch in drawn}
+        ahead = next((ahead for ahead, _ in seen.values()), rank)
+        order = {step: i for step, (r, i) in seen.items() if r == ahead and batches[step] != samples[ahead].get(step)}
+        in_order = all(a < b for a, b in itertools.pairwise(order.values()))
+        if ahead == rank or len(order) < _FEWEST_AGAIN or not in_order:
             continue
         line = _seed_of_both(draws.get(rank, ()), draws.get(ahead, ()))
         if line is None:
@@ -240,7 +240,7 @@ def judge_streams(
             ranks=(rank,),
             location=line,
             evidence=[
-                f"rank {ahead} has evaluated on the samples of rank {rank} in {format_steps(places)}, in the same order"
+                f"rank {ahead} has evaluated on the samples of rank {rank} in {format_steps(order)}, in the same order"
             ],
             related={"forward called": inputs[rank][0].location},
             fix="Seed the generator by which samples are chosen with seed + rank.",
@@ -254,13 +254,13 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
     rank of a wrapper's group.
     """
-    given = {rank: {one.step: tuple(sorted(one.samples)) for one in of_rank} for rank, of_rank in inputs.items()}
-    if len({batch for own in given.values() for batch in own.values()}) <= len(given) + 1:
+    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
         return []
-    for (rank, own), (ahead, other) in itertools.permutations(given.items(), 2):
+    for (rank, batches), (ahead, ahead_batches) in itertools.permutations(samples.items(), 2):
         for lag in range(1, _MOST_BEHIND + 1):
-            steps = [step for step in own if step + lag in other]
-            if len(steps) >= _FEWEST_BEHIND and all(own[step] == other[step + lag] for step in steps):
+            steps = [step for step in batches if step + lag in ahead_batches]
+            if len(steps) >= _FEWEST_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
                 return one_finding(
                     "DDP505",
                     ("forward",),
@@ -275,11 +275,11 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     return []
 
 
-def _seed_of_both(own: Sequence[StepDraw], others: Sequence[StepDraw]) -> Location | None:
+def _seed_of_both(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
     """Return the seed or draw line of a generator state common to both ranks."""
-    states = {(one.generator, one.before) for one in others if one.generator and one.kind != "noise"}
-    shared = (one for one in own if one.kind != "noise" and (one.generator, one.before) in states)
-    return next((line for one in shared if (line := one.seeded or one.location) is not None), None)
+    states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
+    shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
+    return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)
 
 
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
@@ -290,48 +290,48 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
     """Return draws that every rank made from the same global generator state."""
-    keys = [{_key(one) for one in of_rank if one.generator} for of_rank in draws]
+    keys = [{_key(draw) for draw in rank_draws if draw.generator} for rank_draws in draws]
     common = set.intersection(*keys) if keys else set()
-    return [one for one in draws[-1] if _key(one) in common] if draws else []
+    return [draw for draw in draws[-1] if _key(draw) in common] if draws else []
 
 
 def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
     """Return the seed or draw line that makes all ranks draw equal samples."""
-    choices = [one for one in shared_draws(draws) if one.count > 1 or one.generator == "cuda"]
-    choices.sort(key=lambda one: ("choice", "any", "noise").index(one.kind))
-    own = [one for of_rank in draws for one in of_rank if not one.generator]
-    steps = Counter(line for line, _ in {(one.location, one.step) for one in own})
-    own.sort(key=lambda one: (("choice", "any", "noise").index(one.kind), -steps[one.location]))  # most steps first
-    found = [one.seeded or one.location for one in choices] + [one.location for one in own]
-    return next((line for line in found if line is not None), None)
+    choices = [draw for draw in shared_draws(draws) if draw.count > 1 or draw.generator == "cuda"]
+    choices.sort(key=lambda draw: ("choice", "any", "noise").index(draw.kind))
+    local = [draw for rank_draws in draws for draw in rank_draws if not draw.generator]
+    steps = Counter(line for line, _ in {(draw.location, draw.step) for draw in local})
+    local.sort(key=lambda d: (("choice", "any", "noise").index(d.kind), -steps[d.location]))  # most steps first
+    lines = [draw.seeded or draw.location for draw in choices] + [draw.location for draw in local]
+    return next((line for line in lines if line is not None), None)
 
 
-def _key(one: StepDraw) -> tuple[object, ...]:
-    return one.step, one.generator, one.kind, one.before, one.after, one.location
+def _key(draw: StepDraw) -> tuple[object, ...]:
+    return draw.step, draw.generator, draw.kind, draw.before, draw.after, draw.location
 
 
 def _compared(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
     """Return by wrapper the inputs of all ranks in the same step."""
-    by_place = [{(one.wrapper, one.step): one for one in of_rank if len(one.samples) > 1} for of_rank in inputs]
-    common = sorted(set.intersection(*map(set, by_place))) if by_place else []
+    by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
+    common = sorted(set.intersection(*map(set, by_key))) if by_key else []
     wrappers = dict.fromkeys(wrapper for wrapper, _ in common)
-    return [[tuple(of_rank[place] for of_rank in by_place) for place in common if place[0] == w] for w in wrappers]
+    return [[tuple(calls[key] for calls in by_key) for key in common if key[0] == w] for w in wrappers]
 
 
 def _all_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
     return len(steps) >= _FEWEST and all(
-        len({tuple(sorted(one.samples)) for one in of_ranks}) == len(of_ranks) for of_ranks in steps
+        len({tuple(sorted(call.samples)) for call in step}) == len(step) for step in steps
     )
 
 
 def _share_a_part(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
     """Return True if an input tensor is equal on all ranks and varies enough."""
-    places = min((len(one.parts) for of_ranks in steps for one in of_ranks), default=0)
+    count = min((len(call.parts) for step in steps for call in step), default=0)
     return len(steps) >= _FEWEST and any(
-        all(len({one.parts[place] for one in of_ranks}) == 1 for of_ranks in steps)
-        and len({of_ranks[0].parts[place] for of_ranks in steps}) >= distinct
-        and all(of_ranks[0].parts[place][1] >= len(of_ranks[0].samples) for of_ranks in steps)
-        for place in range(places)
+        all(len({call.parts[index] for call in step}) == 1 for step in steps)
+        and len({step[0].parts[index] for step in steps}) >= distinct
+        and all(step[0].parts[index][1] >= len(step[0].samples) for step in steps)
+        for index in range(count)
     )
 
 

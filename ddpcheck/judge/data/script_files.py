@@ -20,18 +20,18 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
     only if a collective of all ranks is between them, since it makes the first rank wait; otherwise both may happen at
     the same time, whatever the order in this run, unless the second rank waited for another rank in a different way.
     """
-    found: dict[Location | None, list[Finding]] = {}
-    saved = {use.path for of_rank in uses for use in of_rank if use.by_torch}
-    uses = [[use for use in of_rank if use.by_torch or use.path not in saved] for of_rank in uses]
-    for rank, use, other_rank, other in _at_the_same_time(uses):
-        line = use.location if other.writes else other.location
-        if use.path in empty or line in found or other.waited or (other.writes and use.waited):
+    by_line: dict[Location | None, list[Finding]] = {}
+    saved = {use.path for rank_uses in uses for use in rank_uses if use.by_torch}
+    uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in uses]
+    for rank, use, other_rank, other_use in _at_the_same_time(uses):
+        line = use.location if other_use.writes else other_use.location
+        if use.path in empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
             continue
-        if not (use.by_torch or other.writes) and _is_followed(use, other, uses[rank], uses[other_rank]):
+        if not (use.by_torch or other_use.writes) and _is_followed(use, other_use, uses[rank], uses[other_rank]):
             continue
         name = PurePath(use.path).name
-        if other.writes:
-            ranks = [r for r, of_rank in enumerate(uses) if any(u.path == use.path and u.writes for u in of_rank)]
+        if other_use.writes:
+            ranks = [r for r, rank_uses in enumerate(uses) if any(u.path == use.path and u.writes for u in rank_uses)]
             message = f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective separates them."
             written_at = ""
             fix = "Write it on rank 0 only, and let the others wait in a barrier before they read it."
@@ -41,7 +41,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
             message += "the two."
             written_at = f"rank {rank} writes it at {use.location}"
             fix = "Call dist.barrier() on every rank after it is written and before the others read it."
-        found[line] = one_finding(
+        by_line[line] = one_finding(
             "DDP512",
             (name,),
             message,
@@ -51,7 +51,7 @@ def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ())
             severity=None if use.by_torch else Severity.WARNING,
             fix=fix,
         )
-    return [finding for findings in found.values() for finding in findings] + _judge_devices(uses)
+    return [finding for findings in by_line.values() for finding in findings] + _judge_devices(uses)
 
 
 def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
@@ -60,35 +60,35 @@ def told_by_files(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]
     Only if no `torch.load` line reads the same file on all ranks: a program with a file per rank (random states,
     shards) loads the rest from a common file.
     """
-    loads = [{use.location: use for use in reversed(of_rank) if use.by_torch and not use.writes} for of_rank in uses]
+    loads = [{use.location: use for use in reversed(entries) if use.by_torch and not use.writes} for entries in uses]
     common = set.intersection(*map(set, loads)) if loads else set()
-    read = [[of_rank[line] for of_rank in loads] for line in loads[0] if line in common] if loads else []
-    if not read or any(len({use.path for use in of_ranks}) == 1 for of_ranks in read):
+    read = [[rank_loads[line] for rank_loads in loads] for line in loads[0] if line in common] if loads else []
+    if not read or any(len({use.path for use in row}) == 1 for row in read):
         return list(findings)
-    of_ranks = min(read, key=lambda one: one[0].began)
-    names = group_by_value(["/".join(PurePath(use.path).parts[-2:]) for use in of_ranks])
-    said = f"The ranks do not load the same file ({'; '.join(names)})."
-    told = []
-    for one in findings:
-        if one.code in ("DDP405", "DDP508"):
-            one = replace(one, evidence=(*one.evidence, f"torch.load is called at {of_ranks[0].location}. {said}"))
-        elif (one.code in ("DDP306", "DDP515") and one.steps == (0,)) or one.code == "DDP208":
+    row = min(read, key=lambda row: row[0].began)
+    names = group_by_value(["/".join(PurePath(use.path).parts[-2:]) for use in row])
+    msg = f"The ranks do not load the same file ({'; '.join(names)})."
+    explained = []
+    for f in findings:
+        if f.code in ("DDP405", "DDP508"):
+            f = replace(f, evidence=(*f.evidence, f"torch.load is called at {row[0].location}. {msg}"))
+        elif (f.code in ("DDP306", "DDP515") and f.steps == (0,)) or f.code == "DDP208":
             fix = "Load the same file on every rank: let rank 0 choose it, and broadcast its name."
-            one = replace(one, message=f"{said} {one.message}", fix=fix).relocated(of_ranks[0].location)
-        told.append(one)
-    return told
+            f = replace(f, message=f"{msg} {f.message}", fix=fix).relocated(row[0].location)
+        explained.append(f)
+    return explained
 
 
 def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """DDP521: a checkpoint with the shards of some ranks only; `uses` by rank."""
-    saved = {rank: [one for one in of_rank if one.shard is not None] for rank, of_rank in enumerate(uses)}
-    every = [one for of_rank in saved.values() for one in of_rank]
-    numbers = {one.shard[0] for one in every if one.shard is not None}
-    parts = max((one.shard[1] for one in every if one.shard is not None), default=0)
-    if not every or len(numbers) == parts:
+    saved = {rank: [use for use in rank_uses if use.shard is not None] for rank, rank_uses in enumerate(uses)}
+    shards = [use for rank_uses in saved.values() for use in rank_uses]
+    numbers = {use.shard[0] for use in shards if use.shard is not None}
+    parts = max((use.shard[1] for use in shards if use.shard is not None), default=0)
+    if not shards or len(numbers) == parts:
         return []
-    ranks = [rank for rank, of_rank in saved.items() if of_rank]
-    first = every[0]
+    ranks = [rank for rank, rank_uses in saved.items() if rank_uses]
+    first = shards[0]
     return one_finding(
         "DDP521",
         (PurePath(first.path).name,),
@@ -104,17 +104,17 @@ def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
 def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
     """Yield each write with every unordered use by another rank."""
     by_path: dict[str, dict[int, list[FileUsed]]] = {}
-    for rank, of_rank in enumerate(uses):
-        for use in sorted(of_rank, key=lambda use: use.began):
+    for rank, rank_uses in enumerate(uses):
+        for use in sorted(rank_uses, key=lambda use: use.began):
             by_path.setdefault(use.path, {}).setdefault(rank, []).append(use)
-    for of_path in by_path.values():
-        ended = {rank: list(accumulate((use.ended for use in theirs), max)) for rank, theirs in of_path.items()}
-        writes = ((rank, use) for rank, theirs in of_path.items() for use in theirs if use.writes)
-        for (rank, use), (other_rank, others) in product(writes, of_path.items()):
+    for by_rank in by_path.values():
+        ended = {rank: list(accumulate((use.ended for use in rank_uses), max)) for rank, rank_uses in by_rank.items()}
+        writes = ((rank, use) for rank, rank_uses in by_rank.items() for use in rank_uses if use.writes)
+        for (rank, use), (other_rank, other_uses) in product(writes, by_rank.items()):
             if other_rank != rank:
                 first = bisect_left(ended[other_rank], use.began)
-                near = others[first : bisect_right(others, use.ended, key=lambda other: other.began)]
-                yield from ((rank, use, other_rank, other) for other in near if other.ended >= use.began)
+                near = other_uses[first : bisect_right(other_uses, use.ended, key=lambda other_use: other_use.began)]
+                yield from ((rank, use, other_rank, other_use) for other_use in near if other_use.ended >= use.began)
 
 
 def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
@@ -122,15 +122,15 @@ def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], rea
 
     A reader may wait for the marker, whose existence says that the first file is complete.
     """
-    paths = {one.path for one in readers}
-    later = writers[max(number for number, one in enumerate(writers) if one is use) + 1 :]
-    return any(one.path not in paths and one.began <= read.ended for one in later)
+    paths = {entry.path for entry in readers}
+    later = writers[max(number for number, entry in enumerate(writers) if entry is use) + 1 :]
+    return any(entry.path not in paths and entry.began <= read.ended for entry in later)
 
 
 def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """DDP512: tensors that a rank loaded onto the GPU of another rank."""
-    for rank, of_rank in enumerate(uses):
-        for use in of_rank:
+    for rank, rank_uses in enumerate(uses):
+        for use in rank_uses:
             elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
             if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
                 name = PurePath(use.path).name

@@ -21,14 +21,14 @@ def judge_tables(
     ranks. At most one finding: a label map has an inverse, and may have several names.
     """
     alike = have_same_labels(passes)
-    by_name = [{o.name: o for o in of_rank if not (alike and o.name.endswith(OF_A_LIST))} for of_rank in tables]
-    shared = [name for name in (by_name[0] if by_name else ()) if all(name in of_rank for of_rank in by_name)]
-    names = [name for name in shared if _is_permuted(name, [of_rank[name].values for of_rank in by_name])]
+    by_name = [{o.name: o for o in rank_tables if not (alike and o.name.endswith(OF_A_LIST))} for rank_tables in tables]
+    shared = [name for name in (by_name[0] if by_name else ()) if all(name in rank_tables for rank_tables in by_name)]
+    names = [name for name in shared if _is_permuted(name, [rank_tables[name].values for rank_tables in by_name])]
     if not names:
         return []
-    values = [of_rank[names[0]].values for of_rank in by_name]
-    key = next(key for key in sorted(values[0]) if len({of_rank[key] for of_rank in values}) > 1)
-    spelled = [tuple(of_rank[key] for key in sorted(of_rank)) for of_rank in values]
+    values = [rank_tables[names[0]].values for rank_tables in by_name]
+    key = next(key for key in sorted(values[0]) if len({table[key] for table in values}) > 1)
+    spelled = [tuple(table[key] for key in sorted(table)) for table in values]
     return one_finding(
         "DDP516",
         names,
@@ -37,16 +37,16 @@ def judge_tables(
         else f"{names[0]} has the same {len(values[0])} keys on every rank, with different values.",
         ranks=minority_ranks(spelled) if len(values) > 2 else (),
         location=by_name[0][names[0]].location,
-        evidence=[f"{key}: {value}" for value in group_by_value([of_rank[key] for of_rank in values])],
+        evidence=[f"{key}: {value}" for value in group_by_value([table[key] for table in values])],
     )
 
 
 def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Return True if the same keys and values are assigned differently."""
     keys = sorted(values[0])
-    if any(sorted(of_rank) != keys for of_rank in values) or all(of_rank == values[0] for of_rank in values):
+    if any(sorted(table) != keys for table in values) or all(table == values[0] for table in values):
         return False
-    counts = [Counter(of_rank.values()) for of_rank in values]
+    counts = [Counter(table.values()) for table in values]
     if len(keys) < 2 or any(count != counts[0] for count in counts):
         return False
     return _is_numbering(values[0]) and not _are_of_ranks(name, values)
@@ -85,7 +85,7 @@ def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
         return True
     if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
         return False  # half of all permutations of 3 labels are rotations
-    shifts = [{(int(of_rank[key]) - int(values[0][key])) % len(of_rank) for key in values[0]} for of_rank in values]
+    shifts = [{(int(table[key]) - int(values[0][key])) % len(table) for key in values[0]} for table in values]
     return all(len(shift) == 1 for shift in shifts)
 
 

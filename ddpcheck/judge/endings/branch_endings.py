@@ -18,7 +18,7 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, PASSES, SHARD_FOR
 
 def backwards_of(rank: RankAtEnd) -> list[Backward]:
     """Return the logged DDP backward passes (or sharded forward passes) of a rank."""
-    return [found for call in rank.calls if (found := backward_of(call)) is not None]
+    return [backward for call in rank.calls if (backward := backward_of(call)) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class EndingFacts:
 
     def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
         """Return the blocks of `kinds` around the lines of a stack, outermost first."""
-        return [one for line in reversed(lines) for one in self.blocks.get(line, ()) if one.kind in kinds]
+        return [block for line in reversed(lines) for block in self.blocks.get(line, ()) if block.kind in kinds]
 
     def loops(self, lines: Sequence[str]) -> list[Block]:
         """Return the loops around the lines of a stack, outermost first."""
@@ -75,37 +75,37 @@ def split_line(line: str) -> tuple[str, int]:
     return path, int(number or -1)
 
 
-def loops_left(facts: EndingFacts, left: Position, stays: Position) -> list[Block]:
-    """Return the loops that `left` has exited and `stays` is in, outermost first."""
-    gone = facts.loops(left.lines)
-    return [loop for loop in facts.loops(stays.lines) if loop not in gone and facts.has_left(left, loop)]
+def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Block]:
+    """Return the loops that `leaver` has exited and `stayer` is in, outermost first."""
+    leaver_loops = facts.loops(leaver.lines)
+    return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.has_left(leaver, loop)]
 
 
-def exits_of(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[tuple[int, str]]:
+def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
     """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
-    gone = [] if left.of.ended else facts.around(left.lines, "try")
-    tries = [] if left.of.ended else [one for one in facts.around(stays.lines, "try") if one not in gone]
-    around = [one for one in tries if one.path == loop.path and one.first <= loop.first and one.last >= loop.last]
-    return [*loop.exits, *((one.line, one.word) for one in around)]
+    exited = [] if leaver.of.ended else facts.around(leaver.lines, "try")
+    tries = [] if leaver.of.ended else [block for block in facts.around(stayer.lines, "try") if block not in exited]
+    enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
+    return [*loop.exits, *((b.line, b.word) for b in enclosing)]
 
 
-def own_branches(facts: EndingFacts, one: Position, other: Position) -> list[Block]:
-    """Return the branches that `one` is in and `other` never entered, innermost first.
+def own_branches(facts: EndingFacts, position: Position, peer: Position) -> list[Block]:
+    """Return the branches that `position` is in and `peer` never entered, innermost first.
 
-    Code after an early exit counts as a branch and comes last, if `other` is outside of the function or loop that the
-    exit leaves. Empty if `other` is still in a loop that `one` has left, and may reach the branch later.
+    Code after an early exit counts as a branch and comes last, if `peer` is outside of the function or loop that the
+    exit leaves. Empty if `peer` is still in a loop that `position` has left, and may reach the branch later.
     """
-    if loops_left(facts, one, other) and not set(facts.loops(one.lines)) & set(facts.loops(other.lines)):
+    if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
         return []
-    theirs = facts.around(other.lines, "branch", "rest", "function", "loop")
-    left = {"return": "function", "break": "loop", "raise": "function"}
-    found = []
-    for block in dict.fromkeys(reversed(facts.around(one.lines, "branch", "rest"))):  # comprehensions have frames
-        around = facts.around(one.lines, left.get(block.word, "")) if block.kind == "rest" else []
-        leaves = [b for b in around if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
-        if block not in theirs and not set(leaves) & set(theirs) and not facts.has_been_in(other.of, block):
-            found.append(block)
-    return sorted(found, key=lambda block: block.kind == "rest")
+    peer_blocks = facts.around(peer.lines, "branch", "rest", "function", "loop")
+    scopes = {"return": "function", "break": "loop", "raise": "function"}
+    branches = []
+    for block in dict.fromkeys(reversed(facts.around(position.lines, "branch", "rest"))):  # comprehensions have frames
+        outer = facts.around(position.lines, scopes.get(block.word, "")) if block.kind == "rest" else []
+        exited = [b for b in outer if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
+        if block not in peer_blocks and not set(exited) & set(peer_blocks) and not facts.has_been_in(peer.of, block):
+            branches.append(block)
+    return sorted(branches, key=lambda block: block.kind == "rest")
 
 
 # Wording
@@ -145,9 +145,9 @@ def told(facts: EndingFacts, ranks: Sequence[int]) -> str:
     return ", ".join(told_together((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
 
 
-def calls_there(one: Position, other: Position) -> list[str]:
+def calls_there(position: Position, peer: Position) -> list[str]:
     """Return evidence: the diverging collective and the final state of each rank."""
-    sides = sorted((one, other), key=lambda side: side.of.rank)
+    sides = sorted((position, peer), key=lambda side: side.of.rank)
     return [
         *(
             f"rank {side.of.rank} reaches {side.call or 'no further collective'}"
@@ -158,130 +158,128 @@ def calls_there(one: Position, other: Position) -> list[str]:
     ]
 
 
-def explain_by_exception(facts: EndingFacts, raised: Position, goes_on: Position) -> list[Finding]:
+def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -> list[Finding]:
     """DDP401: collective in a `finally` or `except`. Runs early: it resembles other causes."""
-    error = handled_in(raised.call) if raised.call is not None else None
-    if raised.call is None or error is None:
+    error = handled_in(raiser.call) if raiser.call is not None else None
+    if raiser.call is None or error is None:
         return []
     kind, where, text = error
-    if goes_on.call is not None and (theirs := handled_in(goes_on.call)) is not None and theirs[:2] == (kind, where):
+    if peer.call is not None and (peer_error := handled_in(peer.call)) is not None and peer_error[:2] == (kind, where):
         return []
-    said = f"{kind}{f': {text}' if text else ''}"
-    others = [rank.rank for rank in facts.ranks if rank is not raised.of]
+    summary = f"{kind}{f': {text}' if text else ''}"
+    others = [rank.rank for rank in facts.ranks if rank is not raiser.of]
     return one_finding(
         "DDP401",
         ("run",),
-        f"Rank {raised.of.rank} raised {said.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
-        f"{described_call(raised.call)} in the `finally` or `except` that handles it; {told(facts, others)}.",
+        f"Rank {raiser.of.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
+        f"{described_call(raiser.call)} in the `finally` or `except` that handles it; {told(facts, others)}.",
         severity=Severity.ERROR,
-        ranks=[raised.of.rank],
-        location=Location.parse(where or raised.call.location),
-        evidence=calls_there(raised, goes_on),
+        ranks=[raiser.of.rank],
+        location=Location.parse(where or raiser.call.location),
+        evidence=calls_there(raiser, peer),
         fix=f"Fix the exception{f' at {where}' if where else ''}. Call no collective in a `finally` or `except` that a "
-        f"single rank may reach ({described_call(raised.call)}): if the exception ends the rank, torchrun ends the "
+        f"single rank may reach ({described_call(raiser.call)}): if the exception ends the rank, torchrun ends the "
         "others.",
     )
 
 
-def explain_by_branch(facts: EndingFacts, stays: Position, leaves: Position) -> list[Finding]:
+def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
     """DDP403: branch that one rank takes and another skips in the same iteration.
 
     Both have taken it before. Runs before loops, because a rank in the next outer iteration has left inner loops, too.
     """
-    if stays.call is None or leaves.is_at_work:
+    if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it
-    for block in _left_out(facts, stays, leaves):
-        around = facts.around(stays.lines, "loop", block.kind)
-        loops = [outer for outer in around[: around.index(block)] if outer.kind == "loop"]
-        is_own = block.kind != "try" or loops == facts.loops(stays.lines)  # else the exception exits an inner loop
-        if loops and is_own and _is_same_pass(facts, loops[-1], block, stays, leaves):
-            return _decided_alone(facts, stays, leaves, block)
+    for block in _skipped_blocks(facts, stayer, leaver):
+        blocks = facts.around(stayer.lines, "loop", block.kind)
+        loops = [outer for outer in blocks[: blocks.index(block)] if outer.kind == "loop"]
+        is_own = block.kind != "try" or loops == facts.loops(stayer.lines)  # else the exception exits an inner loop
+        if loops and is_own and _is_same_pass(facts, loops[-1], block, stayer, leaver):
+            return _decided_alone(facts, stayer, leaver, block)
     return []
 
 
-def _left_out(facts: EndingFacts, stays: Position, leaves: Position) -> list[Block]:
-    """Return blocks that `stays` is in and `leaves` was in earlier, innermost first."""
-    theirs = facts.around(leaves.lines, "branch", "rest", "try")
-    mine = reversed(facts.around(stays.lines, "branch", "rest", "try"))
-    return [block for block in mine if block not in theirs and facts.has_been_in(leaves.of, block)]
+def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Block]:
+    """Return blocks that `stayer` is in and `leaver` was in earlier, innermost first."""
+    leaver_blocks = facts.around(leaver.lines, "branch", "rest", "try")
+    stayer_blocks = reversed(facts.around(stayer.lines, "branch", "rest", "try"))
+    return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.of, block)]
 
 
-def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stays: Position, leaves: Position) -> bool:
-    """Return True if `leaves` skipped the block in the same iteration of the loop.
+def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:
+    """Return True if `leaver` skipped the block in the same iteration of the loop.
 
     False if an exit between the last common call and the block may have been taken.
     """
-    before = lines_of(stays.before[-1]) if stays.before else ()
-    if loop in facts.loops(leaves.lines):
-        return _comes_first(stays.lines, leaves.lines, before) and _is_anew(facts, stays, leaves)
-    was_in_it = loop in facts.loops(before)
-    exits = exits_of(facts, loop, leaves, stays)
+    before = lines_of(stayer.before[-1]) if stayer.before else ()
+    if loop in facts.loops(leaver.lines):
+        return _comes_first(stayer.lines, leaver.lines, before) and _is_restarted(facts, stayer, leaver)
+    was_in_loop = loop in facts.loops(before)
+    exits = exits_of(facts, loop, leaver, stayer)
     start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
-    if was_in_it and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
+    if was_in_loop and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
         return False
-    if was_in_it and _comes_first(before, stays.lines, ()):  # so this iteration has begun
+    if was_in_loop and _comes_first(before, stayer.lines, ()):  # so this iteration has begun
         return True
-    assert stays.call is not None
+    assert stayer.call is not None
     ends_by_itself = loop.word == "for" and not exits
-    of_loader = any(str(one.location) == loop.head for rank in facts.ranks for one in rank.passes)
-    return ends_by_itself and not of_loader and stays.call.operation not in (DDP_FORWARD, *PASSES)
+    is_loader_loop = any(str(loader_pass.location) == loop.head for rank in facts.ranks for loader_pass in rank.passes)
+    return ends_by_itself and not is_loader_loop and stayer.call.operation not in (DDP_FORWARD, *PASSES)
 
 
-def _comes_first(one: Sequence[str], other: Sequence[str], before: Sequence[str]) -> bool:
-    """Return True if a program at `before` reaches `one` before `other`; innermost lines first.
+def _comes_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
+    """Return True if a program at `before` reaches `stack` before `other_stack`; innermost lines first.
 
     In a loop, lines above `before` belong to the next iteration.
     """
-    here, there, last = (tuple(reversed(lines)) for lines in (one, other, before))
-    for depth, (mine, theirs) in enumerate(zip(here, there, strict=False)):
-        if mine != theirs:
-            (path, a), (of_other, b) = split_line(mine), split_line(theirs)
-            known = len(last) > depth and last[:depth] == here[:depth] and split_line(last[depth])[0] == path
+    frames, other_frames, last = (tuple(reversed(lines)) for lines in (stack, other_stack, before))
+    for depth, (line, other_line) in enumerate(zip(frames, other_frames, strict=False)):
+        if line != other_line:
+            (path, number), (other_path, other_number) = split_line(line), split_line(other_line)
+            known = len(last) > depth and last[:depth] == frames[:depth] and split_line(last[depth])[0] == path
             start = split_line(last[depth])[1] if known else 0
-            return path == of_other and (a <= start, a) < (b <= start, b)
-    return len(here) > len(there)
+            return path == other_path and (number <= start, number) < (other_number <= start, other_number)
+    return len(frames) > len(other_frames)
 
 
-def _is_anew(facts: EndingFacts, stays: Position, leaves: Position) -> bool:
-    """Return True if the inner loop of `leaves` restarted after the last common call."""
-    if not stays.before or not leaves.before:
+def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bool:
+    """Return True if the inner loop of `leaver` restarted after the last common call."""
+    if not stayer.before or not leaver.before:
         return True
-    before = lines_of(leaves.before[-1])
-    inner = [
-        one for one in facts.loops(leaves.lines) if one not in facts.loops(stays.lines) and one in facts.loops(before)
-    ]
+    before = facts.loops(lines_of(leaver.before[-1]))
+    inner = [loop for loop in facts.loops(leaver.lines) if loop in before and loop not in facts.loops(stayer.lines)]
     if not inner:
         return True
-    last, now = backward_of(leaves.before[-1]), None if leaves.call is None else backward_of(leaves.call)
-    if last is not None and now is not None and 0 <= last.loader == now.loader:
-        return now.batch[0] > last.batch[0]
-    runs = runs_of(facts, inner[0], leaves.before)
+    previous, backward = backward_of(leaver.before[-1]), None if leaver.call is None else backward_of(leaver.call)
+    if previous is not None and backward is not None and 0 <= previous.loader == backward.loader:
+        return backward.batch[0] > previous.batch[0]
+    runs = runs_of(facts, inner[0], leaver.before)
     return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier runs
 
 
 def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
     """Count the calls per run of a loop; outside calls separate runs."""
-    inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
+    is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:
-        if inside[lines_of(call)]:
+        if is_inside[lines_of(call)]:
             runs[-1] += 1
         elif runs[-1]:
             runs.append(0)
     return [run for run in runs if run]
 
 
-def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block: Block) -> list[Finding]:
-    call = stays.call
+def _decided_alone(facts: EndingFacts, stayer: Position, leaver: Position, block: Block) -> list[Finding]:
+    call = stayer.call
     assert call is not None
-    number = next(at for at, one in enumerate(stays.of.calls) if one is call)
-    alike = [rank.rank for rank in facts.ranks if _calls(rank.calls, number, call)]
-    calling = sorted({*alike, stays.of.rank} - {leaves.of.rank})
+    number = next(index for index, other_call in enumerate(stayer.of.calls) if other_call is call)
+    matching = [rank.rank for rank in facts.ranks if _makes_call(rank.calls, number, call)]
+    calling = sorted({*matching, stayer.of.rank} - {leaver.of.rank})
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
-    arms = {one.head for one in facts.around(leaves.lines, "branch") if not leaves.of.ended}
+    arms = {branch.head for branch in facts.around(leaver.lines, "branch") if not leaver.of.ended}
     is_arm = block.kind == "branch"
     instead = ", in the other branch of it" if block.head in arms else ""
-    by_itself = f"each rank decides separately at {block.head}"
+    reason = f"each rank decides separately at {block.head}"
     fix = (
         f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
         "before the test, or broadcast the decision of rank 0. "
@@ -292,7 +290,7 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         )
     )
     if block.kind == "try":
-        by_itself = f"the `{block.word}` at {block.head} may have caught an exception that is not known, and skipped it"
+        reason = f"the `{block.word}` at {block.head} may have caught an exception that is not known, and skipped it"
         fix = (
             f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
             f"ends all ranks. Or catch it at the raising line, so that this rank reaches {named(call)} nevertheless."
@@ -306,15 +304,15 @@ def _decided_alone(facts: EndingFacts, stays: Position, leaves: Position, block:
         ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
         location=Location(block.path, block.line),
         evidence=[
-            f"all of them have reached it before: {by_itself}",
-            f"called from {', '.join(stays.lines[1:4])}" if len(stays.lines) > 1 else "",
-            *calls_there(stays, leaves),
+            f"all of them have reached it before: {reason}",
+            f"called from {', '.join(stayer.lines[1:4])}" if len(stayer.lines) > 1 else "",
+            *calls_there(stayer, leaver),
         ],
         fix=fix,
     )
 
 
-def _calls(calls: Sequence[Call], number: int, call: Call) -> bool:
+def _makes_call(calls: Sequence[Call], number: int, call: Call) -> bool:
     return (
         number < len(calls)
         and calls[number].operation == call.operation

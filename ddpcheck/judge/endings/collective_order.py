@@ -36,20 +36,20 @@ def judge_collectives(
         if mismatch is None:
             continue
         place, by_kind = mismatch[0] + (first or {}).get(group, 0), dict(zip(kinds, mismatch[1], strict=True))
-        found = [by_kind[id(logs[rank])] for rank in ranks]
-        calls = [call for call in found if call is not None]
-        absent = [rank for rank, call in zip(ranks, found, strict=True) if call is None]
+        row = [by_kind[id(logs[rank])] for rank in ranks]
+        calls = [call for call in row if call is not None]
+        absent = [rank for rank, call in zip(ranks, row, strict=True) if call is None]
         if absent and len(set(map(_signature, calls))) == 1 and set(absent) <= set(at_work):
             continue
-        there = [rank for rank in ranks if rank not in absent]
+        present = [rank for rank in ranks if rank not in absent]
         if len(set(map(_signature, calls))) == 1:
             differing, minority = calls[0], tuple(absent)
-            message = f"{format_ranks(there).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
+            message = f"{format_ranks(present).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
         else:
-            minority = tuple(there[index] for index in minority_ranks([_signature(call) for call in calls]))
-            differing = calls[there.index(minority[0])]
+            minority = tuple(present[index] for index in minority_ranks([_signature(call) for call in calls]))
+            differing = calls[present.index(minority[0])]
             message = f"Collective number {place} differs between the ranks."
-        words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in found]
+        words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in row]
         findings += one_finding(
             "DDP403",
             sorted({call.operation for call in calls}),
@@ -57,8 +57,8 @@ def judge_collectives(
             ranks=minority,
             location=Location.parse(differing.location or next((call.location for call in calls if call.location), "")),
             evidence=[
-                f"{format_ranks(rank for rank, _ in same)}, collective number {place}: {text}"
-                for text, same in group_by(zip(ranks, words, strict=True), lambda one: one[1]).items()
+                f"{format_ranks(rank for rank, _ in pairs)}, collective number {place}: {text}"
+                for text, pairs in group_by(zip(ranks, words, strict=True), lambda pair: pair[1]).items()
             ],
             tags=tags_of_parting(place),
         )
@@ -70,13 +70,13 @@ def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> se
 
     Such a rank still transfers data or unpickles objects, while other ranks may have gone on.
     """
-    found = set()
+    ranks = set()
     for rank, words in inside.items():
         if logs[rank] and words == str(last := logs[rank][-1]):
-            came = [sum(call.group == last.group for call in logs[one]) for one in last.members if one < len(logs)]
-            if sum(call.group == last.group for call in logs[rank]) == min(came):
-                found.add(rank)
-    return found
+            counts = [sum(call.group == last.group for call in logs[peer]) for peer in last.members if peer < len(logs)]
+            if sum(call.group == last.group for call in logs[rank]) == min(counts):
+                ranks.add(rank)
+    return ranks
 
 
 _PARTS_AT = "parts at "
@@ -89,19 +89,19 @@ def tags_of_parting(number: int) -> tuple[str, ...]:
 
 def place_of_parting(finding: Finding) -> int | None:
     """Return the collective number in the tags of a finding, or None."""
-    found = [tag.removeprefix(_PARTS_AT) for tag in finding.tags if tag.startswith(_PARTS_AT)]
-    return int(found[0]) if found else None
+    numbers = [tag.removeprefix(_PARTS_AT) for tag in finding.tags if tag.startswith(_PARTS_AT)]
+    return int(numbers[0]) if numbers else None
 
 
 def first_mismatch(sequences: Sequence[Sequence[Call]]) -> tuple[int, tuple[Call | None, ...]] | None:
     """Return the index of the first mismatch, and the call of each log."""
     places = enumerate(itertools.zip_longest(*sequences))
-    return next(((at, of_ranks) for at, of_ranks in places if len(set(map(_signature, of_ranks))) > 1), None)
+    return next(((index, calls) for index, calls in places if len(set(map(_signature, calls))) > 1), None)
 
 
-def same_signature(one: Call, other: Call) -> bool:
+def same_signature(call: Call, other_call: Call) -> bool:
     """Return True if two calls have the same operation and payload."""
-    return _signature(one) == _signature(other)
+    return _signature(call) == _signature(other_call)
 
 
 def _signature(call: Call | None) -> tuple[str, str] | None:
@@ -121,9 +121,9 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
         if not _is_reordered(values):
             continue
         ranks = minority_ranks(values)
-        usual = next(of_rank for rank, of_rank in enumerate(values) if rank not in ranks)
-        here, call = values[ranks[0]], calls[ranks[0]]
-        place = next(i for i, value in enumerate(here) if value != usual[i])
+        usual = next(rank_values for rank, rank_values in enumerate(values) if rank not in ranks)
+        differing, call = values[ranks[0]], calls[ranks[0]]
+        place = next(index for index, value in enumerate(differing) if value != usual[index])
         findings.setdefault(
             call.location or str(number),
             one_finding(
@@ -137,8 +137,8 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
                 evidence=(
                     "given the same samples and random numbers, every rank sends the same "
                     f"{len(usual)} numbers, but {format_ranks(ranks)} in a different order",
-                    f"element {place}: {usual[place]:.6g}; on {format_ranks(ranks[:1])}: {here[place]:.6g}, "
-                    f"which is element {usual.index(here[place])} elsewhere",
+                    f"element {place}: {usual[place]:.6g}; on {format_ranks(ranks[:1])}: {differing[place]:.6g}, "
+                    f"which is element {usual.index(differing[place])} elsewhere",
                 ),
             ),
         )
@@ -147,9 +147,9 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
 
 def _is_reordered(values: Sequence[tuple[float, ...]]) -> bool:
     """Return True if values are only reordered, and not in per-rank slots."""
-    if len(set(values)) == 1 or len({tuple(sorted(of_rank)) for of_rank in values}) > 1:
+    if len(set(values)) == 1 or len({tuple(sorted(rank_values)) for rank_values in values}) > 1:
         return False
-    moved = [value for at in zip(*values, strict=True) if len(set(at)) > 1 for value in at]
+    moved = [value for column in zip(*values, strict=True) if len(set(column)) > 1 for value in column]
     # 0, 1 and extreme values may be the initial fill of per-rank slots
     return all(value not in (0.0, 1.0, -1.0) and 1e-6 < abs(value) < 1e6 for value in moved)
 
@@ -165,9 +165,9 @@ def judge_partings(
     """DDP403: one finding per process group, by call site if possible, else by operation."""
     findings = []
     for group in sorted({call.group for log in logs for call in log}):
-        own = [[call for call in log if call.group == group] for log in logs]
-        found = judge_collectives(own, at_work, first)
-        findings += (found and judge_call_sites(own, (first or {}).get(group, 0))) or found
+        group_logs = [[call for call in log if call.group == group] for log in logs]
+        by_operation = judge_collectives(group_logs, at_work, first)
+        findings += (by_operation and judge_call_sites(group_logs, (first or {}).get(group, 0))) or by_operation
     return findings
 
 
@@ -175,19 +175,19 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     """DDP403: first extra call of a rank, paired with another call site."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
-    parted = _parting(logs, ranks)
-    if parted is None:
+    parting = _parting(logs, ranks)
+    if parting is None:
         return []
-    at, coded, *two = parted
-    calls = {rank: logs[rank][at] for rank in ranks if at < len(logs[rank])}
-    calling, missing = ([rank for rank in calls if coded[rank][at] == coded[one][at]] for one in two)
-    return _finding(at + first, calls, calling, missing, _last(logs, ranks, first))
+    index, coded, *sides = parting
+    calls = {rank: logs[rank][index] for rank in ranks if index < len(logs[rank])}
+    calling, missing = ([rank for rank in calls if coded[rank][index] == coded[side][index]] for side in sides)
+    return _finding(index + first, calls, calling, missing, _last_calls(logs, ranks, first))
 
 
 def place_of_call_in_addition(logs: Sequence[Sequence[Call]]) -> int | None:
     """Return the index of the first extra call, by call sites, or None."""
-    parted = _parting(logs, range(len(logs)))
-    return None if parted is None else parted[0]
+    parting = _parting(logs, range(len(logs)))
+    return None if parting is None else parting[0]
 
 
 def _parting(
@@ -197,44 +197,44 @@ def _parting(
     mismatch = first_mismatch([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
-    place, found = mismatch
-    end = None if None in found else place + 1  # nothing pairs up after operations differ
+    place, calls = mismatch
+    end = None if None in calls else place + 1  # nothing pairs up after operations differ
     table = _CallTable()
     coded = {rank: table.coded(logs[rank][:end]) for rank in ranks}
-    classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda same: (-len(same), same))
+    classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda group: (-len(group), group))
     partings = []
-    for other in classes[1:]:
-        for calling, missing in ((classes[0], other), (other, classes[0])):
+    for group in classes[1:]:
+        for calling, missing in ((classes[0], group), (group, classes[0])):
             extra, without = coded[calling[0]], coded[missing[0]]
             if len(extra) > len(without) or end is not None:  # the rank with more calls waits
-                at = _Comparison(table, extra, without).parting(place)
-                partings += [] if at is None else [(at, calling[0], missing[0])]
+                index = _Comparison(table, extra, without).parting(place)
+                partings += [] if index is None else [(index, calling[0], missing[0])]
     if not partings:
         return None
-    at, one, two = min(partings)
-    return at, coded, one, two
+    index, calling_rank, missing_rank = min(partings)
+    return index, coded, calling_rank, missing_rank
 
 
 def _finding(
-    number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last: Sequence[str]
+    number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last_calls: Sequence[str]
 ) -> list[Finding]:
-    extra, other = calls[calling[0]], calls[missing[0]]
+    extra, other_call = calls[calling[0]], calls[missing[0]]
     fewer = missing if len(missing) < len(calling) else calling
     return one_finding(
         "DDP403",
         (extra.operation,),
         f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
-        f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other}; from there on "
+        f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other_call}; from there on "
         f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} ahead of {format_ranks(calling)}.",
         ranks=fewer,
         location=Location.parse(extra.location),
-        evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last],
+        evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last_calls],
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
         tags=tags_of_parting(number),
     )
 
 
-def _last(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:
+def _last_calls(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:
     return [
         f"rank {rank}, its last one, after {counted(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
         for rank in ranks
@@ -290,43 +290,43 @@ class _Comparison:
                 self._known.add(pair)
         return None
 
-    def _may_be_any(self, one: int, other: int) -> bool:
+    def _may_be_any(self, code: int, other_code: int) -> bool:
         """Return True if the lines of two paired calls are inconclusive."""
-        here, there = self._calls[one], self._calls[other]
-        rooted = here.operation in ROOTED and "root" not in here.payload
-        return same_signature(here, there) and (rooted or not (here.location and there.location))
+        call, other_call = self._calls[code], self._calls[other_code]
+        rooted = call.operation in ROOTED and "root" not in call.payload
+        return same_signature(call, other_call) and (rooted or not (call.location and other_call.location))
 
-    def _are_pair(self, one: int, other: int) -> bool:
+    def _are_pair(self, code: int, other_code: int) -> bool:
         """Return True if two calls of different ranks may belong together."""
-        if one == other or (one, other) in self._known or self._may_be_any(one, other):
+        if code == other_code or (code, other_code) in self._known or self._may_be_any(code, other_code):
             return True
-        here, there = self._calls[one], self._calls[other]
+        call, other_call = self._calls[code], self._calls[other_code]
         return (
-            same_signature(here, there)
-            and here.location not in self._others
-            and there.location not in self._own
-            and not any(one == known or other == also for known, also in self._known)
+            same_signature(call, other_call)
+            and call.location not in self._others
+            and other_call.location not in self._own
+            and not any(code == known_code or other_code == known_other for known_code, known_other in self._known)
         )
 
     def _lines_of_its_own(self, start: int) -> bool:
         """Return True if calls match from `start` on, except for lines of one rank."""
-        here, there, matched = start, start, 0
+        index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
-        while here < len(self._extra) and there < len(self._without):
-            one, other = self._extra[here], self._without[there]
-            line = self._calls[one].location
-            if here > start and self._are_pair(one, other):
-                if line and one == other:
+        while index < len(self._extra) and other_index < len(self._without):
+            code, other_code = self._extra[index], self._without[other_index]
+            location = self._calls[code].location
+            if index > start and self._are_pair(code, other_code):
+                if location and code == other_code:
                     matched += 1
                     confirmed += waiting
                     waiting = []
-                there += 1
-            elif line and line not in self._others:
-                waiting.append(one)
+                other_index += 1
+            elif location and location not in self._others:
+                waiting.append(code)
             else:
                 return False
-            here += 1
-        return 0 < len(confirmed) <= matched and (there == len(self._without) or set(waiting) <= set(confirmed))
+            index += 1
+        return 0 < len(confirmed) <= matched and (other_index == len(self._without) or set(waiting) <= set(confirmed))
 
     def _one_run(self, start: int) -> bool:
         """Return True if calls match from `start` on, after one run of extra calls.
@@ -336,14 +336,14 @@ class _Comparison:
         for length in range(1, _LONGEST + 1):
             after = zip(self._extra[start + length :], self._without[start:], strict=False)
             matched = []
-            for one, other in after:
-                if not self._are_pair(one, other):
+            for code, other_code in after:
+                if not self._are_pair(code, other_code):
                     break
-                matched += [one] if one == other and self._calls[one].location else []
+                matched += [code] if code == other_code and self._calls[code].location else []
             else:
                 to_the_end = len(self._extra) - length == len(self._without)
                 if len(matched) >= (1 if to_the_end else length):
                     run = self._extra[start : start + length]
-                    of_its_own = all(self._calls[number].location not in self._others for number in run)
-                    return of_its_own or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
+                    has_own_lines = all(self._calls[extra_code].location not in self._others for extra_code in run)
+                    return has_own_lines or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
         return False

@@ -31,14 +31,14 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, 
 # Data loader with fewer batches
 
 
-def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP405: data loader with fewer batches on a rank. Runs early: other symptoms follow."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
     for key in sorted(set.intersection(*(set(passes) for passes in by_rank.values())), key=lambda key: key[::-1]):
-        passes = {rank: theirs[key] for rank, theirs in by_rank.items()}
-        if len({one.location for one in passes.values()}) > 1 or not _has_parted(facts, key, passes):
+        passes = {rank: rank_passes[key] for rank, rank_passes in by_rank.items()}
+        if len({p.location for p in passes.values()}) > 1 or not _has_parted(facts, key, passes):
             continue
         fewest = min(p.batches for p in passes.values() if p.exhausted)
         short = [rank for rank, p in passes.items() if p.exhausted and p.batches == fewest]
@@ -53,7 +53,7 @@ def explain_by_loader(facts: EndingFacts, one: Position, other: Position) -> lis
             ranks=short if len(short) <= len(longer) else longer,
             location=first.location,
             evidence=[
-                *(f"rank {rank}: {shard_in_words(one)}" for rank, one in passes.items()),
+                *(f"rank {rank}: {shard_in_words(loader_pass)}" for rank, loader_pass in passes.items()),
                 *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
             ],
             fix=_fix_of_loader(facts),
@@ -76,8 +76,8 @@ def _fix_of_loader(facts: EndingFacts) -> str:
 
 def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, LoaderPass]) -> bool:
     """Return True if a rank took a batch beyond another rank's last batch."""
-    ended = [one.batches for one in passes.values() if one.exhausted]
-    if not ended or max(one.batches for one in passes.values()) <= min(ended):
+    ended = [p.batches for p in passes.values() if p.exhausted]
+    if not ended or max(p.batches for p in passes.values()) <= min(ended):
         return False
     location = str(next(iter(passes.values())).location)
     begun_again = {rank.rank for rank in facts.ranks for p in rank.passes if p.loader == key[0] and p.number > key[1]}
@@ -91,110 +91,110 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
     return False
 
 
-def shard_in_words(one: LoaderPass) -> str:
+def shard_in_words(loader_pass: LoaderPass) -> str:
     """Describe how many batches and samples a rank has taken."""
-    size = len(one.indices) if one.exhausted and one.indices else -1
-    words = f"{counted(one.batches, 'batch')}{'' if one.exhausted else ' so far'}"
-    if one.expected >= 0 and not one.exhausted:
-        words += f" of {one.expected}"
+    size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
+    words = f"{counted(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
+    if loader_pass.expected >= 0 and not loader_pass.exhausted:
+        words += f" of {loader_pass.expected}"
     if size >= 0:
         words += f", {counted(size, 'sample')}"
-    elif one.size >= 0:
-        words += f", of a dataset of {counted(one.size, 'sample')}"
-    return f"{words}, {one.batch_size} to a batch" if one.batch_size > 1 else words
+    elif loader_pass.size >= 0:
+        words += f", of a dataset of {counted(loader_pass.size, 'sample')}"
+    return f"{words}, {loader_pass.batch_size} to a batch" if loader_pass.batch_size > 1 else words
 
 
 # Loop that a rank left early
 
 
-def explain_by_loop(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
+def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
     """DDP405: loop that a rank has left and others continue.
 
     Runs before extra calls of a rank, because the others would call the collectives after the loop, too.
     """
-    if stays.call is None or not _made(left.of, stays.call):
+    if stayer.call is None or not _count_visits(leaver.of, stayer.call):
         return []
-    loops = loops_left(facts, left, stays)
-    if not loops or not (_is_same_pass(left.of, stays.of, loops[-1]) or not own_branches(facts, left, stays)):
+    loops = loops_left(facts, leaver, stayer)
+    if not loops or not (_is_same_pass(leaver.of, stayer.of, loops[-1]) or not own_branches(facts, leaver, stayer)):
         return []
-    places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, left, stays)]
-    return _left(facts, (places or loops[-1:])[0], left, stays)
+    places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, leaver, stayer)]
+    return _loop_finding(facts, (places or loops[-1:])[0], leaver, stayer)
 
 
-def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, left: Position, stays: Position) -> bool:
-    """Return True if `left` may have exited a loop before `stays`.
+def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
+    """Return True if `leaver` may have exited a loop before `stayer`.
 
     Compares the number of runs of the inner loop; if unknown, a `for` over a range ends alike on all ranks.
     """
-    runs = [len(runs_of(facts, inner, side.of.calls)) for side in (left, stays)]
+    runs = [len(runs_of(facts, inner, side.of.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
         return runs[0] < runs[1]
-    return not loop.over.startswith("range(") or bool(exits_of(facts, loop, left, stays))
+    return not loop.over.startswith("range(") or bool(exits_of(facts, loop, leaver, stayer))
 
 
-def _is_same_pass(left: RankAtEnd, stays: RankAtEnd, loop: Block) -> bool:
-    """Return True if `stays` is still in the last loader pass of `left`."""
-    mine, theirs = ([one for one in rank.passes if str(one.location) == loop.head][-1:] for rank in (stays, left))
-    pairs = zip(mine, theirs, strict=False)
-    return any(not m.exhausted and (m.loader, m.number) == (t.loader, t.number) for m, t in pairs)
+def _is_same_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
+    """Return True if `stayer` is still in the last loader pass of `leaver`."""
+    passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
+    pairs = zip(passes, leaver_passes, strict=False)
+    return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)
 
 
-def _made(rank: RankAtEnd, call: Call) -> int:
+def _count_visits(rank: RankAtEnd, call: Call) -> int:
     """Count visits to the lines of a call (unlogged forward: by its backward)."""
-    forward = call.operation == DDP_FORWARD and all(one.operation != DDP_FORWARD for one in rank.calls)
+    forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
     return sum(
-        call.location in lines_in(one.place)
+        call.location in lines_in(logged.place)
         if forward
-        else lines_of(one) == lines_of(call) and one.operation == call.operation
-        for one in rank.calls
+        else lines_of(logged) == lines_of(call) and logged.operation == call.operation
+        for logged in rank.calls
     )
 
 
-def _times_made(rank: RankAtEnd, call: Call) -> str:
+def _visits_in_words(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank reached a call, with the counted unit."""
-    times = _made(rank, call)
+    times = _count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
         return f"{counted(times, 'call')} of {named(call)}"
-    of_forward = call.operation != DDP_BACKWARD and any(one.operation == call.operation for one in rank.calls)
-    return counted(times, f"{'forward' if of_forward else 'backward'} pass")
+    is_forward = call.operation != DDP_BACKWARD and any(logged.operation == call.operation for logged in rank.calls)
+    return counted(times, f"{'forward' if is_forward else 'backward'} pass")
 
 
-def _left(facts: EndingFacts, loop: Block, left: Position, stays: Position) -> list[Finding]:
-    assert stays.call is not None
-    most = _made(stays.of, stays.call)
-    gone = [
+def _loop_finding(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[Finding]:
+    assert stayer.call is not None
+    most = _count_visits(stayer.of, stayer.call)
+    leavers = [
         rank.rank
         for rank in facts.ranks
-        if rank is left.of
+        if rank is leaver.of
         or (
             loop not in facts.loops(facts.now(rank))
-            and _made(rank, stays.call) < most  # a rank that caught the error of its last call has left, too
+            and _count_visits(rank, stayer.call) < most  # a rank that caught the error of its last call has left, too
         )
     ]
-    others = [rank.rank for rank in facts.ranks if rank.rank not in gone]
-    times = _made(left.of, stays.call)
-    of_loop = [one for one in left.of.passes if str(one.location) == loop.head]
-    exits = exits_of(facts, loop, left, stays)
-    innermost = facts.loops(stays.lines)[-1:] == [loop]  # each iteration makes the call once
-    known = loop.times if loop.times is not None and innermost and not left.of.earlier else 0.0
-    by_exit = loop.times == ENDLESS or times < known or any(not one.exhausted for one in of_loop[-1:])
-    if not exits and times < known:
-        return _fewer(facts, loop, gone, times, stays)
+    others = [rank.rank for rank in facts.ranks if rank.rank not in leavers]
+    times = _count_visits(leaver.of, stayer.call)
+    passes = [p for p in leaver.of.passes if str(p.location) == loop.head]
+    exits = exits_of(facts, loop, leaver, stayer)
+    innermost = facts.loops(stayer.lines)[-1:] == [loop]  # each iteration makes the call once
+    limit = loop.times if loop.times is not None and innermost and not leaver.of.earlier else 0.0
+    by_exit = loop.times == ENDLESS or times < limit or any(not p.exhausted for p in passes[-1:])
+    if not exits and times < limit:
+        return _fewer(facts, loop, leavers, times, stayer)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
-    how = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
-    after = f" after {_times_made(left.of, stays.call)}" if not left.of.earlier else ""
-    ways = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not how else []
+    cause = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
+    after = f" after {_visits_in_words(leaver.of, stayer.call)}" if not leaver.of.earlier else ""
+    exit_lines = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not cause else []
     return one_finding(
         "DDP405",
-        (named(stays.call),),
-        f"{format_ranks(gone).capitalize()} left the loop at {loop.head}{how}{after}{and_told(facts, gone)}; "
+        (named(stayer.call),),
+        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}{and_told(facts, leavers)}; "
         f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{and_told(facts, others)}.",
-        ranks=gone if len(gone) <= len(others) else others,
+        ranks=leavers if len(leavers) <= len(others) else others,
         location=where or Location(loop.path, loop.line),
         evidence=[
             f"the loop {'runs while' if loop.word == 'while' else 'iterates over'} {loop.over}" if loop.over else "",
-            *ways,
-            *calls_there(left, stays),
+            *exit_lines,
+            *calls_there(leaver, stayer),
         ],
         fix=FIX_OF_EXIT
         if exits and (by_exit or where)
@@ -212,23 +212,23 @@ FIX_OF_EXIT = (
 )
 
 
-def _fewer(facts: EndingFacts, loop: Block, gone: Sequence[int], times: int, stays: Position) -> list[Finding]:
+def _fewer(facts: EndingFacts, loop: Block, ranks: Sequence[int], times: int, stayer: Position) -> list[Finding]:
     """DDP508: skipped iterations of a loop that cannot end early."""
-    assert loop.times is not None and stays.call is not None
-    inside = [
+    assert loop.times is not None and stayer.call is not None
+    blocks = [
         block
-        for block in facts.around(stays.lines, "branch", "rest", "try")
+        for block in facts.around(stayer.lines, "branch", "rest", "try")
         if block.path == loop.path and loop.first < block.first and block.last <= loop.last
     ]
-    where = Location(inside[-1].path, inside[-1].line) if len(inside) == 1 else None
+    where = Location(blocks[-1].path, blocks[-1].line) if len(blocks) == 1 else None
     return one_finding(
         "DDP508",
         ("backward",),
-        f"{format_ranks(gone).capitalize()} {plural_verb('calls', 'call', gone)} {named(stays.call)} in {times} of "
-        f"the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {told(facts, gone)}.",
-        ranks=gone,
-        location=where or Location.parse(stays.lines[0]),
-        evidence=[*map(may_leave_out, inside), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],
+        f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {named(stayer.call)} in {times} of "
+        f"the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {told(facts, ranks)}.",
+        ranks=ranks,
+        location=where or Location.parse(stayer.lines[0]),
+        evidence=[*map(may_leave_out, blocks), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],
     )
 
 
@@ -240,14 +240,14 @@ def may_leave_out(block: Block) -> str:
 # Extra collectives inside of Join
 
 
-def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP403: extra collectives under `Join`. Runs before loaders: `Join` allows uneven inputs."""
-    done = [rank for rank in facts.ranks if has_joined(rank)]
-    by_rank = {rank.rank: call for rank in facts.ranks if rank not in done for call in _in_addition(rank)[:1]}
-    if not done or not by_rank:
+    joined = [rank for rank in facts.ranks if has_joined(rank)]
+    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _extra_calls(rank)[:1]}
+    if not joined or not calls_by_rank:
         return []
-    calling, missing = list(by_rank), [rank.rank for rank in done]
-    call = by_rank[calling[0]]
+    calling, missing = list(calls_by_rank), [rank.rank for rank in joined]
+    call = calls_by_rank[calling[0]]
     return one_finding(
         "DDP403",
         (call.operation,),
@@ -256,7 +256,7 @@ def explain_by_join(facts: EndingFacts, one: Position, other: Position) -> list[
         f"rank joins the collectives of DDP only; {told(facts, missing)}.",
         ranks=calling,
         location=Location.parse(call.location) if call.location else None,
-        evidence=calls_there(one, other),
+        evidence=calls_there(position, peer),
         fix="Take the collective out of the `with Join(...)` block: add up on each rank, and reduce after it. Or give "
         "Join another Joinable, whose hook makes the same call.",
     )
@@ -267,11 +267,11 @@ def has_joined(rank: RankAtEnd) -> bool:
     return bool(rank.calls) and rank.calls[-1].place == JOINED
 
 
-def _in_addition(rank: RankAtEnd) -> list[Call]:
+def _extra_calls(rank: RankAtEnd) -> list[Call]:
     """Return non-DDP calls since the first forward pass under the current `Join`."""
     calls = list(rank.calls)
-    left = max((at for at, call in enumerate(calls) if call.place == JOINED), default=-1)
-    first = next((at for at, call in enumerate(calls) if at > left and call.place == JOINING), len(calls))
+    joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)
+    first = next((index for index, call in enumerate(calls) if index > joined_at and call.place == JOINING), len(calls))
     return [
         call for call in calls[first:] if call.place != JOINING and call.operation not in (DDP_BACKWARD, DDP_FORWARD)
     ]

@@ -17,63 +17,63 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
-    said = [
-        f"{_who(one)} {'waited' if one.error else 'waits'} at {one.address}, world size {one.world_size}"
-        f"{f', and raised {one.error}' if one.error else ''}"
-        for one in waiting[:8]
+    states = [
+        f"{_process_name(p)} {'waited' if p.error else 'waits'} at {p.address}, world size {p.world_size}"
+        f"{f', and raised {p.error}' if p.error else ''}"
+        for p in waiting[:8]
     ]
-    first = next((one for one in waiting if one.rank in ranks), waiting[0])
+    first = next((p for p in waiting if p.rank in ranks), waiting[0])
     return one_finding(
         "DDP402",
         _SUBJECT,
         message,
         ranks=ranks,
         location=Location.parse(first.location),
-        evidence=[*said, f"none of them has made progress for {seconds:.0f} s" if seconds else ""],
+        evidence=[*states, f"none of them has made progress for {seconds:.0f} s" if seconds else ""],
         fix=fix,
     )
 
 
 def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
     """DDP402 if the errors come from an incomplete rendezvous, else DDP401."""
-    raised = [one for one in waiting if one.error]
-    others = [one for one in raised if not (is_of_communication(one.error) or one.error.startswith("DistStoreError"))]
-    if raised and not others and all(one.started for one in waiting):  # single-node job
+    raised = [p for p in waiting if p.error]
+    others = [p for p in raised if not (is_of_communication(p.error) or p.error.startswith("DistStoreError"))]
+    if raised and not others and all(p.started for p in waiting):  # single-node job
         return judge_meeting(waiting, 0.0)
     if not (others := others or raised):
         return []
     first = others[0]
-    alike = sorted({one.rank for one in others if one.error == first.error and one.rank >= 0})
-    who = format_ranks(alike) if alike else _who(first)
+    ranks = sorted({p.rank for p in others if p.error == first.error and p.rank >= 0})
+    who = format_ranks(ranks) if ranks else _process_name(first)
     return one_finding(
         "DDP401",
         _SUBJECT,
         f"{who.capitalize()} raised {first.error.rstrip('.')}, in init_process_group.",
         severity=Severity.ERROR,
-        ranks=unless_all(alike, first.world_size),
+        ranks=unless_all(ranks, first.world_size),
         location=Location.parse(first.location),
-        evidence=[f"{_who(one)}: raised {one.error}" for one in raised if one is not first][:8],
+        evidence=[f"{_process_name(p)}: raised {p.error}" for p in raised if p is not first][:8],
     )
 
 
 def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
     """Return the message, the fix and the ranks that differ."""
-    numbers = [one.rank for one in waiting]
-    for what, values, fix in (
-        ("world sizes", {one.rank: one.world_size for one in waiting}, "Pass the same world_size on every rank."),
+    numbers = [p.rank for p in waiting]
+    for noun, values, fix in (
+        ("world sizes", {p.rank: p.world_size for p in waiting}, "Pass the same world_size on every rank."),
         (
             "addresses",
-            {one.rank: one.address for one in waiting},
+            {p.rank: p.address for p in waiting},
             "Pass the same init_method, or set the same MASTER_ADDR and MASTER_PORT, on every rank; if the port is "
             "chosen at run time, one process chooses it before it starts the others.",
         ),
     ):
         groups = group_by(values, values.__getitem__)
         if len(groups) > 1:
-            said = ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
-            message = f"Processes wait in init_process_group with different {what}: {said}."
-            fewest, other, *_ = sorted(groups.values(), key=len)
-            return message, fix, tuple(fewest) if len(fewest) < len(other) else ()
+            groups_in_words = ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
+            message = f"Processes wait in init_process_group with different {noun}: {groups_in_words}."
+            fewest, second_fewest, *_ = sorted(groups.values(), key=len)
+            return message, fix, tuple(fewest) if len(fewest) < len(second_fewest) else ()
     size, address, agent = waiting[0].world_size, waiting[0].address, waiting[0].agent
     if twice := sorted({rank for rank in numbers if numbers.count(rank) > 1}):
         missing = sorted(set(range(size)) - set(numbers))
@@ -107,5 +107,5 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
     )
 
 
-def _who(one: Joining) -> str:
-    return f"rank {one.rank}" if one.rank >= 0 else f"process {one.pid}"
+def _process_name(process: Joining) -> str:
+    return f"rank {process.rank}" if process.rank >= 0 else f"process {process.pid}"

@@ -48,9 +48,9 @@ class FailureFacts:
     @property
     def evidence(self) -> list[str]:
         """Lines on the failure of each rank; equal failures share a line unless stuck."""
-        groups = group_by(self.failures, lambda one: (describe_failure(one), one.rank if one.kind == "stuck" else None))
-        told = [(text, [failure.rank for failure in alike]) for (text, _), alike in groups.items()]
-        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in told]
+        groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
+        ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
+        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
 
 
@@ -96,24 +96,24 @@ def explain_by_hang(facts: FailureFacts) -> list[Finding]:
 def explain_by_first_failure(facts: FailureFacts) -> list[Finding]:
     """DDP401 or 404: first rank that raised or died, and similar failures. Runs last."""
     first = facts.ended[0]
-    same = tuple(failure.rank for failure in facts.ended if (failure.kind, failure.type) == (first.kind, first.type))
+    ranks = tuple(failure.rank for failure in facts.ended if (failure.kind, failure.type) == (first.kind, first.type))
     died = first.kind != "raised"
-    said = phrase(first)
-    if len({phrase(failure) for failure in facts.ended if failure.rank in same}) > 1:  # messages differ between ranks
-        kind, colon, words = said.partition(":")
-        said = f"{kind}; on rank {first.rank}:{words}" if colon else said
-    if len(same) == facts.world_size > 1:
-        text = f"Every rank {said}"
+    outcome = phrase(first)
+    if len({phrase(failure) for failure in facts.ended if failure.rank in ranks}) > 1:  # messages differ between ranks
+        kind, colon, words = outcome.partition(":")
+        outcome = f"{kind}; on rank {first.rank}:{words}" if colon else outcome
+    if len(ranks) == facts.world_size > 1:
+        text = f"Every rank {outcome}"
     else:
-        text = f"{format_ranks(same).capitalize()} {agreeing(said, same)}"
+        text = f"{format_ranks(ranks).capitalize()} {agreeing(outcome, ranks)}"
     evidence = facts.evidence
-    others = [failure for failure in facts.failures if failure.rank not in same]
+    others = [failure for failure in facts.failures if failure.rank not in ranks]
     return one_finding(
         "DDP404" if died else "DDP401",
         (first.place or "run",),
         f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
         severity=Severity.ERROR,
-        ranks=unless_all(same, facts.world_size),
+        ranks=unless_all(ranks, facts.world_size),
         location=Location.parse(first.location),
         evidence=[
             first.noticed,
@@ -201,8 +201,8 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
 def _all_or_one(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     """Describe what all stuck ranks do, or only `lead` if the ranks differ."""
     text = describe_failure(lead)
-    if len(stuck) > 1 and all(describe_failure(one) == text for one in stuck):
-        return f"all {agreeing(text, [one.rank for one in stuck])}"
+    if len(stuck) > 1 and all(describe_failure(failure) == text for failure in stuck):
+        return f"all {agreeing(text, [failure.rank for failure in stuck])}"
     return f"rank {lead.rank} {text}" if len(stuck) > 1 else text
 
 
@@ -227,17 +227,17 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
 
 
 def judge_undefined_losses(
-    failures: Sequence[RankFailure], of_batch: float, step: int, world_size: int
+    failures: Sequence[RankFailure], batch_loss: float, step: int, world_size: int
 ) -> list[Finding]:
     """DDP305: non-finite loss on some ranks, although the whole-batch loss is finite."""
     undefined = {f.rank: f for f in failures if isinstance(f.exception, NonFiniteLossError)}
-    if not undefined or len(undefined) == world_size or not math.isfinite(of_batch):
+    if not undefined or len(undefined) == world_size or not math.isfinite(batch_loss):
         return []
     ranks = sorted(undefined)
     return one_finding(
         "DDP305",
         ("loss",),
-        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {of_batch:.4g}. "
+        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {batch_loss:.4g}. "
         f"The loss is a mean over elements of which {plural_verb('this rank has', 'these ranks have', ranks)} none, "
         "or a statistic of too few samples.",
         ranks=ranks,

@@ -15,36 +15,36 @@ from ddpcheck.judge.endings.stories import GROUP_ORDER
 _Key = tuple[str, int]  # (process group, index of the collective in it)
 
 
-def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], of_ranks: Sequence[str]) -> list[Finding]:
+def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], names: Sequence[str]) -> list[Finding]:
     """Return mismatched collectives of the ranks, or else a circular wait."""
-    calls = {name: [one.call for one in schedule] for name, schedule in schedules.items()}
-    return judge_collectives([calls[name] for name in of_ranks]) or _judge_waits([schedules[name] for name in of_ranks])
+    calls = {name: [scheduled.call for scheduled in schedule] for name, schedule in schedules.items()}
+    return judge_collectives([calls[name] for name in names]) or _judge_waits([schedules[name] for name in names])
 
 
-def _judge_waits(ranks: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
+def _judge_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
     """Detect circular waits across process groups whose calls match."""
-    stuck = dict(_run(ranks))
+    stuck = dict(_simulate(schedules))
     if not stuck:
         return []
     circle = find_circle(stuck)
-    told = [f"{format_ranks([rank])} in {_described(stuck[rank][0])} for {format_ranks([of])}" for rank, of in circle]
-    waits = group_by(stuck, lambda rank: (_described(stuck[rank][0]), format_ranks(stuck[rank][1])))
+    texts = [f"{format_ranks([rank])} in {_words(stuck[rank][0])} for {format_ranks([peer])}" for rank, peer in circle]
+    waits = group_by(stuck, lambda rank: (_words(stuck[rank][0]), format_ranks(stuck[rank][1])))
     first = stuck[circle[0][0]][0]
     return one_finding(
         "DDP403",
         sorted({stuck[rank][0].operation for rank, _ in circle}),
-        f"Ranks wait for each other in different process groups: {join_names(told, most=4)}.",
+        f"Ranks wait for each other in different process groups: {join_names(texts, most=4)}.",
         ranks=tuple(sorted(rank for rank, _ in circle)),
         location=Location.parse(first.location),
         evidence=[
-            f"{format_ranks(some)} {plural_verb('waits', 'wait', some)} in {call} for {missing}"
-            for (call, missing), some in waits.items()
+            f"{format_ranks(ranks)} {plural_verb('waits', 'wait', ranks)} in {call} for {missing}"
+            for (call, missing), ranks in waits.items()
         ],
         fix=GROUP_ORDER,
     )
 
 
-def _described(call: Call) -> str:
+def _words(call: Call) -> str:
     return f"{call} of {format_ranks(call.members)}"
 
 
@@ -59,26 +59,26 @@ def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[i
     return list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
 
 
-def _run(ranks: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
+def _simulate(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
     """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
-    places, numbers = [0] * len(ranks), [Counter[str]() for _ in ranks]
+    places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
     arrived: dict[_Key, set[int]] = defaultdict(set)
     waiting: dict[_Key, list[int]] = defaultdict(list)
-    ready = deque(range(len(ranks)))
+    ready = deque(range(len(schedules)))
     while ready:
         rank = ready.popleft()
-        while places[rank] < len(ranks[rank]):
-            one = ranks[rank][places[rank]]
-            key = one.call.group, numbers[rank][one.call.group]
+        while places[rank] < len(schedules[rank]):
+            scheduled = schedules[rank][places[rank]]
+            key = scheduled.call.group, numbers[rank][scheduled.call.group]
             arrived[key].add(rank)
-            if one.waits and len(arrived[key]) < len(one.call.members):
+            if scheduled.waits and len(arrived[key]) < len(scheduled.call.members):
                 waiting[key].append(rank)
                 break
             places[rank] += 1
-            numbers[rank][one.call.group] += 1
-            if len(arrived[key]) == len(one.call.members):
+            numbers[rank][scheduled.call.group] += 1
+            if len(arrived[key]) == len(scheduled.call.members):
                 ready += waiting.pop(key, ())
-    for key, some in waiting.items():
-        for rank in some:
-            call = ranks[rank][places[rank]].call
+    for key, blocked in waiting.items():
+        for rank in blocked:
+            call = schedules[rank][places[rank]].call
             yield rank, (call, [member for member in call.members if member not in arrived[key]])

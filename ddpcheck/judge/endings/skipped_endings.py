@@ -25,44 +25,44 @@ from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 # Skipped backward pass or batch
 
 
-def explain_by_skipped_pass(facts: EndingFacts, one: Position, other: Position) -> list[Finding]:
+def explain_by_skipped_pass(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
     """DDP508: skipped backward pass or batch; DDP502: unequal `no_sync` passes.
 
     Runs before loops, because a rank that skipped an iteration reaches the end of its loop earlier.
     """
-    of_ranks = {rank.rank: backwards_of(rank) for rank in facts.ranks}
-    every = [b.call for theirs in of_ranks.values() for b in theirs]
-    if len({call.group for call in every}) != 1:
+    by_rank = {rank.rank: backwards_of(rank) for rank in facts.ranks}
+    calls = [b.call for backwards in by_rank.values() for b in backwards]
+    if len({call.group for call in calls}) != 1:
         return []
-    for wrapper in sorted({call.payload for call in every}):
-        own = {rank: [b for b in theirs if b.call.payload == wrapper] for rank, theirs in of_ranks.items()}
-        if found := _skipped_of_wrapper(facts, {rank: theirs for rank, theirs in own.items() if theirs}):
-            return found
+    for wrapper in sorted({call.payload for call in calls}):
+        of_wrapper = {rank: [b for b in backwards if b.call.payload == wrapper] for rank, backwards in by_rank.items()}
+        if findings := _judge_wrapper(facts, {rank: backwards for rank, backwards in of_wrapper.items() if backwards}):
+            return findings
     return []
 
 
-def _skipped_of_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
+def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
     if len(backwards) < 2:
         return []
     counts = {rank.rank: _begun(rank, backwards[rank.rank]) for rank in facts.ranks if rank.rank in backwards}
     most = max(counts.values())
-    for number, of_ranks in enumerate(zip(*backwards.values(), strict=False)):
-        if len({(b.forward, b.batch, b.unsynced) for b in of_ranks}) == 1 or len({b.line for b in of_ranks}) > 1:
+    for number, row in enumerate(zip(*backwards.values(), strict=False)):
+        if len({(b.forward, b.batch, b.unsynced) for b in row}) == 1 or len({b.line for b in row}) > 1:
             continue
-        at = dict(zip(backwards, of_ranks, strict=True))
+        by_rank = dict(zip(backwards, row, strict=True))
         for kind in ("unsynced", "forward", "batch"):
-            values = {rank: getattr(b, kind) for rank, b in at.items()}
+            values = {rank: getattr(b, kind) for rank, b in by_rank.items()}
             least = min(values.values())
             ahead = [rank for rank, value in values.items() if value > least]
             if ahead and all(counts[rank] < most for rank in ahead):
-                behind = next(b for rank, b in at.items() if rank not in ahead)
-                if kind == "batch" and not _went_through(backwards, ahead, at, behind):
+                behind = next(b for rank, b in by_rank.items() if rank not in ahead)
+                if kind == "batch" and not _went_through(backwards, ahead, by_rank, behind):
                     continue
-                numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in at.items()]
-                block, why = _left_out_at(facts, behind, kind)
-                why = [*why, "from then on, backward passes of different batches are averaged with each other"]
-                return _dropped(facts, ahead, at, behind) or _skipped(
-                    facts, kind, ahead, list(at), behind, block, [*numbers, *why]
+                numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
+                block, reasons = _left_out_at(facts, behind, kind)
+                reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
+                return _drop(facts, ahead, by_rank, behind) or _skip_finding(
+                    facts, kind, ahead, list(by_rank), behind, block, [*numbers, *reasons]
                 )
     return []
 
@@ -74,61 +74,61 @@ def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
 
 
 def _went_through(
-    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward
+    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward
 ) -> bool:
     """Return True if the `ahead` ranks trained on the loader pass of `behind`."""
     return all(
-        at[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
+        by_rank[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
         for rank in ahead
     )
 
 
-def _dropped(facts: EndingFacts, ahead: Sequence[int], at: Mapping[int, Backward], behind: Backward) -> list[Finding]:
+def _drop(facts: EndingFacts, ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward) -> list[Finding]:
     """DDP405: loader pass that a rank left before the last batch."""
     key = (behind.loader, behind.batch[0])
-    gone = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
-    gone = {rank: gone[rank] for rank in ahead if rank in gone and at[rank].batch[0] > key[1]}
-    if behind.loader < 0 or not gone or any(one.exhausted for one in gone.values()):
+    dropped = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
+    dropped = {rank: dropped[rank] for rank in ahead if rank in dropped and by_rank[rank].batch[0] > key[1]}
+    if behind.loader < 0 or not dropped or any(p.exhausted for p in dropped.values()):
         return []
-    others = [rank for rank in at if rank not in gone]
-    first = next(iter(gone.values()))
-    around = facts.blocks.get(str(first.location), ())
-    loops = [loop for loop in around if loop.head == str(first.location)]
-    exits = [*(loops[0].exits if loops else ()), *((one.line, one.word) for one in around if one.kind == "try")]
+    others = [rank for rank in by_rank if rank not in dropped]
+    first = next(iter(dropped.values()))
+    blocks = facts.blocks.get(str(first.location), ())
+    loops = [loop for loop in blocks if loop.head == str(first.location)]
+    exits = [*(loops[0].exits if loops else ()), *((block.line, block.word) for block in blocks if block.kind == "try")]
     where = Location(loops[0].path, exits[0][0]) if loops and len(exits) == 1 else None
-    how = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
+    cause = f" by the `{exits[0][1]}` at {where}" if where is not None else ""
     return one_finding(
         "DDP405",
         (first.dataset or "batches",),
-        f"{format_ranks(gone).capitalize()} left the loop at {first.location}{how} in batch {first.batches}, and "
-        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it: {told(facts, list(gone))}, "
+        f"{format_ranks(dropped).capitalize()} left the loop at {first.location}{cause} in batch {first.batches}, and "
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it: {told(facts, list(dropped))}, "
         f"{told(facts, others)}.",
-        ranks=list(gone),
+        ranks=list(dropped),
         location=where or first.location,
         evidence=[
-            *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not how),
-            *(f"rank {rank}: then {one.call.place}" for rank, one in at.items()),
+            *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not cause),
+            *(f"rank {rank}: then {b.call.place}" for rank, b in by_rank.items()),
             *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
         ],
         fix=FIX_OF_EXIT,
     )
 
 
-def _skipped(
+def _skip_finding(
     facts: EndingFacts,
     kind: str,
     ahead: Sequence[int],
     ranks: Sequence[int],
     behind: Backward,
     block: Block | None,
-    why: Sequence[str],
+    reasons: Sequence[str],
 ) -> list[Finding]:
     others = [rank for rank in ranks if rank not in ahead]
     who, rest = format_ranks(ahead).capitalize(), format_ranks(others)
     batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
     line = behind.line if kind == "batch" else behind.call.location
     where = None if block is None else Location(block.path, block.line)
-    evidence = [*why, *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)]
+    evidence = [*reasons, *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)]
     if kind == "unsynced":
         return one_finding(
             "DDP502",
@@ -141,9 +141,9 @@ def _skipped(
             evidence=evidence,
             fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
         )
-    what = "the backward pass" if kind == "forward" else "the forward pass"
+    noun = "the backward pass" if kind == "forward" else "the forward pass"
     by = f" (`{block.word}` at {block.head})" if block is not None else ""
-    skipped = f"{what} of {batch}" if behind.loader >= 0 else (what if kind == "batch" else f"{what} of {batch}")
+    skipped = f"{noun} of {batch}" if behind.loader >= 0 else (noun if kind == "batch" else f"{noun} of {batch}")
     return one_finding(
         "DDP508",
         ("backward",),
@@ -155,108 +155,108 @@ def _skipped(
     )
 
 
-def _left_out_at(facts: EndingFacts, done: Backward, kind: str) -> tuple[Block | None, list[str]]:
+def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
     """Return the block that skips an iteration, if unique, and all candidates in words."""
-    lines = lines_of(done.call) if kind == "forward" else (done.line, *lines_of(done.call)[1:])
+    lines = lines_of(backward.call) if kind == "forward" else (backward.line, *lines_of(backward.call)[1:])
     frames = []
     for line in lines:
         frames.append(line)
         if facts.loops((line,)):
             break
     inner = facts.loops(frames[-1:])[-1:] if frames else []
-    of_forward = facts.around((done.line,), "branch", "rest") if kind == "forward" else []
-    found = [
+    forward_blocks = facts.around((backward.line,), "branch", "rest") if kind == "forward" else []
+    candidates = [
         block
         for block in facts.around(frames, "branch", "rest", "try")
-        if block not in of_forward and (not inner or block.path != inner[0].path or block.first > inner[0].first)
+        if block not in forward_blocks and (not inner or block.path != inner[0].path or block.first > inner[0].first)
     ]
-    jumps = [block for block in found if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
-    likely = jumps or found
-    return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in found]
+    jumps = [block for block in candidates if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
+    likely = jumps or candidates
+    return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in candidates]
 
 
 # Last iteration of a loop
 
 
-def explain_by_skipped_end(facts: EndingFacts, left: Position, stays: Position) -> list[Finding]:
+def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
     """DDP508: skipped last backward pass of a loop, after batch or forward.
 
     Runs before loops, because such a rank seems to have left a loop early.
     """
-    done = _pass_of(facts, stays)
-    kind = "" if done is None else _left_out_by(facts, left, stays, done)
-    if done is None or not kind:
+    pending = _pending_backward(facts, stayer)
+    kind = "" if pending is None else _left_out_by(facts, leaver, stayer, pending)
+    if pending is None or not kind:
         return []
-    length, others = len(left.before), [rank for rank in facts.ranks if rank not in (left.of, stays.of)]
-    then = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
-    ahead = sorted([left.of.rank, *(one.of.rank for one in then if _left_out_by(facts, one, stays, done))])
-    what = "batch" if kind == "batch" else "forward"
-    block, why = _left_out_at(facts, done, what)
-    passes = {rank.rank: _taken(rank, done) for rank in facts.ranks}
+    length, others = len(leaver.before), [rank for rank in facts.ranks if rank not in (leaver.of, stayer.of)]
+    sides = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
+    ahead = sorted([leaver.of.rank, *(side.of.rank for side in sides if _left_out_by(facts, side, stayer, pending))])
+    part = "batch" if kind == "batch" else "forward"
+    block, reasons = _left_out_at(facts, pending, part)
+    passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
     batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
-    forwards = [f"rank {rank}: as many forward passes at {done.line}" for rank in ahead if kind == "forward"]
+    forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
     block = None if kind == "unknown" else block
-    return _skipped(facts, what, ahead, list(passes), done, block, [*batches, *forwards, *why])
+    return _skip_finding(facts, part, ahead, list(passes), pending, block, [*batches, *forwards, *reasons])
 
 
-def _pass_of(facts: EndingFacts, stays: Position) -> Backward | None:
+def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
     """Return the pending backward pass of a rank, or of its pending forward."""
-    if stays.call is None:
+    if stayer.call is None:
         return None
-    if stays.call.operation != DDP_FORWARD:
-        return backward_of(stays.call)
-    heads = {loop.head for loop in facts.loops(stays.lines)}
-    taken = [one for one in stays.of.passes if str(one.location) in heads]
-    if not taken:
+    if stayer.call.operation != DDP_FORWARD:
+        return backward_of(stayer.call)
+    heads = {loop.head for loop in facts.loops(stayer.lines)}
+    passes = [loader_pass for loader_pass in stayer.of.passes if str(loader_pass.location) in heads]
+    if not passes:
         return None
-    last = taken[-1]  # begun last, of any loader: one loop may iterate several loaders
-    return Backward(stays.call, -1, line=stays.lines[0], batch=(last.number, last.batches), loader=last.loader)
+    last = passes[-1]  # begun last, of any loader: one loop may iterate several loaders
+    return Backward(stayer.call, -1, line=stayer.lines[0], batch=(last.number, last.batches), loader=last.loader)
 
 
-def _taken(rank: RankAtEnd, done: Backward) -> LoaderPass | None:
+def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
     """Return the rank's loader pass with the batch of a backward pass."""
-    return next((one for one in rank.passes if (one.loader, one.number) == (done.loader, done.batch[0])), None)
+    return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
 
 
-def _left_out_by(facts: EndingFacts, left: Position, stays: Position, done: Backward) -> str:
-    """Return the part of the current iteration that `left` skipped.
+def _left_out_by(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
+    """Return the part of the current iteration that `leaver` skipped.
 
     "forward": the backward pass after a forward pass; "batch": the forward pass; "unknown": either; "": the rank may
     have left the loop before.
     """
-    loops = loops_left(facts, left, stays)
-    if not loops or _has_as_many(left.of, stays) or not (left.lines or left.of.ended):
+    loops = loops_left(facts, leaver, stayer)
+    if not loops or _has_as_many(leaver.of, stayer) or not (leaver.lines or leaver.of.ended):
         return ""
-    mine, theirs = next(_last_common(left, stays, done), (None, None))
-    more = 0 if mine is None or theirs is None else mine.forward - theirs.forward
-    made = left.of.forwards.get(split_line(done.line)[1]) if done.forward >= 0 else -1
-    has_made = made is not None and 0 <= done.forward <= made - more
-    taken = _taken(left.of, done)
-    alike = mine is None or theirs is None or (mine.loader, mine.batch) == (theirs.loader, theirs.batch)
-    has_had = alike and taken is not None and taken.batches >= done.batch[1]
+    last, peer_last = next(_last_common(leaver, stayer, pending), (None, None))
+    lead = 0 if last is None or peer_last is None else last.forward - peer_last.forward
+    forwards = leaver.of.forwards.get(split_line(pending.line)[1]) if pending.forward >= 0 else -1
+    has_forward = forwards is not None and 0 <= pending.forward <= forwards - lead
+    taken = _loader_pass_of(leaver.of, pending)
+    is_same_pass = last is None or peer_last is None or (last.loader, last.batch) == (peer_last.loader, peer_last.batch)
+    has_batch = is_same_pass and taken is not None and taken.batches >= pending.batch[1]
     if taken is None or all(loop.head != str(taken.location) for loop in loops):  # may not be a loop over the loader
-        has_had = has_had and theirs is not None and theirs.batch != done.batch
-    goes_on = has_made and made is not None and made - more > done.forward
-    if has_had and taken is not None:
-        goes_on |= taken.exhausted or taken.batches > done.batch[1]
-    if not goes_on and any(exits_of(facts, loop, left, stays) for loop in loops):
+        has_batch = has_batch and peer_last is not None and peer_last.batch != pending.batch
+    goes_on = has_forward and forwards is not None and forwards - lead > pending.forward
+    if has_batch and taken is not None:
+        goes_on |= taken.exhausted or taken.batches > pending.batch[1]
+    if not goes_on and any(exits_of(facts, loop, leaver, stayer) for loop in loops):
         return ""  # may have left during this iteration
-    if has_made:
+    if has_forward:
         return "forward"
-    return ("unknown" if made is None else "batch") if has_had else ""
+    return ("unknown" if forwards is None else "batch") if has_batch else ""
 
 
-def _has_as_many(left: RankAtEnd, stays: Position) -> bool:
-    """Return True if `left` made as many backward passes as `stays`."""
-    if stays.call is None or (there := backward_of(stays.call)) is None:
+def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
+    """Return True if `leaver` made as many backward passes as `stayer`."""
+    if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
-    mine, theirs = (sum(one.line == there.line for one in backwards_of(rank)) for rank in (left, stays.of))
-    return mine >= theirs
+    count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.of))
+    return count >= stayer_count
 
 
-def _last_common(left: Position, stays: Position, done: Backward) -> Iterator[tuple[Backward, Backward]]:
+def _last_common(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
     """Yield common backward passes of the same forward line, latest first."""
-    for one, other in zip(reversed(left.before), reversed(stays.before), strict=False):
-        mine, theirs = backward_of(one), backward_of(other)
-        if mine is not None and theirs is not None and mine.line == theirs.line == done.line:
-            yield mine, theirs
+    for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
+        backward, other_backward = backward_of(call), backward_of(other_call)
+        if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:
+            yield backward, other_backward

@@ -23,13 +23,13 @@ def timelines_of_failure(
     at_end = {failure.rank: describe_failure(failure) for failure in failures}
     waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
     at_work = {rank for rank, waits in stuck.items() if not waits}
-    made = timelines(logs, waiting, at_end | dict.fromkeys(finished, "had finished"), at_work)
-    return made if stuck else those_that_differ(made)
+    drawn = timelines(logs, waiting, at_end | dict.fromkeys(finished, "had finished"), at_work)
+    return drawn if stuck else those_that_differ(drawn)
 
 
-def those_that_differ(made: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
+def those_that_differ(drawn: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
     """Keep timelines with a mismatch or a waiting rank; equal logs explain no failure."""
-    return tuple(one for one in made if one.parts_at is not None or any(rank.waits_for for rank in one.ranks))
+    return tuple(t for t in drawn if t.parts_at is not None or any(rank.waits_for for rank in t.ranks))
 
 
 def timelines(
@@ -41,15 +41,15 @@ def timelines(
 ) -> tuple[CollectiveTimeline, ...]:
     """Return one timeline per process group, mismatched groups first."""
     groups = {call.group: call.members for log in logs for call in log}
-    made = []
+    drawn = []
     for group, members in sorted(groups.items()):
-        own = [[call for call in log if call.group == group] for log in logs]
-        found = judge_partings(own, at_work, first)
-        parts_at = place_of_parting(found[0]) if found else None
-        open_ones = {rank for name, rank in waiting if name == group}
-        of_group = {rank: own[rank] for rank in members if rank < len(logs)}
-        made.append(_timeline(group, of_group, open_ones, (first or {}).get(group, 0), parts_at, at_end or {}))
-    return tuple(sorted(made, key=lambda one: one.parts_at is None)[:_MOST_GROUPS])
+        group_logs = [[call for call in log if call.group == group] for log in logs]
+        findings = judge_partings(group_logs, at_work, first)
+        parts_at = place_of_parting(findings[0]) if findings else None
+        waiting_ranks = {rank for name, rank in waiting if name == group}
+        member_logs = {rank: group_logs[rank] for rank in members if rank < len(logs)}
+        drawn.append(_timeline(group, member_logs, waiting_ranks, (first or {}).get(group, 0), parts_at, at_end or {}))
+    return tuple(sorted(drawn, key=lambda timeline: timeline.parts_at is None)[:_MOST_GROUPS])
 
 
 def _timeline(
@@ -61,8 +61,8 @@ def _timeline(
     at_end: Mapping[int, str],
 ) -> CollectiveTimeline:
     """Return the timeline of one process group."""
-    around = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
-    start = max(around - _BEFORE, 0)
+    end = min(map(len, logs.values()), default=0) if parts_at is None else parts_at - first
+    start = max(end - _BEFORE, 0)
     table: dict[CalledCollective, int] = {}
     ranks = []
     for rank, log in logs.items():
@@ -84,7 +84,7 @@ def _timeline(
 def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
     """Return ranks absent from the last call of `rank`, else mismatched ranks."""
     place = len(logs[rank]) - 1
-    absent = tuple(other for other, log in logs.items() if len(log) <= place)
+    absent = tuple(peer for peer, log in logs.items() if len(log) <= place)
     if absent:
         return absent
-    return tuple(other for other, log in logs.items() if not same_signature(log[place], logs[rank][place]))
+    return tuple(peer for peer, log in logs.items() if not same_signature(log[place], logs[rank][place]))

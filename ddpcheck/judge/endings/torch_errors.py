@@ -39,14 +39,14 @@ class RaisedFacts:
     @property
     def ranks(self) -> list[int]:
         """Ranks that raised the same exception type."""
-        return sorted(one.rank for one in self.failures if one.type == self.first.type and one.kind == "raised")
+        return sorted(f.rank for f in self.failures if f.type == self.first.type and f.kind == "raised")
 
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """Create a finding at the raising line and ranks, unless `more` overrides."""
         first, ranks = self.first, unless_all(self.ranks, len(self.logs))
         raised = Location.parse(first.location)
-        own = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
-        return one_finding(code, subjects, message, **{**own, **more})
+        defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
+        return one_finding(code, subjects, message, **{**defaults, **more})
 
 
 def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
@@ -63,26 +63,26 @@ def judge_torch_errors(facts: RaisedFacts) -> list[Finding]:
 def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP406: gradient of a parameter marked ready twice in one backward pass."""
     reentrant = "torch/utils/checkpoint.py" in text  # re-entrant backward of a checkpoint
-    unused = any(one.options.get("find_unused_parameters") == "True" for one in facts.begun)
-    forwards = _forwards(facts)
-    where, how, fix = Location.parse(facts.first.location), "", ""
+    unused = any(wrapper.options.get("find_unused_parameters") == "True" for wrapper in facts.begun)
+    forwards = _count_forwards(facts)
+    where, cause, fix = Location.parse(facts.first.location), "", ""
     if reentrant:
         where = facts.checkpoint or where
-        how = ": it is an output of a re-entrant checkpoint, which runs a separate backward pass"
+        cause = ": it is an output of a re-entrant checkpoint, which runs a separate backward pass"
         if unused:
-            how += ", and find_unused_parameters=True has marked its parameters as unused before"
+            cause += ", and find_unused_parameters=True has marked its parameters as unused before"
         fix = "Pass use_reentrant=False to checkpoint (in transformers: gradient_checkpointing_kwargs)."
     elif forwards > 1:
-        how = f": the wrapper's forward was called {forwards} times before this backward pass"
+        cause = f": the wrapper's forward was called {forwards} times before this backward pass"
         fix = "Call forward once, with concatenated inputs, or backward after each forward (no_sync but the last)."
     elif unused:
-        how = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
+        cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
-    named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
     return facts.one_finding(
         "DDP406",
-        named or ("backward",),
-        f"A gradient that DDP had marked ready arrived again in the same backward pass{how}.",
+        names or ("backward",),
+        f"A gradient that DDP had marked ready arrived again in the same backward pass{cause}.",
         location=where,
         fix=fix,
     )
@@ -90,23 +90,23 @@ def _marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
 
 def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP311: tensor needed by backward overwritten in place; cause by shape and forward count."""
-    found = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", text)
-    shape = tuple(int(size) for size in found[1].split(",") if size.strip()) if found else None
+    match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", text)
+    shape = tuple(int(size) for size in match[1].split(",") if size.strip()) if match else None
     buffers, parameters = (
         [
-            one.name
+            tensor.name
             for begun in facts.begun
-            for one in getattr(begun.description, kind)
-            if shape is not None and sorted(one.shape) == sorted(shape)  # a weight may have been transposed
+            for tensor in getattr(begun.description, kind)
+            if shape is not None and sorted(tensor.shape) == sorted(shape)  # a weight may have been transposed
         ]
         for kind in ("buffers", "parameters")
     )
-    broadcasts = [one for one in facts.begun if one.options.get("broadcast_buffers") != "False"]
-    forwards = _forwards(facts)
-    how, fix, names = "", "", [*buffers, *parameters]
+    broadcasts = [wrapper for wrapper in facts.begun if wrapper.options.get("broadcast_buffers") != "False"]
+    forwards = _count_forwards(facts)
+    cause, fix, names = "", "", [*buffers, *parameters]
     if buffers and broadcasts and forwards > 1:
         names = buffers
-        how = (
+        cause = (
             f": the wrapper's forward was called {forwards} times before this backward pass, and each call writes "
             "buffers again (DDP broadcasts those of rank 0, a layer updates its own)"
         )
@@ -115,13 +115,13 @@ def _overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
             "broadcast_buffers=False, if the buffers are the same on all ranks anyway."
         )
     elif parameters and not buffers:
-        how = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
+        cause = ": it has the shape of a parameter, which an optimizer's step or an in-place update has written"
         fix = "Update parameters after the backward passes that need them: move the step or the update behind them."
     which = f" ({'one of ' if len(names) > 1 else ''}{join_names(names)}, by its shape)" if names else ""
     return facts.one_finding(
         "DDP311",
         names or ("backward",),
-        f"A tensor that backward needs was overwritten after the forward pass had read it{which}{how}.",
+        f"A tensor that backward needs was overwritten after the forward pass had read it{which}{cause}.",
         fix=fix,
     )
 
@@ -147,31 +147,31 @@ def _undefined(facts: RaisedFacts, _text: str) -> list[Finding]:
 
 def _not_finished(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP101: gradients missing since the previous backward, by the indices in the message."""
-    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    numbers = [int(number) for number in told[1].split()] if told else []
-    trained = [[one.name for one in begun.description.parameters if one.requires_grad] for begun in facts.begun]
-    named = {tuple(of_one[n] for n in numbers) for of_one in trained if numbers and max(numbers) < len(of_one)}
-    names = named.pop() if len(named) == 1 else ()  # DDP does not say which of several wrappers
-    made = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = [int(number) for number in match[1].split()] if match else []
+    trained = [[param.name for param in begun.description.parameters if param.requires_grad] for begun in facts.begun]
+    candidates = {tuple(row[index] for index in numbers) for row in trained if numbers and max(numbers) < len(row)}
+    names = candidates.pop() if len(candidates) == 1 else ()  # DDP does not say which of several wrappers
+    location = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
     who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
     return facts.one_finding(
         "DDP101",
         names or ("parameters",),
         f"{who} did not contribute to the previous backward pass: DDP still waits for the gradient, and raises at its "
         "next forward.",
-        location=made or Location.parse(facts.first.location),
+        location=location or Location.parse(facts.first.location),
     )
 
 
 def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
     """DDP402: process group timeout while waiting for a rank that was running."""
-    waited = [one.rank for one in facts.failures if re.search(_TIMED_OUT, f"{one.message}\n{one.traceback}")]
+    waited = [f.rank for f in facts.failures if re.search(_TIMED_OUT, f"{f.message}\n{f.traceback}")]
     log = facts.logs[facts.first.rank]
     late = [rank for rank in range(len(facts.logs)) if rank not in waited and facts.first.rank != rank]
     if not log or not late or any(not _is_behind(facts.logs[rank], log) for rank in late):
         return []
-    came = {one.rank: one for one in facts.failures if one.rank in late}
-    if any(len(facts.logs[rank]) < len(log) if rank in came else rank not in facts.at_work for rank in late):
+    arrived = {f.rank: f for f in facts.failures if f.rank in late}
+    if any(len(facts.logs[rank]) < len(log) if rank in arrived else rank not in facts.at_work for rank in late):
         return []  # the late rank waits or failed elsewhere
     rank, call = late[0], log[-1]
     milliseconds = next((int(n) for n in re.search(_TIMED_OUT, text).groups() if n), 0)  # type: ignore[union-attr]
@@ -181,22 +181,22 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
         of_group, where_set = "", call.operation
     lines = facts.at_work.get(rank, ())
     where = Location.parse(lines[0]) if lines else None
-    said = f"was still at work at {lines[0]}" if lines else ""
-    if rank in came:
+    state = f"was still at work at {lines[0]}" if lines else ""
+    if rank in arrived:
         before = facts.logs[rank][-2:-1]
         since = f" after {before[0].operation} at {before[0].location}" if before else ""
-        later = came[rank].when - facts.first.when
-        said = f"came to it {max(later, 0.0):.0f} s after that, and was at work{since} until then"
+        delay = arrived[rank].when - facts.first.when
+        state = f"came to it {max(delay, 0.0):.0f} s after that, and was at work{since} until then"
         where = Location.parse(before[0].location if before else call.location)
     return facts.one_finding(
         "DDP402",
         (call.operation,),
         f"{format_ranks(waited).capitalize()} waited in {call.operation} at {call.location} for longer than the "
-        f"timeout{limit}{of_group}, and {format_ranks(late)} {said}.",
+        f"timeout{limit}{of_group}, and {format_ranks(late)} {state}.",
         ranks=unless_all(late, len(facts.logs)),
         location=where,
         evidence=[
-            *(f"{format_ranks([rank])} was at {' called from '.join(of[:4])}" for rank, of in facts.at_work.items()),
+            *(f"{format_ranks([r])} was at {' called from '.join(stack[:4])}" for r, stack in facts.at_work.items()),
             f"{format_ranks(waited)} and {format_ranks(late)} have reached the same {counted(len(log), 'collective')}",
             facts.first.message,
         ],
@@ -205,13 +205,13 @@ def _timed_out(facts: RaisedFacts, text: str) -> list[Finding]:
     )
 
 
-def _is_behind(log: Sequence[Call], other: Sequence[Call]) -> bool:
-    """Return True if a log equals `other`, or lacks only its last call."""
-    same = [(one.operation, one.group) for one in log] == [(one.operation, one.group) for one in other[: len(log)]]
-    return same and len(other) - 1 <= len(log) <= len(other)
+def _is_behind(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
+    """Return True if a log equals `other_log`, or lacks only its last call."""
+    is_prefix = [(c.operation, c.group) for c in log] == [(c.operation, c.group) for c in other_log[: len(log)]]
+    return is_prefix and len(other_log) - 1 <= len(log) <= len(other_log)
 
 
-def _forwards(facts: RaisedFacts) -> int:
+def _count_forwards(facts: RaisedFacts) -> int:
     """Count the wrapper forwards that broadcast buffers before the failed backward pass."""
     calls = [call.operation for call in facts.logs[facts.first.rank]]
     if calls and calls[-1] == DDP_BACKWARD:
@@ -287,8 +287,8 @@ def _no_shard(facts: RaisedFacts, text: str) -> list[Finding]:
         return []
     if "load_state_dict" in text:
         return _whole_into_shards(facts, "assigned instead of")
-    where = next((one.location for one in facts.replaced), None)
-    names = [name for one in facts.replaced if one.location == where for name in one.names]
+    where = next((change.location for change in facts.replaced), None)
+    names = [name for change in facts.replaced if change.location == where for name in change.names]
     return [
         replace(
             finding,
@@ -309,22 +309,22 @@ _CASTS = {
 
 def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
     """DDP401: input dtype that differs from the `mp_policy` parameters of `fully_shard`."""
-    for made in facts.sharded:
-        policies = made.context.sharded.policies if made.context.sharded is not None else {}
+    for wrapper in facts.sharded:
+        policies = wrapper.context.sharded.policies if wrapper.context.sharded is not None else {}
         if not any("param_dtype=torch." in text for text in policies.values()):
             continue
-        why = "its input is created in forward, or by a part without parameters"
+        reason = "its input is created in forward, or by a part without parameters"
         if len(policies) > 1:
-            why = "not every part has the same policy"
+            reason = "not every part has the same policy"
         for option, words in _CASTS.items():
             if any(option in text for text in policies.values()):
-                why = words
+                reason = words
         return facts.one_finding(
             "DDP401",
             ("mp_policy",),
             "The inputs of a layer have a dtype that differs from the one in which fully_shard gathers its parameters "
-            f"(param_dtype of mp_policy), and {why}.",
-            location=made.location or Location.parse(facts.first.location),
+            f"(param_dtype of mp_policy), and {reason}.",
+            location=wrapper.location or Location.parse(facts.first.location),
             evidence=[
                 f"raised at {facts.first.location}",
                 facts.first.message,
@@ -336,11 +336,11 @@ def _other_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
     return []
 
 
-def _whole_into_shards(facts: RaisedFacts, how: str) -> list[Finding]:
+def _whole_into_shards(facts: RaisedFacts, verb: str) -> list[Finding]:
     return facts.one_finding(
         "DDP521",
         ("parameters",),
-        f"Whole tensors are {how} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
+        f"Whole tensors are {verb} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
         fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
         "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them. For "
         "a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",

@@ -37,7 +37,7 @@ class WaitGraph:
         self.open_calls = {rank: [call for call in dump.entries if not call.ended] for rank, dump in dumps.items()}
         self._groups = {(group[0], rank): group for group in groups for rank in group[1]}
         self._next = {group: dict(_positions(dumps, *group)) for group in {*self._groups.values()}}
-        self._furthest = {group: max(at.values(), default=(0, False))[0] for group, at in self._next.items()}
+        self._furthest = {group: max(places.values(), default=(0, False))[0] for group, places in self._next.items()}
         self._absent: dict[tuple[_Group, int], frozenset[int]] = {}
         self.devices = {rank: call for rank in dumps if (call := self._uncompleted(rank)) is not None}
         self.waits = {rank: self._waits(rank) for rank in dumps if rank not in self.devices}
@@ -77,15 +77,15 @@ class WaitGraph:
     def _absent_from(self, rank: int, call: RecordedCall) -> frozenset[int]:
         if call.between_two:
             answers = any(
-                other.peer == rank and other.group == call.group for other in self.open_calls.get(call.peer, ())
+                entry.peer == rank and entry.group == call.group for entry in self.open_calls.get(call.peer, ())
             )
             return frozenset({call.peer} if call.peer >= 0 and (not answers or call.peer in self.devices) else ())
         key = group, number = self.group(rank, call), call.number
         if key not in self._absent:
             self._absent[key] = frozenset(
                 peer
-                for peer, at in self._next[group].items()
-                if at < (number, True) or (at[0] == number and peer in self.devices)
+                for peer, place in self._next[group].items()
+                if place < (number, True) or (place[0] == number and peer in self.devices)
             )
         return self._absent[key]
 
@@ -102,7 +102,7 @@ class WaitGraph:
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
         """Return the ranks of a group that completed most collectives, and the last number."""
         number = self._furthest[group := self.group(rank, call)]
-        return [peer for peer, at in self._next[group].items() if at[0] == number], number - 1
+        return [peer for peer, place in self._next[group].items() if place[0] == number], number - 1
 
     def waits_for(self, roots: Collection[int]) -> list[_Wait]:
         """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
@@ -127,40 +127,40 @@ class WaitGraph:
         kinds = group_by(
             waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
         )
-        return [self._line(same) for same in sorted(kinds.values(), key=len, reverse=True)]
+        return [self._line(kind) for kind in sorted(kinds.values(), key=len, reverse=True)]
 
     def _line(self, waits: Sequence[_Wait]) -> str:
         ranks = [rank for rank, *_ in waits]
         words = {self.words(call) for _, call, _ in waits}
         names = {call.group for _, call, _ in waits}
         description = self._description(waits[0][1]) or "process groups"
-        what = words.pop() if len(words) == 1 else f"{_operation(waits[0][1])} of {description} ({len(names)} groups)"
+        label = words.pop() if len(words) == 1 else f"{_operation(waits[0][1])} of {description} ({len(names)} groups)"
         peers = {peer for *_, peers in waits for peer in peers}
-        return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {what}"
+        return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {label}"
 
     def words(self, call: RecordedCall) -> str:
         """Describe a call with its number and group."""
-        what = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
+        label = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
         if call.group == DEFAULT_GROUP:
-            return what
+            return label
         which, description = f"process group {call.group}", self._description(call)
-        return f"{what} of {f'{description} ({which})' if description else which}"
+        return f"{label} of {f'{description} ({which})' if description else which}"
 
     def _description(self, call: RecordedCall) -> str:
-        named = (dump.descriptions for dump in self.dumps.values())
-        return next((names[call.group] for names in named if call.group in names), "")
+        descriptions = (dump.descriptions for dump in self.dumps.values())
+        return next((names[call.group] for names in descriptions if call.group in names), "")
 
 
 def _positions(
     dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
 ) -> Iterator[tuple[int, tuple[int, bool]]]:
     """Yield per rank the next collective number, and True if entered."""
-    here = {rank: dumps[rank] for rank in members if rank in dumps}
-    by_rank = {rank: dump.collectives(name) for rank, dump in here.items()}
+    present = {rank: dumps[rank] for rank in members if rank in dumps}
+    by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
     most = max((call.number for calls in by_rank.values() for call in calls), default=0)
-    yield from ((rank, (0, False)) for rank in members if rank not in here)
+    yield from ((rank, (0, False)) for rank in members if rank not in present)
     for rank, calls in by_rank.items():
-        dump = here[rank]
+        dump = present[rank]
         # ended calls may be in no dump; a number above all in dumps counts sends and receives
         last = calls[-1].number if calls else dump.enqueued.get(name, 0)
         if (first := next((call.number for call in calls if not call.ended), None)) is not None:
@@ -240,7 +240,7 @@ def _of_devices(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
     for rank in ranks:
         call = graph.devices[rank]
         peers, completed = graph.furthest(rank, call)
-        last = max(other.number for other in graph.open_calls[rank] if other.group == call.group)
+        last = max(open_call.number for open_call in graph.open_calls[rank] if open_call.group == call.group)
         evidence.append(
             f"rank {rank} has enqueued calls up to number {last} and not completed {graph.words(call)}; "
             f"{format_ranks(peers)} completed {completed}"
@@ -258,9 +258,9 @@ def _of_late(graph: WaitGraph) -> list[Finding]:
     calls = [
         (rank, call) for rank, calls in graph.open_calls.items() for call in calls if call.created and call.timeout
     ]
-    for same in group_by(calls, lambda item: (graph.group(*item), item[1].between_two, item[1].number)).values():
-        first = min((call for _, call in same), key=lambda call: call.created)
-        delays = {rank: call.created - first.created for rank, call in same if not call.between_two}
+    for entries in group_by(calls, lambda item: (graph.group(*item), item[1].between_two, item[1].number)).values():
+        first = min((call for _, call in entries), key=lambda call: call.created)
+        delays = {rank: call.created - first.created for rank, call in entries if not call.between_two}
         if late := sorted(rank for rank, seconds in delays.items() if seconds >= first.timeout / 2):
             who = format_ranks(late)
             fix = (
@@ -274,7 +274,7 @@ def _of_late(graph: WaitGraph) -> list[Finding]:
 
 def _of_circle(graph: WaitGraph) -> list[Finding]:
     """DDP402 or 403: circular wait of ranks. Runs last, if no wait ends elsewhere."""
-    waits = {rank: found[0] for rank, found in graph.waits.items() if found}
+    waits = {rank: rank_waits[0] for rank, rank_waits in graph.waits.items() if rank_waits}
     circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
     if not circle:
         return []
@@ -290,10 +290,10 @@ def _of_no_end(graph: WaitGraph) -> list[Finding]:
     waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
     idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
     first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)
-    found = next((at for at in first if at[0] in idle or len(graph.group(*at)[1]) == 1), None)
-    if found is None:
+    rank_call = next((item for item in first if item[0] in idle or len(graph.group(*item)[1]) == 1), None)
+    if rank_call is None:
         return []
-    rank, call = found
+    rank, call = rank_call
     ranks = sorted({rank, call.peer} if call.between_two else graph.group(rank, call)[1])
     fix = f"Look at the devices of {format_ranks(ranks)} and at the network between them (NCCL_DEBUG=INFO)."
     cause = f"{format_ranks(ranks)} entered {graph.words(call)}, which does not end"

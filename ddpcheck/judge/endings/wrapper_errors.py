@@ -111,8 +111,8 @@ def explain_by_replaced_shards(facts: WrapperErrorFacts) -> list[Finding]:
     plain = [name for name in facts.known.wrapper.ignored if facts.known.wrapper.sharded]
     if "object has no attribute '_local_tensor'" not in facts.text or not plain:
         return []
-    found = replaced_after_sharding(sorted(plain), facts.known.names.location(plain), later=False)
-    return [replace(one, ranks=facts.raised_on, evidence=(facts.failures[0].message,)) for one in found]
+    findings = replaced_after_sharding(sorted(plain), facts.known.names.location(plain), later=False)
+    return [replace(finding, ranks=facts.raised_on, evidence=(facts.failures[0].message,)) for finding in findings]
 
 
 def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
@@ -157,8 +157,8 @@ def explain_by_sentence_of_torch(facts: WrapperErrorFacts) -> list[Finding]:
     """DDP302, 311, 406, 509 or 513: known DDP or autograd message, and its parameters."""
     for sentence, (code, message) in SENTENCES.items():
         if sentence in facts.text:
-            named = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
-            subjects = facts.known.names.subjects(named) or ("backward",)
+            names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
+            subjects = facts.known.names.subjects(names) or ("backward",)
             return facts.one_finding(code, subjects, f"{message}, in {facts.failures[0].place or 'the step'}.")
     return []
 

@@ -44,35 +44,35 @@ class Evaluated:
         return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
 
 
-def places_of(of_ranks: Sequence[Evaluated]) -> list[list[int]]:
+def places_of(evals: Sequence[Evaluated]) -> list[list[int]]:
     """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
-    subset = of_ranks[0].subset
-    common = all(list(one.subset) == list(subset) for one in of_ranks)
-    places = {index: place for place, index in enumerate(subset)} if common else {}
-    return [[places.get(index, index) for index in one.loader.indices] for one in of_ranks]
+    subset = evals[0].subset
+    common = all(list(ev.subset) == list(subset) for ev in evals)
+    indices = {index: i for i, index in enumerate(subset)} if common else {}
+    return [[indices.get(index, index) for index in ev.loader.indices] for ev in evals]
 
 
 def given_by_loader(
-    of_ranks: Sequence[Evaluated], places: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
+    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
 ) -> dict[int, Row]:
     """Return the loader's label or target by dataset position, or {} if incomplete."""
-    given = [getattr(one.loader, kind) for one in of_ranks]
-    if any(len(values) != one.samples for values, one in zip(given, of_ranks, strict=True)):
+    loader_values = [getattr(ev.loader, kind) for ev in evals]
+    if any(len(values) != ev.samples for values, ev in zip(loader_values, evals, strict=True)):
         return {}
-    pairs = zip(itertools.chain(*places), itertools.chain(*given), strict=True)
-    return {place: (float(value),) for place, value in pairs}
+    pairs = zip(itertools.chain(*indices), itertools.chain(*loader_values), strict=True)
+    return {index: (float(value),) for index, value in pairs}
 
 
-def are_other_data(of_ranks: Sequence[Evaluated]) -> bool:
+def are_other_data(evals: Sequence[Evaluated]) -> bool:
     """Return True if an index is a different sample on another rank."""
-    first, *others = (one.loader for one in of_ranks)
-    for other in others:
-        if first.digest and other.digest and first.digest != other.digest:
+    first, *rest = (ev.loader for ev in evals)
+    for loader in rest:
+        if first.digest and loader.digest and first.digest != loader.digest:
             return True
         common = [
-            rows[index] == other.contents[place][index]
-            for place, rows in first.contents.items()
-            for index in rows.keys() & other.contents.get(place, {}).keys()
+            rows[index] == loader.contents[part][index]
+            for part, rows in first.contents.items()
+            for index in rows.keys() & loader.contents.get(part, {}).keys()
         ]
         if common and not any(common):
             return True
@@ -100,121 +100,121 @@ class Gathered:
     values: Sequence[Sequence[tuple[float, ...]]] = ()
 
 
-def _lines(of_ranks: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
+def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
     """Yield the calls of each line, by rank, if all ranks made equally many."""
-    keys = dict.fromkeys((one.operation, one.location, one.during) for one in of_ranks[0].exchanged)
+    keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
     for key in keys:
-        calls = [[o for o in one.exchanged if (o.operation, o.location, o.during) == key] for one in of_ranks]
-        if len({len(of_rank) for of_rank in calls}) == 1:
+        calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
+        if len({len(rank_calls) for rank_calls in calls}) == 1:
             yield calls
 
 
-def given_numbers(of_ranks: Sequence[Evaluated]) -> Iterator[Given]:
+def given_numbers(evals: Sequence[Evaluated]) -> Iterator[Given]:
     """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
-    for calls in _lines(of_ranks):
+    for calls in _lines(evals):
         first = calls[0][0]
-        if "gather" in first.operation and _are_of_samples(of_ranks, calls):
+        if "gather" in first.operation and _are_of_samples(evals, calls):
             continue
         numbers = [
-            [(*one.numbers, *(() if one.total is None or len(one.rows) else (one.total,))) for one in of_rank]
-            for of_rank in calls
+            [(*call.numbers, *(() if call.total is None or len(call.rows) else (call.total,))) for call in rank_calls]
+            for rank_calls in calls
         ]
         if first.during:  # sum over the batches
-            several = len({len(one) for of_rank in numbers for one in of_rank}) > 1
-            numbers = [[] if several else [tuple(map(sum, zip(*of_rank, strict=True)))] for of_rank in numbers]
-        for of_call in zip(*numbers, strict=True):  # one function may reduce a number, then a pair
-            if len(set(map(len, of_call))) == 1:
-                yield Given(list(zip(*of_call, strict=True)), first)
+            several = len({len(row) for rows in numbers for row in rows}) > 1
+            numbers = [[] if several else [tuple(map(sum, zip(*rows, strict=True)))] for rows in numbers]
+        for call_numbers in zip(*numbers, strict=True):  # one function may reduce a number, then a pair
+            if len(set(map(len, call_numbers))) == 1:
+                yield Given(list(zip(*call_numbers, strict=True)), first)
 
 
-def _are_of_samples(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+def _are_of_samples(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
     """Return True if the ranks pass one label per sample."""
-    pairs = [(len(of_rank[0].rows), one) for of_rank, one in zip(calls, of_ranks, strict=True)]
-    return all(1 < rows and rows in (one.samples, min(one.batch, one.samples)) for rows, one in pairs)
+    pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
+    return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
 
 
-def gathered_labels(of_ranks: Sequence[Evaluated]) -> list[Gathered]:
+def gathered_labels(evals: Sequence[Evaluated]) -> list[Gathered]:
     """Return gathered rows with one label for each sample of each rank."""
     lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
-    for number, one in enumerate(of_ranks):
-        for each in one.exchanged:
-            if "gather" in each.operation and len(each.rows):
-                lines.setdefault((each.operation, each.location), [[] for _ in of_ranks])[number].append(each)
-    return [found for calls in lines.values() for found in _gathered_at(of_ranks, calls)]
+    for number, ev in enumerate(evals):
+        for call in ev.exchanged:
+            if "gather" in call.operation and len(call.rows):
+                lines.setdefault((call.operation, call.location), [[] for _ in evals])[number].append(call)
+    return [gathered for calls in lines.values() for gathered in _gathered_at(evals, calls)]
 
 
-def _gathered_at(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Return the gathered rows of the calls of one line."""
-    during = [[one for one in of_rank if one.during] for of_rank in calls]
+    during = [[call for call in rank_calls if call.during] for rank_calls in calls]
     if any(during):
         # A prefetching loader ends before its last batch is processed.
         whole = [
-            [one for one in of_rank if one.during or one.evaluation in (None, (of.held.loader, of.held.number))]
-            for of_rank, of in zip(calls, of_ranks, strict=True)
+            [call for call in rank_calls if call.during or call.evaluation in (None, (ev.held.loader, ev.held.number))]
+            for rank_calls, ev in zip(calls, evals, strict=True)
         ]
-        return _in_turn(of_ranks, whole) or _in_turn(of_ranks, during)
+        return _in_turn(evals, whole) or _in_turn(evals, during)
     if len(set(map(len, calls))) > 1:
         return []
-    return [found for of_call in zip(*calls, strict=True) for found in _in_turn(of_ranks, [[one] for one in of_call])]
+    return [gathered for group in zip(*calls, strict=True) for gathered in _in_turn(evals, [[call] for call in group])]
 
 
-def _in_turn(of_ranks: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Join the calls of each quantity; several may alternate (predictions, labels)."""
-    things = sum(len(one.rows) for one in calls[0]) // max(1, of_ranks[0].samples)
-    found = []
+    things = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
+    gathered = []
     for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
-        chunks = [of_rank[turn::things] for of_rank in calls]
-        rows = [[row for one in of_rank for row in one.rows] for of_rank in chunks]
-        if any(len(of_rank) != one.samples for of_rank, one in zip(rows, of_ranks, strict=True)):
+        chunks = [rank_calls[turn::things] for rank_calls in calls]
+        rows = [[row for call in rank_calls for row in call.rows] for rank_calls in chunks]
+        if any(len(rank_rows) != ev.samples for rank_rows, ev in zip(rows, evals, strict=True)):
             return []
         numbers = [itertools.count() for _ in chunks]
         by_call = [
             (rank, next(numbers[rank]))
-            for of_call in zip(*chunks, strict=True)
-            for rank, one in enumerate(of_call)
-            for _ in one.rows
+            for group in zip(*chunks, strict=True)
+            for rank, call in enumerate(group)
+            for _ in call.rows
         ]
         by_rank = sorted(by_call)
-        values = [[value for one in of_rank for value in _by_row(one)] for of_rank in chunks]
-        found.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
-    return found
+        values = [[value for call in rank_calls for value in _by_row(call)] for rank_calls in chunks]
+        gathered.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
+    return gathered
 
 
-def _by_row(one: ResultExchanged) -> Iterator[tuple[float, ...]]:
+def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
     """Yield the floating-point numbers of each row."""
-    width, rest = divmod(len(one.values), max(1, len(one.rows)))
-    return (tuple(one.values[n * width : (n + 1) * width]) for n in range(len(one.rows) if width and not rest else 0))
+    width, rest = divmod(len(call.values), max(1, len(call.rows)))
+    return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
 
 
-def common(of_ranks: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
+def common(evals: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
     """Yield each key that is present on every rank, with its values by rank."""
-    by_rank = [getattr(one.held, kind) for one in of_ranks]
-    return ((key, [one[key] for one in by_rank]) for key in by_rank[0] if all(key in one for one in by_rank))
+    by_rank = [getattr(ev.held, kind) for ev in evals]
+    return ((key, [item[key] for item in by_rank]) for key in by_rank[0] if all(key in item for item in by_rank))
 
 
-def numbers_shown(one: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
+def numbers_shown(ev: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
     """Yield each shown number with its record."""
-    return ((shown, number) for shown in one.shown for number in shown.numbers)
+    return ((shown, number) for shown in ev.shown for number in shown.numbers)
 
 
 def first_shown(
-    of_ranks: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
+    evals: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
     """Return the record that shows `wrong`, or None if a `right` value is shown."""
-    if any(is_close(wrong, value) or is_shown(of_ranks, value, digits) for value in right):
+    if any(is_close(wrong, value) or is_shown(evals, value, digits) for value in right):
         return None
-    return next(_showing(of_ranks, wrong, digits), None)
+    return next(_showing(evals, wrong, digits), None)
 
 
-def is_shown(of_ranks: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
+def is_shown(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
     """Return True if any rank shows a number."""
-    return next(_showing(of_ranks, value, digits), None) is not None
+    return next(_showing(evals, value, digits), None) is not None
 
 
-def _showing(of_ranks: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
+def _showing(evals: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
     """Yield the records where a rank shows a number, as is or in percent."""
-    every = (found for one in of_ranks for found in numbers_shown(one))
-    return (shown for shown, number in every if any(shows(number, one, digits) for one in (value, 100 * value)))
+    pairs = (pair for ev in evals for pair in numbers_shown(ev))
+    return (shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in (value, 100 * value)))
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
@@ -230,7 +230,7 @@ def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bo
 
 def is_exact(number: ShownNumber, value: float) -> bool:
     """Return True if the program has the value, as is or in percent."""
-    return any(is_close(scale * own, value) for own in number.values for scale in (1, 100))
+    return any(is_close(scale * x, value) for x in number.values for scale in (1, 100))
 
 
 def significant_digits(text: str) -> int:
@@ -238,6 +238,6 @@ def significant_digits(text: str) -> int:
     return len(text.partition("e")[0].lstrip("-").replace(".", "").lstrip("0"))
 
 
-def is_close(one: float, other: float) -> bool:
+def is_close(a: float, b: float) -> bool:
     """Return True if two numbers are equal to float32 precision."""
-    return math.isclose(one, other, rel_tol=_SAME)
+    return math.isclose(a, b, rel_tol=_SAME)

@@ -57,8 +57,8 @@ _absolute = _mean_of(lambda x, y: abs(x - y))
 
 
 def _smooth(x: float, y: float) -> float:
-    apart = abs(x - y)
-    return apart * apart / 2 if apart < 1 else apart - 0.5
+    error = abs(x - y)
+    return error * error / 2 if error < 1 else error - 0.5
 
 
 def _variance(numbers: Sequence[float]) -> float:
@@ -75,21 +75,21 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
     """Return the rank of each number in sorted order, averaged over ties."""
     if any(map(math.isnan, numbers)):
         return [math.nan] * len(numbers)  # NaN has no order
-    found = [0.0] * len(numbers)
+    ranks = [0.0] * len(numbers)
     begin = 0
     for _, equal in groupby(sorted(range(len(numbers)), key=numbers.__getitem__), numbers.__getitem__):
-        ones = list(equal)
-        for one in ones:
-            found[one] = begin + (len(ones) + 1) / 2
-        begin += len(ones)
-    return found
+        indices = list(equal)
+        for index in indices:
+            ranks[index] = begin + (len(indices) + 1) / 2
+        begin += len(indices)
+    return ranks
 
 
 def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
     """Return the area under the ROC curve."""
     positive = [rank for rank, label in zip(_ranks(scores), labels, strict=True) if label == 1]
-    many, others = len(positive), len(labels) - len(positive)
-    return (math.fsum(positive) - many * (many + 1) / 2) / (many * others)
+    n_pos, n_neg = len(positive), len(labels) - len(positive)
+    return (math.fsum(positive) - n_pos * (n_pos + 1) / 2) / (n_pos * n_neg)
 
 
 _explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
@@ -138,14 +138,14 @@ def table_metrics(table: Sequence[float]) -> dict[str, float]:
     size = math.isqrt(len(table))
     rows = [math.fsum(table[n * size : (n + 1) * size]) for n in range(size)]
     columns = [math.fsum(table[n::size]) for n in range(size)]
-    total, found = math.fsum(table), dict[str, float]()
-    for name, of_class in _OF_CLASSES.items():
+    total, metrics = math.fsum(table), dict[str, float]()
+    for name, metric in _OF_CLASSES.items():
         by_class = {}
         for n, (row, column) in enumerate(zip(rows, columns, strict=True)):
             with contextlib.suppress(ZeroDivisionError):
-                by_class[n] = of_class(table[n * size + n], row, column)
-        found[f"mean {name}"] = math.fsum(by_class.values()) / max(1, len(by_class))
-        found[f"mean {name} of all classes"] = math.fsum(by_class.values()) / size
-        found[f"weighted {name}"] = math.fsum(rows[n] * value for n, value in by_class.items()) / max(1, total)
-        found |= {f"{name} of class {n}": value for n, value in itertools.islice(by_class.items(), _MOST_CLASSES)}
-    return {"accuracy": math.fsum(table[:: size + 1]) / max(1, total), **found}
+                by_class[n] = metric(table[n * size + n], row, column)
+        metrics[f"mean {name}"] = math.fsum(by_class.values()) / max(1, len(by_class))
+        metrics[f"mean {name} of all classes"] = math.fsum(by_class.values()) / size
+        metrics[f"weighted {name}"] = math.fsum(rows[n] * value for n, value in by_class.items()) / max(1, total)
+        metrics |= {f"{name} of class {n}": value for n, value in itertools.islice(by_class.items(), _MOST_CLASSES)}
+    return {"accuracy": math.fsum(table[:: size + 1]) / max(1, total), **metrics}

@@ -62,11 +62,11 @@ class Evaluation:
     metrics: Sequence[RankMetric]
 
 
-def rank_metrics(of_ranks: Sequence[Evaluated]) -> list[RankMetric]:
+def rank_metrics(evals: Sequence[Evaluated]) -> list[RankMetric]:
     """Return all metrics of the ranks' sums, tables and rows, most common first."""
-    if not of_ranks or min(one.samples for one in of_ranks) < 1:
+    if not evals or min(ev.samples for ev in evals) < 1:
         return []
-    return [*_of_sums(of_ranks), *_of_tables(of_ranks), *_of_rows(of_ranks), *_of_ratios(of_ranks)]
+    return [*_of_sums(evals), *_of_tables(evals), *_of_rows(evals), *_of_ratios(evals)]
 
 
 def bits_of(number: float) -> float:
@@ -83,30 +83,30 @@ def _scaled(
 ) -> Iterator[RankMetric]:
     """Yield a mean as is, in percent, as error rate, exp and sqrt."""
     numbers = [*values, pooled]
-    made = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
+    forms = {name: numbers, f"{name}, in per cent": [100 * number for number in numbers]}
     if name != _SHARE and all(0 <= number <= 1 for number in numbers):
-        made |= {f"1 - {name}": [1 - n for n in numbers], f"1 - {name}, in per cent": [100 - 100 * n for n in numbers]}
+        forms |= {f"1 - {name}": [1 - n for n in numbers], f"1 - {name}, in per cent": [100 - 100 * n for n in numbers]}
     if name != _SHARE and all(0 < number < _LARGEST_EXPONENT for number in numbers):
-        made[f"exp({name})"] = [math.exp(number) for number in numbers]
-        made[f"sqrt({name})"] = [math.sqrt(number) for number in numbers]
-    for each, (*of_ranks, of_all) in made.items():
-        scale = 100 if each.endswith("per cent") else 1
-        of_values = [min(of_rank, bits_of(value / scale)) for of_rank, value in zip(bits, of_ranks, strict=True)]
-        yield RankMetric(key, each, of_ranks, of_all, of_values, tries)
+        forms[f"exp({name})"] = [math.exp(number) for number in numbers]
+        forms[f"sqrt({name})"] = [math.sqrt(number) for number in numbers]
+    for label, (*scaled, total) in forms.items():
+        scale = 100 if label.endswith("per cent") else 1
+        value_bits = [min(rank_bits, bits_of(value / scale)) for rank_bits, value in zip(bits, scaled, strict=True)]
+        yield RankMetric(key, label, scaled, total, value_bits, tries)
 
 
-def _sums(of_ranks: Sequence[Evaluated]) -> dict[str, list[float]]:
+def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
     """Return the numbers that all ranks counted, without parts of tables."""
-    tables = [key.partition(".") for key, _ in common(of_ranks, "tables")]
+    tables = [key.partition(".") for key, _ in common(evals, "tables")]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
-    return {key: counts for key, counts in common(of_ranks, "numbers") if key not in parts}
+    return {key: counts for key, counts in common(evals, "numbers") if key not in parts}
 
 
-def _of_sums(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _of_sums(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield sums per sample, batch or whole dataset, and running means as is."""
-    samples, batches = [float(one.samples) for one in of_ranks], [float(one.loader.batches) for one in of_ranks]
-    sizes = [float(one.loader.size) for one in of_ranks]
-    sums = _sums(of_ranks)
+    samples, batches = [float(ev.samples) for ev in evals], [float(ev.loader.batches) for ev in evals]
+    sizes = [float(ev.loader.size) for ev in evals]
+    sums = _sums(evals)
     for key, counts in sums.items():
         bits = [*map(bits_of, counts)]
         for name, divisors in {MEAN: samples, "mean over batches": batches, _SHARE: sizes}.items():
@@ -122,18 +122,18 @@ def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _of_ratios(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _of_ratios(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield quotients of two numbers of one function, e.g. sum / token count."""
-    sums = _sums(of_ranks)
-    for key, other in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
-        if key.partition(".")[0] != other.partition(".")[0] or _container(key) != _container(other):
+    sums = _sums(evals)
+    for key, divisor_key in itertools.permutations(sums, 2) if len(sums) <= _MOST_OF_RATIOS else ():
+        if key.partition(".")[0] != divisor_key.partition(".")[0] or _container(key) != _container(divisor_key):
             continue
-        counts, divisors = sums[key], sums[other]
+        counts, divisors = sums[key], sums[divisor_key]
         if any(divisor < 2 or divisor != int(divisor) for divisor in divisors):
             continue
         values = [count / divisor for count, divisor in zip(counts, divisors, strict=True)]
         bits = [bits_of(count) + bits_of(divisor) for count, divisor in zip(counts, divisors, strict=True)]
-        yield from _scaled(key, f"mean over {other}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
+        yield from _scaled(key, f"mean over {divisor_key}", values, sum(counts) / sum(divisors), bits, len(sums) ** 2)
 
 
 def _container(key: str) -> str:
@@ -141,42 +141,42 @@ def _container(key: str) -> str:
     return key.rpartition("[")[0] if key.endswith("]") and key.rpartition("[")[2][:-1].isdigit() else ""
 
 
-def _of_tables(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _of_tables(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield metrics of confusion matrices (targets by predictions)."""
-    for key, tables in common(of_ranks, "tables"):
+    for key, tables in common(evals, "tables"):
         if len(set(map(len, tables))) == 1:
             yield from _of_each(
-                key, [table_metrics(one) for one in tables], table_metrics([*map(sum, zip(*tables, strict=True))])
+                key, [table_metrics(table) for table in tables], table_metrics([*map(sum, zip(*tables, strict=True))])
             )
 
 
-def _of_rows(of_ranks: Sequence[Evaluated]) -> Iterator[RankMetric]:
+def _of_rows(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield metrics of two per-sample sequences of each rank, e.g. scores and labels."""
-    held = dict(common(of_ranks, "rows"))
-    for key, other in itertools.permutations(held, 2):
-        pairs = [list(zip(*each, strict=True)) for each in zip(held[key], held[other], strict=True)]
-        if any(len(each) != one.samples for each, one in zip(pairs, of_ranks, strict=True)):
+    rows = dict(common(evals, "rows"))
+    for key, label_key in itertools.permutations(rows, 2):
+        pairs = [list(zip(*columns, strict=True)) for columns in zip(rows[key], rows[label_key], strict=True)]
+        if any(len(rank_pairs) != ev.samples for rank_pairs, ev in zip(pairs, evals, strict=True)):
             continue
-        every = list(itertools.chain.from_iterable(pairs))
-        yield from _of_each(f"{key}, {other.partition('.')[2]}", [*map(_of_pairs, pairs)], _of_pairs(every))
+        all_pairs = list(itertools.chain.from_iterable(pairs))
+        yield from _of_each(f"{key}, {label_key.partition('.')[2]}", [*map(_of_pairs, pairs)], _of_pairs(all_pairs))
 
 
 def _of_pairs(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Return metrics by name of (prediction, label or target) pairs."""
     classes = sorted({number for pair in pairs for number in pair})
     if len(classes) <= _MOST_CLASSES and all(number >= 0 == number % 1 for number in classes):
-        place = {number: n for n, number in enumerate(classes)}
+        index = {number: n for n, number in enumerate(classes)}
         table = [0.0] * len(classes) ** 2
         for predicted, label in pairs:
-            table[place[label] * len(classes) + place[predicted]] += 1
+            table[index[label] * len(classes) + index[predicted]] += 1
         return table_metrics(table)
     labels = {label for _, label in pairs}
     rows = [((x,), (y,)) for x, y in pairs]
     return {name: metric(rows) for name, metric in (OF_SCORES if labels <= {0, 1} else OF_NUMBERS).items()}
 
 
-def _of_each(key: str, of_ranks: Sequence[Mapping[str, float]], of_all: Mapping[str, float]) -> Iterator[RankMetric]:
-    for name, pooled in of_all.items():
-        values = [one.get(name, math.nan) for one in of_ranks]
+def _of_each(key: str, by_rank: Sequence[Mapping[str, float]], overall: Mapping[str, float]) -> Iterator[RankMetric]:
+    for name, pooled in overall.items():
+        values = [metrics.get(name, math.nan) for metrics in by_rank]
         if all(map(math.isfinite, (*values, pooled))):
-            yield from _scaled(key, name, values, pooled, [_FLOAT_BITS] * len(values), len(of_all))
+            yield from _scaled(key, name, values, pooled, [_FLOAT_BITS] * len(values), len(overall))

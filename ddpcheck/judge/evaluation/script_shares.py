@@ -43,52 +43,52 @@ def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
-    for one in evaluations:
-        of_ranks = [*one.by_rank.values()]
-        for rank, own in enumerate(of_ranks if _are_shares(of_ranks) else ()):
-            values |= {(own.held.round, rank, metric.key, metric.name): metric.values[rank] for metric in one.metrics}
-            for place, shown, number in _placed(rank, of_ranks):
-                numbers.setdefault(place, {})[own.held.round] = number
-                if any(shows(number, metric.pooled) for metric in one.metrics):
+    for group in evaluations:
+        evals = [*group.by_rank.values()]
+        for rank, ev in enumerate(evals if _are_shares(evals) else ()):
+            values |= {(ev.held.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics}
+            for key, shown, number in _placed(rank, evals):
+                numbers.setdefault(key, {})[ev.held.round] = number
+                if any(shows(number, metric.pooled) for metric in group.metrics):
                     continue
-                for metric in one.metrics:
-                    if _is_own(number, rank, metric) and not _is_known(of_ranks, rank, shown, metric):
-                        match = metric.evidence(number, rank), shown, of_ranks, metric
-                        matches.setdefault(place, {}).setdefault((metric.key, metric.name), []).append(match)
-    found: dict[tuple[int, str], list[_Match]] = {}
-    for place, by_metric in matches.items():
+                for metric in group.metrics:
+                    if _is_own(number, rank, metric) and not _is_known(evals, rank, shown, metric):
+                        match = metric.evidence(number, rank), shown, evals, metric
+                        matches.setdefault(key, {}).setdefault((metric.key, metric.name), []).append(match)
+    by_key: dict[tuple[int, str], list[_Match]] = {}
+    for key, by_metric in matches.items():
         always = [
-            (sum(_distinct(of_metric).values()), of_metric)
-            for metric, of_metric in by_metric.items()
+            (sum(_distinct(hits).values()), hits)
+            for metric, hits in by_metric.items()
             if all(
-                (value := values.get((number_of_round, place[0], *metric))) is None or shows(number, value)
-                for number_of_round, number in numbers[place].items()
+                (value := values.get((number_of_round, key[0], *metric))) is None or shows(number, value)
+                for number_of_round, number in numbers[key].items()
             )
         ]
         if always:
-            _, of_metric = max(always, key=lambda pair: pair[0])
-            found.setdefault((place[0], of_metric[0][3].key), []).extend(of_metric)
+            _, hits = max(always, key=lambda pair: pair[0])
+            by_key.setdefault((key[0], hits[0][3].key), []).extend(hits)
     return [
-        _own_shard(rank, *of_key[0][1:])
-        for (rank, _), of_key in found.items()
-        if sum(_distinct(of_key).values()) >= FEWEST_BITS
+        _own_shard(rank, *hits[0][1:])
+        for (rank, _), hits in by_key.items()
+        if sum(_distinct(hits).values()) >= FEWEST_BITS
     ]
 
 
-def _are_shares(of_ranks: Sequence[Evaluated]) -> bool:
+def _are_shares(evals: Sequence[Evaluated]) -> bool:
     """Return True if ranks evaluated different samples and no rank gathered all results."""
-    other = len({frozenset(one.loader.indices) for one in of_ranks}) > 1
-    return other and not any(gathered_labels([one]) for one in of_ranks)
+    differ = len({frozenset(ev.loader.indices) for ev in evals}) > 1
+    return differ and not any(gathered_labels([ev]) for ev in evals)
 
 
-def _placed(rank: int, of_ranks: Sequence[Evaluated]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
+def _placed(rank: int, evals: Sequence[Evaluated]) -> Iterator[tuple[_Place, MetricShown, ShownNumber]]:
     """Yield the numbers that a rank shows at lines where not all ranks do."""
-    times: dict[Location | None, Iterator[int]] = {}
-    for shown in of_ranks[rank].shown:
-        call = next(times.setdefault(shown.location, itertools.count()))
-        if not all(any(other.location == shown.location for other in one.shown) for one in of_ranks):
-            for place, number in enumerate(shown.numbers):
-                yield (rank, shown.location, call, place), shown, number
+    counters: dict[Location | None, Iterator[int]] = {}
+    for shown in evals[rank].shown:
+        call = next(counters.setdefault(shown.location, itertools.count()))
+        if not all(any(output.location == shown.location for output in ev.shown) for ev in evals):
+            for index, number in enumerate(shown.numbers):
+                yield (rank, shown.location, call, index), shown, number
 
 
 def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
@@ -98,33 +98,33 @@ def _distinct(matches: Sequence[_Match]) -> dict[float, float]:
 
 def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
     """Return True if a number is the metric of `rank` only."""
-    own = metric.values[rank]
-    return shows(number, own) and all(
-        abs(value - own) > _APART * abs(own) for other, value in enumerate(metric.values) if other != rank
+    expected = metric.values[rank]
+    return shows(number, expected) and all(
+        abs(value - expected) > _APART * abs(expected) for peer, value in enumerate(metric.values) if peer != rank
     )
 
 
-def _is_known(of_ranks: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
+def _is_known(evals: Sequence[Evaluated], rank: int, shown: MetricShown, metric: RankMetric) -> bool:
     """Return True if the ranks exchange the metric anyway, or the match is uncertain."""
-    one = of_ranks[rank]
-    before = next(place for place, other in enumerate(one.shown) if other is shown)
-    kept = [each for each in one.exchanged if not (each.sums and each.shown <= before)]
-    if any(_gives(each, one, rank, metric) for each in kept):
+    ev = evals[rank]
+    before = next(index for index, output in enumerate(ev.shown) if output is shown)
+    kept = [call for call in ev.exchanged if not (call.sums and call.shown <= before)]
+    if any(_gives(call, ev, rank, metric) for call in kept):
         return True
-    numbers = [other for _, other in numbers_shown(one)]
-    of_all = all(any(shows(other, value) for other in numbers) for value in metric.values)  # e.g. by broadcasts
-    return of_all or any(shows(other, metric.pooled) for other in numbers)
+    numbers = [number for _, number in numbers_shown(ev)]
+    of_all = all(any(shows(number, value) for number in numbers) for value in metric.values)  # e.g. by broadcasts
+    return of_all or any(shows(number, metric.pooled) for number in numbers)
 
 
-def _gives(exchanged: ResultExchanged, one: Evaluated, rank: int, metric: RankMetric) -> bool:
+def _gives(exchanged: ResultExchanged, ev: Evaluated, rank: int, metric: RankMetric) -> bool:
     """Return True if a rank passes the metric, or its inputs, to a collective."""
-    count = one.held.numbers.get(metric.key, metric.values[rank])
-    table = one.held.tables.get(metric.key)
+    count = ev.held.numbers.get(metric.key, metric.values[rank])
+    table = ev.held.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
         return True
     quotients = (a / b for a, b in itertools.permutations(exchanged.numbers, 2) if b)
-    known = itertools.product((*exchanged.numbers, *quotients), (count, metric.values[rank], metric.values[rank] / 100))
-    return any(itertools.starmap(is_close, known))
+    pairs = itertools.product((*exchanged.numbers, *quotients), (count, metric.values[rank], metric.values[rank] / 100))
+    return any(itertools.starmap(is_close, pairs))
 
 
 def _line_of(exchanged: ResultExchanged, function: str) -> Location | None:
@@ -133,28 +133,28 @@ def _line_of(exchanged: ResultExchanged, function: str) -> Location | None:
     return line if name == function or len(callers) < 2 else callers[0][1]
 
 
-def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], metric: RankMetric) -> Finding:
-    one, values = of_ranks[rank], metric.values
+def _own_shard(rank: int, shown: MetricShown, evals: Sequence[Evaluated], metric: RankMetric) -> Finding:
+    ev, values = evals[rank], metric.values
     function, _, variable = metric.key.partition(".")
-    others = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]
+    peers = [f"rank {r} has {value:.6g}" for r, value in enumerate(values[:4]) if r != rank]
     value = f"{values[rank]:.6g}"
     decides = shown.how == "decides"
-    what = f"saves a file depending on {value}" if decides else f"{shown.how} {value}"
-    sums = next((each for each in one.exchanged if each.sums and _gives(each, one, rank, metric)), None)
+    message = f"saves a file depending on {value}" if decides else f"{shown.how} {value}"
+    sums = next((call for call in ev.exchanged if call.sums and _gives(call, ev, rank, metric)), None)
     if sums:
         reduced = f"{sums.operation} is given it at {sums.location}, and the metric is not computed from the result"
     return make_finding(
         "DDP802",
         (variable or metric.key,),
-        f"Rank {rank} {what}, a metric that covers only its own {one.samples} samples; {others[0]}, and all "
+        f"Rank {rank} {message}, a metric that covers only its own {ev.samples} samples; {peers[0]}, and all "
         f"ranks together have {metric.pooled:.6g}.",
         ranks=(rank,),
-        location=_line_of(sums, function) if sums else one.held.after.get(function) or shown.location,
+        location=_line_of(sums, function) if sums else ev.held.after.get(function) or shown.location,
         evidence=[
             reduced if sums else "",
             f"it {'decides' if decides else f'is {shown.how}'} at {shown.location}",
-            f"the loop over the loader begins at {one.loader.location}; each rank has other samples",
-            *others[1:],
+            f"the loop over the loader begins at {ev.loader.location}; each rank has other samples",
+            *peers[1:],
         ],
         fix="Compute the metric from the tensor that the collective has reduced." if sums else "",
     )
@@ -163,32 +163,32 @@ def _own_shard(rank: int, shown: MetricShown, of_ranks: Sequence[Evaluated], met
 def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     """DDP802: metric of one shard, as the sampler splits for more ranks than evaluate."""
     for evaluation in evaluations:
-        for place, (rank, one) in enumerate(evaluation.by_rank.items()):
-            parts = one.loader.replicas
-            data = (one.loader.dataset, one.loader.size, parts)
+        for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
+            parts = ev.loader.replicas
+            data = (ev.loader.dataset, ev.loader.size, parts)
             ranks = [
-                other
-                for other, passes in enumerate(loaders)
-                if any((it.dataset, it.size, it.replicas) == data and not it.trains for it in passes)
+                r
+                for r, passes in enumerate(loaders)
+                if any((p.dataset, p.size, p.replicas) == data and not p.trains for p in passes)
             ]
-            if parts < 2 or len(ranks) >= parts or not 0 < one.samples < one.loader.size:
+            if parts < 2 or len(ranks) >= parts or not 0 < ev.samples < ev.loader.size:
                 continue
-            for metric, (shown, number) in itertools.product(evaluation.metrics, numbers_shown(one)):
-                key, value = metric.key, metric.values[place]
-                if metric.evidence(number, place) < FEWEST_BITS:
+            for metric, (shown, number) in itertools.product(evaluation.metrics, numbers_shown(ev)):
+                key, value = metric.key, metric.values[index]
+                if metric.evidence(number, index) < FEWEST_BITS:
                     continue
-                what = "what decides" if shown.how == "decides" else shown.how
+                role = "what decides" if shown.how == "decides" else shown.how
                 return one_finding(
                     "DDP802",
                     (key.rpartition(".")[2] or key,),
                     f"{format_ranks(ranks).capitalize()} alone {'evaluates' if len(ranks) == 1 else 'evaluate'}, and "
-                    f"the sampler splits the {one.loader.size} samples between {counted(parts, 'rank')}: rank {rank} "
-                    f"has {value:.6g} of {one.samples} of them, and the remaining samples are on no rank.",
+                    f"the sampler splits the {ev.loader.size} samples between {counted(parts, 'rank')}: rank {rank} "
+                    f"has {value:.6g} of {ev.samples} of them, and the remaining samples are on no rank.",
                     ranks=ranks,
-                    location=one.loader.made or one.loader.location,
+                    location=ev.loader.made or ev.loader.location,
                     evidence=[
-                        f"it is {what} at {shown.location}",
-                        f"the loop over the loader begins at {one.loader.location}",
+                        f"it is {role} at {shown.location}",
+                        f"the loop over the loader begins at {ev.loader.location}",
                     ],
                     fix="Give a loader that one rank alone evaluates no DistributedSampler; or evaluate on every rank, "
                     "and all_reduce the sum and the count.",
@@ -199,34 +199,34 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
 # Means of means
 
 
-def judge_mean_of_means(of_ranks: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
+def judge_mean_of_means(evals: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
     """DDP805: shown mean or sum of per-rank metrics, not the metric of all samples."""
-    samples = [one.samples for one in of_ranks]
-    sums = [counts for _, counts in common(of_ranks, "numbers") if not any(count % 1 for count in counts)]
-    for given in given_numbers(of_ranks):
-        for values, metric in itertools.product(given.values, metrics):
+    samples = [ev.samples for ev in evals]
+    sums = [counts for _, counts in common(evals, "numbers") if not any(count % 1 for count in counts)]
+    for call in given_numbers(evals):
+        for values, metric in itertools.product(call.values, metrics):
             if not metric.name or list(values) in sums or not all(map(is_close, values, metric.values)):
                 continue
             right = metric.pooled
-            for how, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
+            for kind, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
                 bits = min(sum(metric.bits), bits_of(wrong)) - math.log2(metric.tries)
                 if bits < FEWEST_BITS or abs(wrong - right) <= _SOME * abs(right):
                     continue
-                if (seen := first_shown(of_ranks, wrong, right)) is None:
+                if (seen := first_shown(evals, wrong, right)) is None:
                     continue
                 by_rank = list(zip(values, samples, strict=True))[:4]
                 return one_finding(
                     "DDP805",
-                    (of_ranks[0].loader.dataset,),
-                    f"The {wrong:.6g} that is {seen.how} is the {how} of the ranks' values, the {metric.name} of "
+                    (evals[0].loader.dataset,),
+                    f"The {wrong:.6g} that is {seen.how} is the {kind} of the ranks' values, the {metric.name} of "
                     f"{min(samples)} to {max(samples)} samples each: over all samples it is {right:.6g}.",
-                    location=_line_of(given.first, metric.key.partition(".")[0]),
+                    location=_line_of(call.first, metric.key.partition(".")[0]),
                     evidence=[
-                        f"rank {rank} gives {given.first.operation} {value:.6g}, of {counted(count, 'sample')}"
+                        f"rank {rank} gives {call.first.operation} {value:.6g}, of {counted(count, 'sample')}"
                         for rank, (value, count) in enumerate(by_rank)
                     ]
                     + [
-                        f"{given.first.operation} is called at {given.first.location}, and it is {seen.how} at "
+                        f"{call.first.operation} is called at {call.first.location}, and it is {seen.how} at "
                         f"{seen.location}"
                     ],
                 )

@@ -18,7 +18,7 @@ _TOLERANCE = 1e-3
 def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
     """Detect gradients that are summed by hand after DDP averaged them (DDP303)."""
     summed = [
-        of_ranks for of_ranks in steps if all(one.averaged and set(one.summed) & set(one.held) for one in of_ranks)
+        by_rank for by_rank in steps if all(step.averaged and set(step.summed) & set(step.held) for step in by_rank)
     ]
     if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
         return []
@@ -42,31 +42,31 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
 
     Optimizers that are invariant to gradient scale hide the factor, unless gradients are clipped before the step.
     """
-    last = {one.step: one.number + 1 for one in losses[0]}  # micro-batches by step
-    means = [
-        not one.wrappers
-        and all(term.kind == "mean" for term in one.terms)
-        and any(is_near(1.0, abs(term.factor) * times) for term in one.terms for times in (1, last[one.step]))
-        for one in losses[0]
-        if one.terms
+    passes = {loss.step: loss.number + 1 for loss in losses[0]}  # micro-batches by step
+    are_means = [
+        not loss.wrappers
+        and all(term.kind == "mean" for term in loss.terms)
+        and any(is_near(1.0, abs(term.factor) * count) for term in loss.terms for count in (1, passes[loss.step]))
+        for loss in losses[0]
+        if loss.terms
     ]
-    known = [of_ranks for of_ranks in steps if all(one.local for one in of_ranks)]
-    factors = [_times_average(of_ranks, of_ranks[0].unclipped or of_ranks[0].gradients) for of_ranks in known]
+    known = [by_rank for by_rank in steps if all(step.local for step in by_rank)]
+    factors = [_times_average(by_rank, by_rank[0].unclipped or by_rank[0].gradients) for by_rank in known]
     size = len(steps[0]) if steps else 0
-    summed = [of_ranks for of_ranks, times in zip(known, factors, strict=True) if is_near(size, times)]
-    if not summed and all(map(_are_alike, known)):
-        summed = [of_ranks for of_ranks in steps if all(one.summed for one in of_ranks)]  # by hooks, in backward
-        summed = summed if len(summed) == len(steps) else []
-    if size < 2 or len(summed) < FEWEST_PASSES or len(means) < FEWEST_PASSES or not all(means):
+    summed_steps = [by_rank for by_rank, factor in zip(known, factors, strict=True) if is_near(size, factor)]
+    if not summed_steps and all(map(_gradients_agree, known)):
+        summed_steps = [by_rank for by_rank in steps if all(step.summed for step in by_rank)]  # by hooks, in backward
+        summed_steps = summed_steps if len(summed_steps) == len(steps) else []
+    if size < 2 or len(summed_steps) < FEWEST_PASSES or len(are_means) < FEWEST_PASSES or not all(are_means):
         return []
-    first = summed[0][0]
+    first = summed_steps[0][0]
     kind = first.options.get("class", "")
-    hides = kind.startswith(SCALE_FREE)
-    exact = not hides and first.options.get("module", "").startswith("torch.")  # other optimizers may divide in step()
-    clipped = [one for one in known if not is_near(size, _times_average(one, one[0].gradients))]
-    if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (hides and not clipped):
+    scale_free = kind.startswith(SCALE_FREE)
+    is_exact = not scale_free and first.options.get("module", "").startswith("torch.")  # others may divide in step()
+    clipped = [by_rank for by_rank in known if not is_near(size, _times_average(by_rank, by_rank[0].gradients))]
+    if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (scale_free and not clipped):
         return []
-    hidden = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
+    note = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
     return one_finding(
         "DDP303",
         ("all_reduce",),
@@ -74,28 +74,28 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
         "over all samples.",
         location=first.summed_at or first.location,
         evidence=[
-            f"in {len(summed)} of the {len(known or steps)} optimizer steps that were compared",
+            f"in {len(summed_steps)} of the {len(known or steps)} optimizer steps that were compared",
             "the loss is a mean over the samples of a rank",
-            hidden if hides else "",
+            note if scale_free else "",
         ],
-        severity=None if exact else Severity.WARNING,
+        severity=None if is_exact else Severity.WARNING,
         fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG if the backend has "
         "it.",
     )
 
 
-def _are_alike(of_ranks: Sequence[OptimizerStep]) -> bool:
+def _gradients_agree(steps: Sequence[OptimizerStep]) -> bool:
     """Check if backward left equal gradients on all ranks (reduced by hooks)."""
-    return all(are_near([one.local.get(name, ()) for one in of_ranks]) for name in of_ranks[0].local)
+    return all(are_near([step.local.get(name, ()) for step in steps]) for name in steps[0].local)
 
 
-def _times_average(of_ranks: Sequence[OptimizerStep], used: Mapping[str, Sequence[float]]) -> float:
+def _times_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
     """Return the ratio of gradients to the ranks' average; 0.0 if not constant."""
     factors = []
-    for name in used.keys() & set.intersection(*(set(one.local) for one in of_ranks)):
-        average = [sum(numbers) / len(of_ranks) for numbers in zip(*(one.local[name] for one in of_ranks), strict=True)]
+    for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
+        average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]
         if power := sum(map(mul, average, average)):
-            factors.append(sum(map(mul, average, used[name])) / power)
-            if math.dist(used[name], [factors[-1] * x for x in average]) > _TOLERANCE * math.hypot(*used[name]):
+            factors.append(sum(map(mul, average, grads[name])) / power)
+            if math.dist(grads[name], [factors[-1] * x for x in average]) > _TOLERANCE * math.hypot(*grads[name]):
                 return 0.0
     return factors[0] if factors and all(is_near(factors[0], factor) for factor in factors) else 0.0

@@ -15,8 +15,8 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
 
     Runs last: the weights assume that the ranks' gradients are weighted sums of the shards' gradients.
     """
-    if chosen := _chosen_by_batch(facts):  # shards use different parts of the model than the global batch
-        return chosen
+    if routing := _chosen_by_batch(facts):  # shards use different parts of the model than the global batch
+        return routing
     analysis = facts.analysis
     wrong = [term for term in analysis.terms if term.error > facts.tolerance]
     fitted = [term for term in wrong if term.is_normalised]
@@ -26,80 +26,80 @@ def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
         fitted = []  # one weight per shard also fits the root of a mean
     rest = [term for term in wrong if term not in fitted]
     fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
-    found = judge_normalisation(facts, fitted) if fitted else []
-    counted = bool(wrong) and not rest and not analysis.frozen  # then modules that mix samples do not change gradients
+    findings = judge_normalisation(facts, fitted) if fitted else []
+    counts_fit = bool(wrong) and not rest and not analysis.frozen  # then modules that mix samples change no gradients
     if facts.known.local.drew_from:
-        return found  # random numbers drawn per sample look like coupling
+        return findings  # random numbers drawn per sample look like coupling
     coupling = analysis.coupling
-    mixes = coupling.module_class and not counted
+    mixes_samples = coupling.module_class and not counts_fit
     gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
-    coupled = any(term.coupled for term in rest)
-    if mixes or (coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
-        found += judge_coupling(facts, rest)
-    elif not counted and coupling.line is not None and not facts.world_changed:
-        found += _normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
-    explained = (coupling.module_class and not analysis.frozen) or coupled or coupling.line
-    if not rest or explained:
-        return found
-    return found + (_weighed_by_others(facts, rest) or (judge_unexplained(facts) if found else []))
+    has_coupled = any(term.coupled for term in rest)
+    if mixes_samples or (has_coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
+        findings += judge_coupling(facts, rest)
+    elif not counts_fit and coupling.line is not None and not facts.world_changed:
+        findings += _normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
+    is_explained = (coupling.module_class and not analysis.frozen) or has_coupled or coupling.line
+    if not rest or is_explained:
+        return findings
+    return findings + (_weighed_by_others(facts, rest) or (judge_unexplained(facts) if findings else []))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
     """Format a loss term; all terms of one line count as one term."""
-    places = [(one.name, one.location) if one.name or one.location else number for number, one in enumerate(terms)]
-    distinct = list(dict.fromkeys(places))
+    labels = [(t.name, t.location) if t.name or t.location else index for index, t in enumerate(terms)]
+    distinct = list(dict.fromkeys(labels))
     if term not in terms or len(distinct) == 1:
         return "the loss"
-    where = " at ".join(text for text in (term.name, str(term.location or "")) if text)
-    number = distinct.index(places[list(terms).index(term)]) + 1
-    return f"term {number} of {len(distinct)} of the loss{f' ({where})' if where else ''}"
+    source = " at ".join(text for text in (term.name, str(term.location or "")) if text)
+    number = distinct.index(labels[list(terms).index(term)]) + 1
+    return f"term {number} of {len(distinct)} of the loss{f' ({source})' if source else ''}"
 
 
 def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
     """Report loss terms that are sums, or means over rank-dependent counts (DDP305)."""
-    world_size, sizes, named = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
+    world_size, sizes, wrapper = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
     by_sample = facts.analysis.numbers == "by sample"
     worst_first = sorted(wrong, key=lambda term: -term.error)
     reasons: dict[str, str] = {}
     for term in worst_first:
-        whose = format_term(term, facts.analysis.terms)
+        name = format_term(term, facts.analysis.terms)
         if term.doubles_with_batch or (world_size > 1 and term.is_sum):
-            what = (
-                f"{whose} sums over samples, and {named} averages over ranks: its gradient is "
+            message = (
+                f"{name} sums over samples, and {wrapper} averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
             )
-            why = (
+            detail = (
                 "the gradients of the shards add up to the global batch's"
                 if term.is_sum
                 else "its gradient doubles when every sample is in the batch twice"
             )
         else:
-            what = (
-                f"{whose} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
+            message = (
+                f"{name} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
                 "not the gradient of the global batch"
             )
-            weights, here = (", ".join(f"{w:.4g}" for w in given) for given in (term.weights, term.rank_weights))
-            why = f"the global batch weighs the ranks by {weights}; {named} weighs "
-            why += f"the ranks by {here}" if here else f"each by {1 / world_size:.4g}"
+            weights, rank_weights = (", ".join(f"{w:.4g}" for w in ws) for ws in (term.weights, term.rank_weights))
+            detail = f"the global batch weighs the ranks by {weights}; {wrapper} weighs "
+            detail += f"the ranks by {rank_weights}" if rank_weights else f"each by {1 / world_size:.4g}"
             if term.count not in ("", "samples"):
-                why = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {why}"
+                detail = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {detail}"
             elif not term.count and by_sample:
-                why += "; no count in the batch fits: the counted elements are chosen in the step, by a random mask "
-                why += "for example"
-        reasons.setdefault(what, why)
+                detail += "; no count in the batch fits: the counted elements are chosen in the step, by a random mask "
+                detail += "for example"
+        reasons.setdefault(message, detail)
     (first, reason), *others = reasons.items()
     return facts.one_finding(
         "DDP305",
         f"{capitalized(first)}.",
         reason,
-        *(f"{what}: {why}" for what, why in others),
+        *(f"{text}: {explanation}" for text, explanation in others),
         f"samples a rank: {', '.join(map(str, sizes))}" if len(set(sizes)) > 1 else "",
         location=worst_first[0].location or facts.known.loss_location,
         fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
         f"by {facts.known.count_of_replicas}."
         if " sums over " in first
         else "",
-        tags=((IS_SUM,) if any(" sums over " in what for what in reasons) else ())
+        tags=((IS_SUM,) if any(" sums over " in text for text in reasons) else ())
         + ((BY_SAMPLE,) if by_sample else ()),
     )
 
@@ -115,23 +115,23 @@ def judge_coupling(facts: SingleProcessFacts, terms: Sequence[LossTerm] = ()) ->
     """Report samples coupled by the model or the loss (DDP304)."""
     coupling, known = facts.analysis.coupling, facts.known
     module = f"{coupling.module or 'the model itself'} ({coupling.module_class})" if coupling.module_class else ""
-    how = ["no module mixes samples: the loss itself couples them"]
+    clues = ["no module mixes samples: the loss itself couples them"]
     if module:
-        how = [f"the output of {module} for one sample depends on the other samples of the batch"]
+        clues = [f"the output of {module} for one sample depends on the other samples of the batch"]
     if coupling.line:
-        how.append(f"samples first meet at {coupling.line}")
+        clues += [f"samples first meet at {coupling.line}"]
     if not module and any(term.coupled for term in terms):
-        how.append("if the outputs of the model for some samples change, the gradients of other samples change as well")
-    where = next((term.location for term in terms if term.coupled and term.location), None)
+        clues += ["if the outputs of the model for some samples change, the gradients of other samples change as well"]
+    term_location = next((term.location for term in terms if term.coupled and term.location), None)
     return facts.one_finding(
         "DDP304",
         f"Samples are coupled through {module or 'the loss'}, so gradients on shards are up to "
         f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
-        *how,
+        *clues,
         subjects=(coupling.module or "loss",),
         location=known.module_locations.get(coupling.module)
         if coupling.module
-        else coupling.line or where or known.loss_location,
+        else coupling.line or term_location or known.loss_location,
         fix="Convert with nn.SyncBatchNorm.convert_sync_batchnorm, or use GroupNorm or LayerNorm; if statistics of "
         "each rank's own samples are intended, ignore DDP304."
         if "BatchNorm" in coupling.module_class

@@ -126,12 +126,12 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     Runs before DDP301, which is a consequence. If the wrapped module is not called either, gradients have to differ: a
     loss may need none of its parameters.
     """
-    unequal_in = {step for steps in facts.unequal.values() for step in steps}
+    unequal_steps = {step for steps in facts.unequal.values() for step in steps}
     is_ddp = facts.known.wrapper.is_ddp
     bypassed = [
         item
         for item in facts.evidence
-        if item.wrapper_calls == 0 and (item.inner_calls or (is_ddp and item.step in unequal_in))
+        if item.wrapper_calls == 0 and (item.inner_calls or (is_ddp and item.step in unequal_steps))
     ]
     if not bypassed:
         return []
@@ -157,7 +157,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that differ only within tensor parallel groups (DDP301)."""
     models = facts.known.models
     within = {name for model in models for name in _unequal_on(facts, model)}
-    between = {name for same in zip(*models, strict=True) for name in _unequal_on(facts, same)}
+    between = {name for replicas in zip(*models, strict=True) for name in _unequal_on(facts, replicas)}
     names = [name for name in facts.unequal if name in within and name not in between]
     if not names:
         return []
@@ -168,19 +168,19 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has the gradient of its part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
-        evidence=[_losses_apart(facts), *_evidence_between_ranks(facts)],
+        evidence=[_differing_losses(facts), *_evidence_between_ranks(facts)],
         fix=PLAN_ADVICE,
     )
 
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
     """Report ranks of a tensor parallel group with different losses (DDP302)."""
-    apart = _losses_apart(facts)
-    if not apart or not facts.mismatched:
+    description = _differing_losses(facts)
+    if not description or not facts.mismatched:
         return []
     return facts.mismatch(
         "DDP302",
-        f"{apart}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
+        f"{description}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
         subjects=("loss",),
         location=facts.known.loss_location,
         fix="Replicate the inputs of the loss in the plan of parallelize_module (output_layouts=Replicate()), or "
@@ -188,16 +188,16 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-def _losses_apart(facts: ReducerFacts) -> str:
+def _differing_losses(facts: ReducerFacts) -> str:
     """Describe the first step with different losses in a tensor parallel group."""
-    losses = {(one.step, one.rank): one.loss for one in facts.evidence if isinstance(one, ShardedStep)}
+    losses = {(item.step, item.rank): item.loss for item in facts.evidence if isinstance(item, ShardedStep)}
     for step, model in itertools.product(sorted({step for step, _ in losses}), facts.known.models):
-        of_ranks = [losses.get((step, rank)) for rank in model]
-        known = [one for one in of_ranks if one is not None]
+        model_losses = [losses.get((step, rank)) for rank in model]
+        known = [loss for loss in model_losses if loss is not None]
         if len(known) == len(model) and max(known) - min(known) > _ANOTHER_LOSS * max(map(abs, known)):
-            shown = " and ".join(f"{one:.6g}" for one in known[:4])
+            text = " and ".join(f"{loss:.6g}" for loss in known[:4])
             ranks = capitalized(format_ranks(model))
-            return f"{ranks} compute one model together, and each a different loss, {shown} in step {step}"
+            return f"{ranks} compute one model together, and each a different loss, {text} in step {step}"
     return ""
 
 
@@ -228,7 +228,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
     count = len(facts.evidence[0].gradients)
     steps = sorted({step for name in names for step in facts.unequal[name]})
     is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
-    whose = f"the wrapper is a {facts.known.wrapper_class}, not a DistributedDataParallel"
+    wrapper_note = f"the wrapper is a {facts.known.wrapper_class}, not a DistributedDataParallel"
     fix = _AVERAGING_HOOK if facts.known.wrapper.comm_hook else "" if is_known else _AVERAGE_ALL
     if facts.known.wrapper.named == "tensor parallelism":
         fix = 'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
@@ -239,7 +239,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
-        evidence=["" if is_known else whose, *_evidence_between_ranks(facts)],
+        evidence=["" if is_known else wrapper_note, *_evidence_between_ranks(facts)],
         fix=fix,
     )
 
@@ -371,9 +371,9 @@ def _constant_ratio(differences: Sequence[Difference]) -> float | None:
     ratios = [item.ratio for item in differences]
     if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
         return None
-    middle = sorted(ratios)[len(ratios) // 2]
-    spread = max(abs(ratio - middle) for ratio in ratios)
-    return middle if spread <= 0.01 * abs(middle) and middle != 0.0 else None
+    median = sorted(ratios)[len(ratios) // 2]
+    spread = max(abs(ratio - median) for ratio in ratios)
+    return median if spread <= 0.01 * abs(median) and median != 0.0 else None
 
 
 # Under torch.compile
@@ -410,12 +410,12 @@ def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
     if not evidence:
         return "torch.compile was not run: everything is checked as the code is written"
     errors = [difference.error for item in evidence for difference in item.differences]
-    apart = (
+    effect = (
         "draws different random numbers"
         if _drew_others(evidence)
         else f"gives the same gradients, within a relative error of {max(errors, default=0.0):.1g}"
     )
-    return f"only the steps under the wrapper are repeated with torch.compile, which {apart}; the rest runs without it"
+    return f"only the steps under the wrapper are repeated with torch.compile, which {effect}; the rest runs without it"
 
 
 def _drew_others(evidence: Sequence[CompiledStep]) -> bool:

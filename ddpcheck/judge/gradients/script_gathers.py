@@ -22,18 +22,18 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
 
     Needs all ranks (`uses` by rank) in `_FEWEST` steps, or in one if parameters get no gradient: DDP raises next.
     """
-    steps = [{one.step for one in of_rank} for of_rank in uses]
+    steps = [{use.step for use in rank_uses} for rank_uses in uses]
     common = set.intersection(*steps) if len(uses) > 1 else set()
     if not common:
         return []
-    one = uses[0][0]
-    if names := [*map(short, one.names)]:
+    first = uses[0][0]
+    if names := [*map(short, first.names)]:
         return one_finding(
             "DDP309",
             names,
             f"{join_names(names)} {plural_verb('reaches', 'reach', names)} the loss only through the result of "
-            f"{one.operation}, which carries no gradient: {plural_verb('it gets', 'they get', names)} none.",
-            location=one.location,
+            f"{first.operation}, which carries no gradient: {plural_verb('it gets', 'they get', names)} none.",
+            location=first.location,
             evidence=["its input carries a gradient, and its result is in the loss and carries none"],
             fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates.",
         )
@@ -41,10 +41,10 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
         return []
     return one_finding(
         "DDP309",
-        (one.operation,),
-        f"The loss treats the {one.rows} rows that {one.operation} gathered as constants, including the rank's own "
+        (first.operation,),
+        f"The loss treats the {first.rows} rows that {first.operation} gathered as constants, including the rank's own "
         "rows: a feature gets the gradient of its row of the loss only, and no gradient of other rows.",
-        location=one.location,
+        location=first.location,
         evidence=["its input carries a gradient, and its result is in the loss and carries none"],
         severity=Severity.WARNING,
         fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
@@ -62,57 +62,57 @@ def judge_own_parts(
     gradient, and DDP divides the sum by the world size. The factor matters if steps depend on gradient scale, or the
     loss also uses the features directly. If gradients differ, gradients from other ranks' losses are lost.
     """
-    by_step = [{one.step: one for one in reversed(of_rank)} for of_rank in parts]
-    steps = [[of_rank[step] for of_rank in by_step] for step in sorted(set.intersection(*map(set, by_step)))]
-    steps = [of_ranks for of_ranks in steps if all(any(one.arrived) for one in of_ranks)]
-    every = [one for of_ranks in steps for one in of_ranks]
-    as_it_is = len({one.by_function for one in every}) == 1 and all(abs(one.factor - 1) < _NEAR for one in every)
-    if len(parts) < 2 or len(steps) < _FEWEST or not as_it_is:
+    indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in parts]
+    steps = [[by_step[step] for by_step in indexed] for step in sorted(set.intersection(*map(set, indexed)))]
+    steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
+    every = [part for by_rank in steps for part in by_rank]
+    unscaled = len({part.by_function for part in every}) == 1 and all(abs(part.factor - 1) < _NEAR for part in every)
+    if len(parts) < 2 or len(steps) < _FEWEST or not unscaled:
         return []
-    first, apart = every[0], [_difference([one.arrived for one in of_ranks]) for of_ranks in steps]
-    seen = f"in {counted(len(steps), 'compared step')}"
+    first, distances = every[0], [_difference([part.arrived for part in by_rank]) for by_rank in steps]
+    seen_in = f"in {counted(len(steps), 'compared step')}"
     fix = "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks"
     end = "; or do so in the backward of the script's own function." if first.by_function else ", and put no part back."
     fix += end
-    if min(apart) > _APART:
+    if min(distances) > _APART:
         return one_finding(
             "DDP309",
             (first.operation,),
             f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
             "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
             location=first.location,
-            evidence=[f"the gradient of the gathered rows differs between ranks, {seen}"],
+            evidence=[f"the gradient of the gathered rows differs between ranks, {seen_in}"],
             severity=Severity.WARNING,
             fix=fix,
         )
-    used = [one for of_rank in losses for one in of_rank if any(step[0].step == one.step for step in steps)]
-    terms, besides = [term for one in used for term in one.terms], all(one.besides for one in every)
-    plain = all(
-        (besides or (term.kind == "mean" and abs(term.factor) < 1 + _NEAR)) and len(parts) not in term.multipliers
+    used = [loss for rank_losses in losses for loss in rank_losses if any(step[0].step == loss.step for step in steps)]
+    terms, is_mixed = [term for loss in used for term in loss.terms], all(part.besides for part in every)
+    is_plain = all(
+        (is_mixed or (term.kind == "mean" and abs(term.factor) < 1 + _NEAR)) and len(parts) not in term.multipliers
         for term in terms
     )
-    if max(apart) > _NEAR or not (scale_matters or besides) or not terms or not plain:
+    if max(distances) > _NEAR or not (scale_matters or is_mixed) or not terms or not is_plain:
         return []
-    part = "its part of the gradients is" if besides else "gradients are"
+    phrase = "its part of the gradients is" if is_mixed else "gradients are"
     return one_finding(
         "DDP303" if first.by_function else "DDP309",
         ("loss",) if first.by_function else (first.operation,),
         f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the gradient of "
-        f"this loss reaches the rank's own features only. DDP averages over the ranks: {part} 1/{len(parts)} of what "
+        f"this loss reaches the rank's own features only. DDP averages over the ranks: {phrase} 1/{len(parts)} of what "
         "the loss asks for.",
         location=first.location,
         evidence=[
-            f"the gradient of the gathered rows is the same on every rank, {seen}",
-            *(["other terms of the loss use the features directly, and have their whole gradient"] * besides),
+            f"the gradient of the gathered rows is the same on every rank, {seen_in}",
+            *(["other terms of the loss use the features directly, and have their whole gradient"] * is_mixed),
         ],
         severity=Severity.WARNING,
-        fix=f"Multiply {'these terms' if besides else 'the loss'} by the world size. Or: {fix}",
+        fix=f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {fix}",
     )
 
 
 def _difference(sketches: Sequence[Sequence[float]]) -> float:
     """Return the largest relative distance of a sketch from the first rank's."""
     first, *others = sketches
-    if any(len(other) != len(first) for other in others):
+    if any(len(sketch) != len(first) for sketch in others):
         return math.inf
-    return relative(max(math.dist(first, other) for other in others), math.hypot(*first))
+    return relative(max(math.dist(first, sketch) for sketch in others), math.hypot(*first))

@@ -34,11 +34,11 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
         return Severity.WARNING
     if median(max(step) / min(step) for step in steps) >= _TWICE:
         return Severity.ERROR
-    parts = [[weight / sum(step) for weight in step] for step in steps]
-    average = [sum(of_rank) / len(parts) for of_rank in zip(*parts, strict=True)]
-    most, least = average.index(max(average)), average.index(min(average))
-    always = len(parts) >= _FEWEST and all(part[most] > part[least] for part in parts)
-    return Severity.ERROR if always and average[most] >= _ALWAYS * average[least] else Severity.WARNING
+    shares = [[weight / sum(step) for weight in step] for step in steps]
+    average = [sum(rank_weights) / len(shares) for rank_weights in zip(*shares, strict=True)]
+    heaviest, lightest = average.index(max(average)), average.index(min(average))
+    always = len(shares) >= _FEWEST and all(share[heaviest] > share[lightest] for share in shares)
+    return Severity.ERROR if always and average[heaviest] >= _ALWAYS * average[lightest] else Severity.WARNING
 
 
 FEWEST_PASSES = 3  # backward passes to compare
@@ -62,22 +62,22 @@ def judge_losses(
     Under tensor parallelism, `losses` are of one rank per model. `whole` has the steps, by rank, whose loss covers all
     ranks and whose gradient is a part of the total.
     """
-    losses = [[one for one in of_rank if one.wrappers] for of_rank in losses]  # the last micro-batch of each step
-    by_place = [{(one.step, one.number): one for one in of_rank} for of_rank in losses]
-    common = sorted(set.intersection(*map(set, by_place))) if by_place else []
-    every = [[of_rank[place] for of_rank in by_place] for place in common]
-    for passes in group_by(every, lambda of_ranks: tuple(one.location for one in of_ranks)).values():
-        if len(passes) >= FEWEST_PASSES and (found := _judge_loss(passes, whole, together=together, summed=summed)):
-            return found
+    losses = [[loss for loss in rank_losses if loss.wrappers] for rank_losses in losses]  # last micro-batch per step
+    indexed = [{(loss.step, loss.number): loss for loss in rank_losses} for rank_losses in losses]
+    common = sorted(set.intersection(*map(set, indexed))) if indexed else []
+    all_passes = [[by_pass[key] for by_pass in indexed] for key in common]
+    for passes in group_by(all_passes, lambda by_rank: tuple(loss.location for loss in by_rank)).values():
+        if len(passes) >= FEWEST_PASSES and (findings := _judge_loss(passes, whole, together=together, summed=summed)):
+            return findings
     return []
 
 
 def _judge_loss(passes: Losses, whole: Sequence[Container[int]], *, together: int, summed: bool) -> list[Finding]:
     """Judge one of several losses, such as of a generator or discriminator."""
-    add_up = any(of_ranks[rank].step in steps for of_ranks in passes for rank, steps in enumerate(whole))
-    found = [] if add_up or summed else _judge_scale(passes, together) or _judge_shared(passes)
-    found = found or _judge_counted_again(passes, together, summed=summed)
-    return found or _judge_counts(passes) or judge_own_weights(passes)
+    is_partial = any(by_rank[rank].step in steps for by_rank in passes for rank, steps in enumerate(whole))
+    findings = [] if is_partial or summed else _judge_scale(passes, together) or _judge_shared(passes)
+    findings = findings or _judge_counted_again(passes, together, summed=summed)
+    return findings or _judge_counts(passes) or judge_own_weights(passes)
 
 
 def are_for_sums(losses: Losses, wrapper: int) -> bool:
@@ -85,47 +85,47 @@ def are_for_sums(losses: Losses, wrapper: int) -> bool:
 
     Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
     """
-    every = [one for of_rank in losses for one in of_rank if wrapper in one.wrappers or wrapper in one.put_off]
-    last = {one.step: one.number + 1 for one in every}  # micro-batches by step
+    every = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
+    micro_batches = {loss.step: loss.number + 1 for loss in every}  # by step
     terms: dict[tuple[int, int], list[ScaledTerm]] = {}
-    for one in every:
-        terms.setdefault((one.step, one.number), []).extend(one.terms)
-    of_passes = [(last[step], of_pass) for (step, _), of_pass in terms.items() if of_pass]
-    return bool(of_passes) and all(_is_for_sums(of_pass, count * len(losses)) for count, of_pass in of_passes)
+    for entry in every:
+        terms.setdefault((entry.step, entry.number), []).extend(entry.terms)
+    passes = [(micro_batches[step], pass_terms) for (step, _), pass_terms in terms.items() if pass_terms]
+    return bool(passes) and all(_is_for_sums(pass_terms, count * len(losses)) for count, pass_terms in passes)
 
 
 def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
     """Check the terms of a backward pass; `count`: passes per step over all ranks."""
-    alike = len({round(term.factor, 9) for term in terms}) == 1
-    return alike and all(
+    is_uniform = len({round(term.factor, 9) for term in terms}) == 1
+    return is_uniform and all(
         abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < _TOLERANCE for term in terms
     )
 
 
 def _judge_scale(passes: Losses, together: int) -> list[Finding]:
     """Report a mean scaled by the world size or model group size (DDP303)."""
-    every = [one for of_ranks in passes for one in of_ranks]
-    kinds = {term.kind for one in every for term in one.terms}
-    if not kinds or not all(one.scaled and one.terms for one in every):
+    losses = [loss for by_rank in passes for loss in by_rank]
+    kinds = {term.kind for loss in losses for term in loss.terms}
+    if not kinds or not all(loss.scaled and loss.terms for loss in losses):
         return []
-    known = "mean" if "mean" in kinds else "sum"
-    scales = {round(abs(_total(t)) * (one.number + 1), 4) for one in every for t in one.terms if t.kind == known}
+    kind = "mean" if "mean" in kinds else "sum"
+    scales = {round(abs(_total(t)) * (loss.number + 1), 4) for loss in losses for t in loss.terms if t.kind == kind}
     sizes = _sizes(len(passes[0]), together)
     for size in sizes:
-        divided = {round(1.0 / size, 4), *([float(size)] if known == "mean" else [])}  # a sum may match by chance
-        by_it = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for one in every for t in one.terms)
-        if by_it and len(scales) == 1 and scales <= divided and not any(one.number + 1 == size for one in every):
+        divided = {round(1.0 / size, 4), *([float(size)] if kind == "mean" else [])}  # a sum may match by chance
+        fits = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms)
+        if fits and len(scales) == 1 and scales <= divided and not any(loss.number + 1 == size for loss in losses):
             break  # else the divisor may be the number of micro-batches
     else:
         return []
-    power = max(scales) - 1
-    says = "multiplied" if power > 0 else "divided"
+    excess = max(scales) - 1
+    verb = "multiplied" if excess > 0 else "divided"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a mean that is {says} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
-        f"{size if power > 0 else f'1/{size} of'} {'times ' if power > 0 else ''}those of the mean.",
-        location=every[0].scaled,
+        f"The loss is a mean that is {verb} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
+        f"{size if excess > 0 else f'1/{size} of'} {'times ' if excess > 0 else ''}those of the mean.",
+        location=losses[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
         fix="Do not scale the loss: DDP averages gradients, which gives the gradient of the mean over all ranks.",
@@ -143,18 +143,18 @@ def _sizes(replicas: int, together: int) -> dict[int, str]:
 
 def _judge_shared(passes: Losses) -> list[Finding]:
     """Report sums divided by a global number, and by DDP again (DDP303)."""
-    lines = [_divided_by(of_ranks) for of_ranks in passes]
-    if not all(lines):
+    divisors = [_divided_by(by_rank) for by_rank in passes]
+    if not all(divisors):
         return []
-    total, line, besides = next(filter(None, lines))
-    what, lost = ("A term of the loss", "it has {} of its weight relative to the other terms")
-    if not besides:
-        what, lost = "The loss", "gradients are {} of those of the mean"
+    total, line, is_mixed = next(filter(None, divisors))
+    part, effect = ("A term of the loss", "it has {} of its weight relative to the other terms")
+    if not is_mixed:
+        part, effect = "The loss", "gradients are {} of those of the mean"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"{what} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
-        f"ranks again: {lost.format(f'1/{len(passes[0])}')}.",
+        f"{part} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
+        f"ranks again: {effect.format(f'1/{len(passes[0])}')}.",
         location=line,
         evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
         severity=Severity.WARNING,
@@ -167,28 +167,28 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
 
     If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of models again.
     """
-    steps: dict[int, list[LossDifferentiated]] = group_by(itertools.chain.from_iterable(passes), lambda one: one.step)
+    steps: dict[int, list[LossDifferentiated]] = group_by(itertools.chain.from_iterable(passes), lambda loss: loss.step)
     compared = [
-        [term for one in of_step for term in one.terms]
-        for of_step in steps.values()
-        if all(len(one.terms) == 1 and not one.number for one in of_step)
+        [term for loss in step_losses for term in loss.terms]
+        for step_losses in steps.values()
+        if all(len(loss.terms) == 1 and not loss.number for loss in step_losses)
     ]
-    alike = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in compared)
-    if together < 2 or len(compared) < max(FEWEST_PASSES, len(steps)) or not alike or compared[0][0].kind != "sum":
+    is_uniform = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in compared)
+    if together < 2 or len(compared) < max(FEWEST_PASSES, len(steps)) or not is_uniform or compared[0][0].kind != "sum":
         return []
     models = len(passes[0])
-    divided = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in compared if terms[0].factor]
-    times = round(divided[0] * (1 if summed else models)) if divided else 0
+    ratios = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in compared if terms[0].factor]
+    factor = round(ratios[0] * (1 if summed else models)) if ratios else 0
     sizes = {together} if summed else {together, models, together * models}
-    if times not in sizes - {1} or any(abs(by * (1 if summed else models) / times - 1) > _TOLERANCE for by in divided):
+    if factor not in sizes - {1} or any(abs(r * (1 if summed else models) / factor - 1) > _TOLERANCE for r in ratios):
         return []
     first = passes[0][0]
-    again = "" if summed else ", and DDP averages over the replicas again"
+    note = "" if summed else ", and DDP averages over the replicas again"
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a sum, divided by {divided[0]:.3g} times the number of its elements in all replicas{again}: "
-        f"gradients are 1/{times} of those of the mean.",
+        f"The loss is a sum, divided by {ratios[0]:.3g} times the number of its elements in all replicas{note}: "
+        f"gradients are 1/{factor} of those of the mean.",
         location=first.scaled or first.made or first.location,
         evidence=[
             f"in all {len(compared)} backward passes that were compared",
@@ -200,33 +200,33 @@ def _judge_counted_again(passes: Losses, together: int, *, summed: bool) -> list
     )
 
 
-def _divided_by(of_ranks: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
+def _divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
     """Return the reduced total that divides all sums, and its line.
 
     A mean times the rank's own addend counts as a sum. The third item is True if other terms are means.
     """
-    size = float(len(of_ranks))
-    if any(one.hooked for one in of_ranks):
+    size = float(len(losses))
+    if any(loss.hooked for loss in losses):
         return None
-    for numbers in zip(*([number for number in one.reduced if not number.members] for one in of_ranks), strict=False):
+    for numbers in zip(*([number for number in loss.reduced if not number.members] for loss in losses), strict=False):
         total = sum(number.value for number in numbers)
-        of_rank = [
+        terms = [
             (term, term.kind == "sum" or _is_among(number.value, term.multipliers))
-            for number, one in zip(numbers, of_ranks, strict=True)
-            for term in one.terms
+            for number, loss in zip(numbers, losses, strict=True)
+            for term in loss.terms
             if term.factor
         ]
-        sums = [term for term, is_sum in of_rank if is_sum]
-        by_size = all(size in term.multipliers for term in sums) or any(size in term.divisors for term, _ in of_rank)
+        sums = [term for term, is_sum in terms if is_sum]
+        by_size = all(size in term.multipliers for term in sums) or any(size in term.divisors for term, _ in terms)
         if len({number.location for number in numbers}) > 1 or by_size or not all(map(_is_all_known, sums)):
             continue
         if total > 1 and all(_is_among(total, term.divisors) for term in sums):
-            return total, numbers[0].location, len(sums) < len(of_rank)
+            return total, numbers[0].location, len(sums) < len(terms)
     return None
 
 
-def _is_among(number: float, others: Sequence[float]) -> bool:
-    return any(map(partial(is_near, number), others))
+def _is_among(number: float, numbers: Sequence[float]) -> bool:
+    return any(map(partial(is_near, number), numbers))
 
 
 def _is_all_known(term: ScaledTerm) -> bool:
@@ -235,9 +235,9 @@ def _is_all_known(term: ScaledTerm) -> bool:
     return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
 
-def is_near(one: float, other: float) -> bool:
+def is_near(expected: float, value: float) -> bool:
     """Check if two numbers are equal within rounding."""
-    return abs(one - other) < _TOLERANCE * abs(one)
+    return abs(expected - value) < _TOLERANCE * abs(expected)
 
 
 def judge_accumulated(losses: Losses) -> list[Finding]:
@@ -247,42 +247,42 @@ def judge_accumulated(losses: Losses) -> list[Finding]:
     pass or the script takes a batch for each pass.
     """
     steps: dict[int, list[list[LossDifferentiated]]] = {}
-    for rank, of_rank in enumerate(losses):
-        for one in of_rank:
-            steps.setdefault(one.step, [[] for _ in losses])[rank].append(one)
-    before = {step: [of_rank[-1].batches if of_rank else 0 for of_rank in of_ranks] for step, of_ranks in steps.items()}
+    for rank, rank_losses in enumerate(losses):
+        for loss in rank_losses:
+            steps.setdefault(loss.step, [[] for _ in losses])[rank].append(loss)
+    before = {step: [passes[-1].batches if passes else 0 for passes in by_rank] for step, by_rank in steps.items()}
     before[-1] = [0] * len(losses)
-    several = [
-        (of_ranks, before.get(step - 1))
-        for step, of_ranks in steps.items()
+    accumulated = [
+        (by_rank, before.get(step - 1))
+        for step, by_rank in steps.items()
         if all(
             # known batch counts: no loader, one batch per pass, or the previous step was recorded
             len(passes) > 1 and (not passes[-1].batches or step - 1 in before or passes[0].batches < passes[-1].batches)
-            for passes in of_ranks
+            for passes in by_rank
         )
     ]
     undivided = [
-        of_ranks
-        for of_ranks, taken in several
-        if all(_is_undivided(passes, 0 if taken is None else taken[rank]) for rank, passes in enumerate(of_ranks))
+        by_rank
+        for by_rank, counts in accumulated
+        if all(_is_undivided(passes, 0 if counts is None else counts[rank]) for rank, passes in enumerate(by_rank))
     ]
-    if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(several):
+    if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(accumulated):
         return []
-    passes = undivided[0][0]
+    first = undivided[0][0]
     return one_finding(
         "DDP514",
         ("loss",),
-        f"The losses of {len(passes)} micro-batches, each a mean, are added up and not divided by their number: the "
-        f"gradient of a step is {len(passes)} times that of the same samples in one batch.",
-        location=passes[0].uncounted or passes[0].made or passes[0].location,
+        f"The losses of {len(first)} micro-batches, each a mean, are added up and not divided by their number: the "
+        f"gradient of a step is {len(first)} times that of the same samples in one batch.",
+        location=first[0].uncounted or first[0].made or first[0].location,
         evidence=[
-            f"nothing divides the means by {len(passes)}, in all {len(undivided)} optimizer steps that were compared",
-            "the function is given num_items_in_batch, and does not read it" if passes[0].uncounted else "",
+            f"nothing divides the means by {len(first)}, in all {len(undivided)} optimizer steps that were compared",
+            "the function is given num_items_in_batch, and does not read it" if first[0].uncounted else "",
         ],
         severity=Severity.WARNING,
         fix="Divide sums over items by num_items_in_batch; or let the trainer divide by the number of micro-batches "
         "(model_accepts_loss_kwargs = False)."
-        if passes[0].uncounted
+        if first[0].uncounted
         else "Divide the loss by the number of micro-batches of the step before backward.",
     )
 
@@ -293,39 +293,39 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
     `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
     """
     last, wrappers = passes[-1], set(passes[-1].wrappers)
-    kinds = {tuple(term.kind for term in one.terms) for one in passes}
-    if not wrappers or len({one.location for one in passes}) > 1 or len(kinds) > 1:
+    kinds = {tuple(term.kind for term in loss.terms) for loss in passes}
+    if not wrappers or len({loss.location for loss in passes}) > 1 or len(kinds) > 1:
         return False
-    own = all(not wrappers.isdisjoint((*one.put_off, *one.wrappers)) for one in passes)
-    taken = all(before.batches < after.batches for before, after in itertools.pairwise(passes))
-    put_off = all(not wrappers.isdisjoint(one.put_off) for one in passes[:-1])
-    fetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
-    if not own or not (taken or fetched if last.batches else put_off):
+    is_wrapped = all(not wrappers.isdisjoint((*loss.put_off, *loss.wrappers)) for loss in passes)
+    takes_batches = all(earlier.batches < later.batches for earlier, later in itertools.pairwise(passes))
+    put_off = all(not wrappers.isdisjoint(loss.put_off) for loss in passes[:-1])
+    prefetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
+    if not is_wrapped or not (takes_batches or prefetched if last.batches else put_off):
         return False
-    weights = [max(one.weighed or map(abs, map(_total, one.terms)), default=0.0) for one in passes]
-    scales = {tuple(map(_scales_of_mean, one.terms)) for one in passes}
-    divided = any(is_near(1 / len(passes), weight) for one in passes for weight in one.weighed)
+    weights = [max(loss.weighed or map(abs, map(_total, loss.terms)), default=0.0) for loss in passes]
+    scales = {tuple(map(_scales_of_mean, loss.terms)) for loss in passes}
+    divided = any(is_near(1 / len(passes), weight) for loss in passes for weight in loss.weighed)
     return all(abs(weight - 1.0) < _TOLERANCE for weight in weights) or (
         not divided
         and len(scales) == 1
-        and all(one and not _divides(one, len(passes)) for one in scales.pop() or ((),))
+        and all(factors and not _divides(factors, len(passes)) for factors in scales.pop() or ((),))
     )
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
     """Return the scales of a mean (or sum over rows), if all are known."""
-    rows = next((by for by in term.divisors if by > 1 and not term.count % by), 1.0) if term.kind == "sum" else 1.0
-    by = [number for number in term.divisors if number not in (rows, 0.0)]
-    known = is_near(math.prod(term.multipliers) / math.prod(by) / rows, abs(term.factor))
+    rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
+    divisors = [div for div in term.divisors if div not in (rows, 0.0)]
+    known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
     return (
-        (1.0, *term.multipliers, *(1 / number for number in by)) if known and (rows > 1 or term.kind == "mean") else ()
+        (1.0, *term.multipliers, *(1 / div for div in divisors)) if known and (rows > 1 or term.kind == "mean") else ()
     )
 
 
 def _divides(scales: Sequence[float], count: int) -> bool:
     """Check if a product of some scales is 1 / `count`."""
-    chosen = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
-    return any(is_near(1 / count, math.prod(some)) for some in chosen)
+    subsets = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
+    return any(is_near(1 / count, math.prod(subset)) for subset in subsets)
 
 
 def _total(term: ScaledTerm) -> float:
@@ -336,40 +336,40 @@ def _total(term: ScaledTerm) -> float:
 def _judge_counts(passes: Losses) -> list[Finding]:
     """Report sums that each rank divides by its own number (DDP305)."""
     for weight in _WEIGHTS:
-        every = [_own_counts(of_ranks, weight) for of_ranks in passes]
-        unequal = [counts for counts in every if counts]
+        all_counts = [_own_counts(by_rank, weight) for by_rank in passes]
+        unequal = [counts for counts in all_counts if counts]
         distinct = len({tuple(counts) for counts in unequal})  # else a weight may yield integers by chance
         if (
             len(unequal) >= FEWEST_PASSES
             and 2 * len(unequal) > len(passes)
             and (weight == 1.0 or distinct >= FEWEST_PASSES)
         ):
-            return _unequal_counts(passes, every, unequal)
+            return _unequal_counts(passes, all_counts, unequal)
     return []
 
 
-def _unequal_counts(passes: Losses, every: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
-    summed = _line_of_sums(*next(pair for pair in zip(passes, every, strict=True) if pair[1]))
-    own = "a number that is summed over some of the ranks only" if summed else "its own number of elements"
+def _unequal_counts(passes: Losses, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
+    line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
+    number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
     return one_finding(
         "DDP305",
         ("loss",),
-        f"The loss of each rank is divided by {own}, and the numbers differ, so the average over ranks is a mean of "
+        f"The loss of each rank is divided by {number}, and the numbers differ, so the average over ranks is a mean of "
         "means and not that of all elements of the step.",
-        location=summed or _line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
+        location=line or _line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
         evidence=[
             f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
             + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
         ],
-        severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in every]),
+        severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in all_counts]),
         fix="all_reduce the numbers, and divide by their sum / world_size, for the gradients are averaged.",
     )
 
 
-def _line_of_sums(of_ranks: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
+def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
     """Return the all_reduce over some ranks that makes each rank's divisor."""
-    for numbers in zip(*([number for number in one.reduced if number.members] for one in of_ranks), strict=False):
-        sums = [sum(one.value for rank, one in enumerate(numbers) if rank in own.members) for own in numbers]
+    for numbers in zip(*([number for number in loss.reduced if number.members] for loss in losses), strict=False):
+        sums = [sum(number.value for r, number in enumerate(numbers) if r in reduced.members) for reduced in numbers]
         line: Location | None = numbers[0].location
         if all(map(is_near, counts, sums)):
             return line
@@ -380,18 +380,18 @@ def _line_of_counts(passes: Losses) -> Location | None:
     """Return the line of the only term whose count or factor differs."""
     lines = {
         terms[0].location
-        for of_ranks in passes
-        for terms in zip(*(one.terms for one in of_ranks), strict=False)
+        for by_rank in passes
+        for terms in zip(*(loss.terms for loss in by_rank), strict=False)
         if len({(term.count, round(term.factor, 9)) for term in terms}) > 1
     }
     return lines.pop() if len(lines) == 1 else None
 
 
-def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[float]:
+def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
     """Return the integer divisors of a sum by rank, if ranks differ."""
-    of_samples = set().union(*map(_of_samples, of_ranks))
-    for terms in zip(*(one.terms for one in of_ranks), strict=False):
-        if any(term.head in of_samples for term in terms):
+    sample_heads = set().union(*map(_sample_heads, losses))
+    for terms in zip(*(loss.terms for loss in losses), strict=False):
+        if any(term.head in sample_heads for term in terms):
             continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
         if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
@@ -400,9 +400,9 @@ def _own_counts(of_ranks: Sequence[LossDifferentiated], weight: float) -> list[f
     return []
 
 
-def _of_samples(one: LossDifferentiated) -> set[int | None]:
+def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
     """Return heads whose per-sample terms have different divisors."""
-    by_head = group_by((term for term in one.terms if term.head is not None), lambda term: term.head)
+    by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 

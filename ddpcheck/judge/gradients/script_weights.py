@@ -24,22 +24,22 @@ _SMOOTH = 0.25  # relative change of the log ratio between passes
 
 def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Finding]:
     """Return at most one finding; `passes` are backward passes, each by rank."""
-    shapes = {tuple(term.kind for term in one.terms) for of_ranks in passes for one in of_ranks}
-    for place in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
-        terms = [[one.terms[place] for one in of_ranks] for of_ranks in passes]
-        weights = [[_weight(term) for term in of_ranks] for of_ranks in terms]
-        elements = [[_of_element(term) for term in of_ranks] for of_ranks in terms]
-        if not all(map(all, weights)) or not all(_goes_on(numbers) for numbers in (weights, elements)):
+    shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
+    for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
+        terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
+        weights = [[_weight(term) for term in by_rank] for by_rank in terms]
+        elements = [[_of_element(term) for term in by_rank] for by_rank in terms]
+        if not all(map(all, weights)) or not all(_persists(numbers) for numbers in (weights, elements)):
             continue
-        first, line = terms[0][0], passes[0][0]
-        by_rank = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
+        first, first_loss = terms[0][0], passes[0][0]
+        text = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
         return one_finding(
             "DDP305",
             ("loss",),
             "Each rank multiplies a term of the loss by a different number, which it keeps from step to step: samples "
             "of one rank count more than those of another.",
-            location=first.location or line.scaled or line.made or line.location,
-            evidence=[f"in all {len(passes)} backward passes that were compared; in the last of them {by_rank}"],
+            location=first.location or first_loss.scaled or first_loss.made or first_loss.location,
+            evidence=[f"in all {len(passes)} backward passes that were compared; in the last of them {text}"],
             severity=Severity.WARNING,
             fix="all_reduce the number, or the values that it is computed from, so that it is the same on every rank.",
         )
@@ -56,13 +56,13 @@ def _of_element(term: ScaledTerm) -> float:
     return abs(term.factor) / (term.count if term.kind == "mean" and term.count else 1)
 
 
-def _goes_on(numbers: Sequence[Sequence[float]]) -> bool:
+def _persists(numbers: Sequence[Sequence[float]]) -> bool:
     """Check if a rank's numbers stay above or below rank 0's by similar ratios."""
     for rank in range(1, len(numbers[0])):
-        ratios = [math.log(of_ranks[rank] / of_ranks[0]) for of_ranks in numbers]
+        ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
-        far, fewest = median(map(abs, ratios)), _FEWEST if max(changes, default=0.0) < _NEAR else _FEWEST_ADAPTED
-        if len(ratios) >= fewest and far > _APART and len({ratio > 0 for ratio in ratios}) == 1:
-            if median(changes) < _SMOOTH * far:
+        typical, fewest = median(map(abs, ratios)), _FEWEST if max(changes, default=0.0) < _NEAR else _FEWEST_ADAPTED
+        if len(ratios) >= fewest and typical > _APART and len({ratio > 0 for ratio in ratios}) == 1:
+            if median(changes) < _SMOOTH * typical:
                 return True
     return False

@@ -44,8 +44,8 @@ _SWITCHES = {
 def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> list[Finding]:
     """Judge gradients, loaded state and updates under `fully_shard`."""
     facts = ReducerFacts.of(evidence, known)
-    found = explain_by_ignored_parameters(facts) + first_explanation(EXPLANATIONS, facts)
-    return found + judge_loaded_state(evidence) or judge_updates(facts)
+    findings = explain_by_ignored_parameters(facts) + first_explanation(EXPLANATIONS, facts)
+    return findings + judge_loaded_state(evidence) or judge_updates(facts)
 
 
 def judge_updates(facts: ReducerFacts) -> list[Finding]:
@@ -57,12 +57,12 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
     wrong = []
     for step, items in group_by_step(facts.evidence).items():
         sharded = [item for item in items if isinstance(item, ShardedStep)]
-        alone = frozenset.intersection(*(item.updated_alone for item in sharded)) if sharded else frozenset()
-        wrong += [(step, bad) for item in sharded for bad in item.against_whole if bad.bad and bad.name in alone]
+        local = frozenset.intersection(*(item.updated_alone for item in sharded)) if sharded else frozenset()
+        wrong += [(step, bad) for item in sharded for bad in item.against_whole if bad.bad and bad.name in local]
     if not wrong:
         return []
     step = min(step for step, _ in wrong)
-    by_name = {bad.name: bad for of_step, bad in wrong if of_step == step}
+    by_name = {bad.name: bad for wrong_step, bad in wrong if wrong_step == step}
     names = list(by_name)
     updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
     return facts.known.names.one_finding(
@@ -82,12 +82,12 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
 
 def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
     """Report one optimizer's reduced shard gradients scaled by rank-dependent factors (DDP306)."""
-    for of_ranks in steps:
-        factors = [_factor([*one.shard_scales.values()]) for one in of_ranks]
+    for by_rank in steps:
+        factors = [_factor([*step.shard_scales.values()]) for step in by_rank]
         known = [factor for factor in factors if factor is not None]
-        if len(known) < len(of_ranks) or max(known) - min(known) <= _ANOTHER * max(known):
+        if len(known) < len(by_rank) or max(known) - min(known) <= _ANOTHER * max(known):
             continue
-        first = of_ranks[0]
+        first = by_rank[0]
         return one_finding(
             "DDP306",
             ("gradients",),
@@ -108,33 +108,33 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
 
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """Report a recipe's optimizer state loaded from one rank on all (DDP521)."""
-    first = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
+    items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
     return state_of_one_rank(
-        [item.loaded for item in first],
-        next((item.updated_at for item in first), None),
+        [item.loaded for item in items],
+        next((item.updated_at for item in items), None),
         ["the optimizer has it before the first step, on every rank"],
     )
 
 
 def state_of_one_rank(
-    states: Sequence[Mapping[str, float]], where: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
+    states: Sequence[Mapping[str, float]], line: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
 ) -> list[Finding]:
     """Report equal optimizer state on all ranks for different shards (DDP521).
 
     `states` are norms by rank. Step counters are replicated and ignored; norms of different shards differ.
     """
-    held = [{name: size for name, size in one.items() if size and not name.endswith(": step")} for one in states]
-    if len(held) < 2 or len(set(held[0].values())) < 2 or any(one != held[0] for one in held):
+    norms = [{name: norm for name, norm in state.items() if norm and not name.endswith(": step")} for state in states]
+    if len(norms) < 2 or len(set(norms[0].values())) < 2 or any(state != norms[0] for state in norms):
         return []
-    keys = sorted({name.rpartition(": ")[2] for name in held[0]})
+    keys = sorted({name.rpartition(": ")[2] for name in norms[0]})
     return one_finding(
         "DDP521",
         keys,
         f"Every rank has the same {join_names(keys)} for its part of each of "
-        f"{counted(len({name.rpartition(': ')[0] for name in held[0]}), 'parameter')}, where each should have a "
+        f"{counted(len({name.rpartition(': ')[0] for name in norms[0]}), 'parameter')}, where each should have a "
         "different part: the optimizer's state is that of one rank.",
         steps=tuple(steps),
-        location=where,
+        location=line,
         evidence=evidence,
         fix="Save and load the state of every rank: by torch.distributed.checkpoint, with "
         "get_optimizer_state_dict and set_optimizer_state_dict; or in a file for each rank.",
@@ -147,18 +147,18 @@ _THE_SAME = 1e-4
 
 def _factor(scales: Sequence[float]) -> float | None:
     """Return the common factor of at least two scales, or `None`."""
-    one = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
-    return sum(scales) / len(scales) if one else None
+    equal = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
+    return sum(scales) / len(scales) if equal else None
 
 
 def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     """Report optimizer steps that miss gradients because reduction is off (DDP502)."""
-    told = [(item, one) for item in evidence for one in Ledger(item.events).used_unreduced]
-    if not told:
+    unreduced = [(item, use) for item in evidence for use in Ledger(item.events).used_unreduced]
+    if not unreduced:
         return []
-    item, last = told[-1]
-    off = _switched_off(item.events)
-    kind = off.kind if off is not None else "set_requires_gradient_sync"
+    item, last = unreduced[-1]
+    call = _switched_off(item.events)
+    kind = call.kind if call is not None else "set_requires_gradient_sync"
     in_turn = any(event.kind == kind and event.synchronises for event in item.events)
     return one_finding(
         "DDP502",
@@ -168,8 +168,8 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
         if in_turn
         else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
         "no gradient, and the optimizer's steps do not change them.",
-        ranks=unless_all(sorted({one.rank for one, _ in told}), len(evidence)),
-        location=Location.parse(off.location if off is not None and off.location else last.ended_by.location),
+        ranks=unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence)),
+        location=Location.parse(call.location if call is not None and call.location else last.ended_by.location),
         related={"optimizer steps": Location.parse(last.ended_by.location)},
         fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
     )
@@ -181,17 +181,17 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     Runs first: unreduced gradients are neither equal on all ranks nor the average.
     """
     wrong = list(dict.fromkeys((*facts.not_synchronised, *facts.wrong)))
-    off = _switched_off(facts.evidence[0].events)
-    if not wrong or off is None:
+    call = _switched_off(facts.evidence[0].events)
+    if not wrong or call is None:
         return []
     count = len(facts.evidence[0].gradients)
     return one_finding(
         "DDP502",
-        (off.kind,),
-        f"{off.kind}(False) is in force in every backward of a step, so {_SWITCHES[off.kind]}: those of {len(wrong)} "
+        (call.kind,),
+        f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of {len(wrong)} "
         f"of {counted(count, 'parameter')} are not the average of the ranks'.",
-        location=Location.parse(off.location),
-        fix=f"Call {off.kind}(True) before the last backward of a step, or leave it out.",
+        location=Location.parse(call.location),
+        fix=f"Call {call.kind}(True) before the last backward of a step, or leave it out.",
     )
 
 

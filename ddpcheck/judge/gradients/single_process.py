@@ -44,13 +44,12 @@ def judge_single_process(
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
     )
-    found = first_explanation(EXPLANATIONS, facts) or loss_terms.judge_unexplained(facts)
+    findings = first_explanation(EXPLANATIONS, facts) or loss_terms.judge_unexplained(facts)
     if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
-        return found
-    small = {"DDP305": Severity.WARNING}
+        return findings
+    severities = {"DDP305": Severity.WARNING}
     return [
-        one if loss_terms.IS_SUM in one.tags else replace(one, severity=small.get(one.code, one.severity))
-        for one in found
+        f if loss_terms.IS_SUM in f.tags else replace(f, severity=severities.get(f.code, f.severity)) for f in findings
     ]
 
 
@@ -62,10 +61,10 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
     known = facts.known
     names = [item.name for item in facts.wrong]
     nonlinear = [name for name in known.nonlinear if name in names]
-    by_rank = facts.world_changed and known.hooks and all(call.differentiable for call in known.local.calls)
-    if not nonlinear and not (by_rank and _are_close(facts.analysis.shard_losses, known.local.losses)):
+    differs_by_rank = facts.world_changed and known.hooks and all(call.differentiable for call in known.local.calls)
+    if not nonlinear and not (differs_by_rank and _are_close(facts.analysis.shard_losses, known.local.losses)):
         return []
-    where = next((hook.location for hook in known.hooks if hook.location), None)
+    location = next((hook.location for hook in known.hooks if hook.location), None)
     subjects = known.names.subjects(known.nonlinear if nonlinear else names)
     cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
     return facts.one_finding(
@@ -77,7 +76,7 @@ def _explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
         else "the losses are those of the same shards without a process group; only the gradients are not",
         *(f"on the path of gradients: {hook}" for hook in known.hooks[:3]),
         subjects=subjects,
-        location=where or known.names.location(names),
+        location=location or known.names.location(names),
     )
 
 
@@ -86,15 +85,15 @@ def _explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
 
     Runs before other factors, because the counted backward passes match the factor.
     """
-    alone, here = facts.known.local.backwards
+    expected, actual = facts.known.local.backwards
     ratio = facts.analysis.against_global.ratio
-    if not facts.scaled or alone == here or not math.isclose(ratio, here / alone, rel_tol=1e-2):
+    if not facts.scaled or expected == actual or not math.isclose(ratio, actual / expected, rel_tol=1e-2):
         return []
     return facts.one_finding(
         "DDP514",
         "The loss accumulates gradients over micro-batches and does not divide by their number, which differs on a "
         f"rank: the gradient is {ratio:.4g} times the global batch's.",
-        f"{alone} backward passes in the single process, {here} on a rank",
+        f"{expected} backward passes in the single process, {actual} on a rank",
         location=facts.known.loss_location,
     )
 
@@ -104,9 +103,9 @@ def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
 
     Runs before causes that are only likely: if ranks also exchange tensors, running shards alone hides coupling.
     """
-    fits, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
-    exact = max(abs(fits.ratio - 1), fits.residual) <= max(facts.tolerance, EXACT_FIT)
-    return loss_terms.judge_coupling(facts) if exact and module else []
+    fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
+    is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)
+    return loss_terms.judge_coupling(facts) if is_exact and module else []
 
 
 def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
@@ -115,7 +114,7 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     If shards alone give different gradients or cannot be run, loss values show the source of the factor. Runs before
     differences between ranks, because the factor is equal on all ranks.
     """
-    analysis, known, named = facts.analysis, facts.known, facts.known.wrapper.named
+    analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
         return _factor_of_the_world(facts, analysis.against_shards.ratio)
@@ -128,7 +127,7 @@ def _explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
         return facts.one_finding(
             "DDP303",
             f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes the loss of the "
-            f"whole batch, its gradient reaches the rank's own samples only, and {named} averages.",
+            f"whole batch, its gradient reaches the rank's own samples only, and {wrapper} averages.",
             f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
             *(f"gathered by {call}" for call in known.local.calls[:2]),
             location=known.loss_location,
@@ -147,8 +146,8 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
         return []
-    if found := judge_program_data(facts):
-        return found
+    if findings := judge_program_data(facts):
+        return findings
     if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
         return []
     return judge_programs(facts)
@@ -186,16 +185,16 @@ def _explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[F
     ratio = facts.analysis.against_global.ratio
     first, one_over = suspects[0], facts.scaled and _is_one_over_world(facts, ratio)
     if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
-        alike, fix = "whose result all ranks use in the same way", FIX_OF_SUM
+        usage, fix = "whose result all ranks use in the same way", FIX_OF_SUM
         if first.operation != "all_reduce":
-            alike = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
+            usage = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
             fix = (
                 "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
                 f"multiply the loss by the world size; or {_IGNORE}"
             )
         return facts.one_finding(
             "DDP309",
-            f"The forward pass calls {calls[0]}, {alike}: every gradient is {facts.known.factor(ratio)} times the "
+            f"The forward pass calls {calls[0]}, {usage}: every gradient is {facts.known.factor(ratio)} times the "
             f"global batch's, since {facts.known.wrapper.named} averages gradients that should be summed.",
             subjects=(first.operation,),
             location=Location.parse(first.location),
@@ -234,10 +233,10 @@ _WITH_GRADIENT = (
 def fix_without_gradient(calls: Sequence[Call]) -> str:
     """Return advice on non-differentiable collectives, or '' if torch has no replacement."""
     names = dict.fromkeys(call.operation for call in calls)
-    instead = [next((known for known in _WITH_GRADIENT if name.startswith(known)), "") for name in names]
-    if not all(instead):
+    replacements = [next((op for op in _WITH_GRADIENT if name.startswith(op)), "") for name in names]
+    if not all(replacements):
         return ""
-    functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(instead)])
+    functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(replacements)])
     advice = f"Use {functions} instead, through which gradients come back from all ranks."
     if any("gather" in name for name in names):
         advice += " The local tensor, put back among the gathered ones, gets only the gradient of this rank's loss."
@@ -252,33 +251,33 @@ def _explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     Runs after non-differentiable collectives, which may leave any factor on a term.
     """
     analysis = facts.analysis
-    off = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
-    most = max((abs(term.ratio - 1) for term in off), default=0.0)
-    if not facts.world_changed or not off or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
+    scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
+    most = max((abs(term.ratio - 1) for term in scaled), default=0.0)
+    if not facts.world_changed or not scaled or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
         return []
-    told = (
+    messages = (
         f"the gradient of {loss_terms.format_term(term, analysis.terms)} is "
         f"{facts.known.factor(term.ratio)} times the global batch's"
-        for term in off
+        for term in scaled
     )
-    factor, *others = dict.fromkeys(told)
+    message, *others = dict.fromkeys(messages)
     averages = f"{facts.known.wrapper.named} averages already"
     gathers = [call for call in facts.known.local.calls if call.differentiable and "gather" in call.operation]
-    if gathers and all(_is_one_over_world(facts, term.ratio) for term in off):
+    if gathers and all(_is_one_over_world(facts, term.ratio) for term in scaled):
         return facts.one_finding(
             "DDP303",
-            f"{capitalized(factor)}: the function that calls {gathers[0]} returns the rank's own part of the gradient "
+            f"{capitalized(message)}: the function that calls {gathers[0]} returns the rank's own part of the gradient "
             f"instead of the sum over ranks, or the term is divided by the world size, and {averages}.",
             *others,
-            location=Location.parse(gathers[0].location) or off[0].location,
+            location=Location.parse(gathers[0].location) or scaled[0].location,
             fix="Add up the gradients of all ranks in the backward of that function, as "
             "torch.distributed.nn.functional.all_gather does; or take the world size out of the loss.",
         )
     return facts.one_finding(
         "DDP303",
-        f"{capitalized(factor)}: its divisor is counted over all ranks, or scaled by the world size, and {averages}.",
+        f"{capitalized(message)}: its divisor is counted over all ranks, or scaled by the world size, and {averages}.",
         *others,
-        location=off[0].location or facts.known.loss_location,
+        location=scaled[0].location or facts.known.loss_location,
     )
 
 
@@ -287,31 +286,31 @@ def _is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
 
 
 def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
-    factor, named = facts.known.factor(ratio), facts.known.wrapper.named
-    made = [term.location for term in facts.analysis.terms]
+    factor, wrapper = facts.known.factor(ratio), facts.known.wrapper.named
+    locations = [term.location for term in facts.analysis.terms]
     return facts.one_finding(
         "DDP303",
         f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
-        f"scales by the world size, and {named} averages already.",
+        f"scales by the world size, and {wrapper} averages already.",
         *dict.fromkeys(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
-        location=(made[0] if len(made) == 1 else None) or facts.known.loss_location,
+        location=(locations[0] if len(locations) == 1 else None) or facts.known.loss_location,
         fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
-        f"all-reduce of the loss): {named} averages already.",
+        f"all-reduce of the loss): {wrapper} averages already.",
     )
 
 
-def _are_close(some: Sequence[float], others: Sequence[float]) -> bool:
-    pairs = zip(some, others, strict=False)
-    return len(some) == len(others) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
+def _are_close(values: Sequence[float], expected: Sequence[float]) -> bool:
+    pairs = zip(values, expected, strict=False)
+    return len(values) == len(expected) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
 
 
-def _losses_are_scaled(alone: Sequence[float], together: Sequence[float], ratio: float) -> bool:
-    """Check if `together` is closer to `ratio * alone` than to `alone`."""
-    pairs = [(a, t) for a, t in zip(alone, together, strict=False) if a * t > 0]
+def _losses_are_scaled(shard_losses: Sequence[float], rank_losses: Sequence[float], ratio: float) -> bool:
+    """Check if `rank_losses` are closer to `ratio * shard_losses` than to `shard_losses`."""
+    pairs = [(s, r) for s, r in zip(shard_losses, rank_losses, strict=False) if s * r > 0]
     if not pairs or ratio <= 0:
         return False
-    middle = sum(math.log(t / a) for a, t in pairs) / len(pairs)
-    return abs(middle - math.log(ratio)) < abs(middle)
+    mean_log = sum(math.log(r / s) for s, r in pairs) / len(pairs)
+    return abs(mean_log - math.log(ratio)) < abs(mean_log)
 
 
 EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
@@ -333,7 +332,7 @@ ALL_MISSING = "no gradient is there, of zeros either"
 
 def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[GradientState] = ()) -> list[Finding]:
     """Report that every gradient was zero or missing (DDP307)."""
-    every = set(states)
+    kinds = set(states)
     empty = sorted(step for step, norm in norms.items() if norm == 0.0)
     if not norms or len(empty) < len(norms):
         return []
@@ -342,7 +341,7 @@ def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[Gradient
         ("loss",),
         "Every gradient was zero or missing in every step, so nothing was compared.",
         evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
-        tags=(ALL_MISSING,) if every and every <= {"missing", "lost"} else (),
+        tags=(ALL_MISSING,) if kinds and kinds <= {"missing", "lost"} else (),
     )
 
 

@@ -30,15 +30,15 @@ def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
     agree. All ranks have to measure the same optimizer steps.
     """
     for head in dict.fromkeys(item.head for item in ranks[0]):
-        often: list[_Unequal] = []
+        repeated: list[_Unequal] = []
         for index in sorted({item.index for item in ranks[0] if item.head == head}):
             step = [tuple(item for item in items if (item.index, item.head) == (index, head)) for items in ranks]
             unequal = _unequal(step)
-            if unequal is not None and unequal.exact and not _by_size_alone(step):
+            if unequal is not None and unequal.exact and not _differs_by_size(step):
                 return [unequal.finding(severity_of_targets(ranks, head))]
-            often = [] if unequal is None else [*often, unequal]
-            if len(often) == _OFTEN:
-                return [unequal.finding(severity_of_targets(ranks, head)) for unequal in often[-1:]]
+            repeated = [] if unequal is None else [*repeated, unequal]
+            if len(repeated) == _OFTEN:
+                return [last.finding(severity_of_targets(ranks, head)) for last in repeated[-1:]]
     return []
 
 
@@ -50,7 +50,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None 
             if item.counted and item.weight and head in (None, item.head):
                 steps.setdefault((item.index, item.head), {}).setdefault(rank, []).append(item)
     weights = [
-        [sum(one.weight * one.counted for one in of) / sum(one.counted for one in of) for of in by_rank.values()]
+        [sum(b.weight * b.counted for b in batches) / sum(b.counted for b in batches) for batches in by_rank.values()]
         for by_rank in steps.values()
         if len(by_rank) == len(ranks)
     ]
@@ -101,29 +101,29 @@ _MESSAGES = {
 
 def _unequal(step: _Step) -> _Unequal | None:
     """Return the fault of a step if weights are inversely proportional to counts."""
-    everything = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
-    weights = [item.weight for _, item in everything]
-    if len({rank for rank, _ in everything}) < len(step) or min(weights) <= 0:
+    counted = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
+    weights = [item.weight for _, item in counted]
+    if len({rank for rank, _ in counted}) < len(step) or min(weights) <= 0:
         return None
-    right = sum(item.weight * item.counted for _, item in everything) / sum(item.counted for _, item in everything)
-    if max(abs(weight / right - 1) for weight in weights) < _NEARLY:
+    mean = sum(item.weight * item.counted for _, item in counted) / sum(item.counted for _, item in counted)
+    if max(abs(weight / mean - 1) for weight in weights) < _NEARLY:
         return None
-    ways: list[tuple[str, Callable[[tuple[int, MicroBatch]], Hashable]]] = [
-        ("DDP305", lambda one: one[0]),
-        ("DDP514", lambda one: (one[0], one[1].position)),
-        ("DDP514", lambda one: one[1].position),
+    groupings: list[tuple[str, Callable[[tuple[int, MicroBatch]], Hashable]]] = [
+        ("DDP305", lambda pair: pair[0]),
+        ("DDP514", lambda pair: (pair[0], pair[1].position)),
+        ("DDP514", lambda pair: pair[1].position),
     ]
-    found = []
-    for code, group_of in ways:
-        groups = [[item for _, item in group] for group in group_by(everything, group_of).values()]
+    faults = []
+    for code, group_of in groupings:
+        groups = [[item for _, item in group] for group in group_by(counted, group_of).values()]
         if max(_gap(item.weight for item in group) for group in groups) > _SAME:
             continue
-        for more in (0, 1):  # a loss may count the first token of a sequence, which is never predicted
-            sums = [sum(item.counted + more * item.sequences for item in group) for group in groups]
+        for extra in (0, 1):  # a loss may count the first token of a sequence, which is never predicted
+            sums = [sum(item.counted + extra * item.sequences for item in group) for group in groups]
             gap = _gap(group[0].weight * total for group, total in zip(groups, sums, strict=True))
             if gap <= max(_SAME, min(_SIMILAR, _gap(weights) / 3)):
-                found.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
-    return max(found, key=lambda unequal: unequal.exact, default=None)
+                faults.append(_Unequal(code, step, max(weights) / min(weights), exact=gap <= _SAME))
+    return max(faults, key=lambda fault: fault.exact, default=None)
 
 
 def _gap(values: Iterable[float]) -> float:
@@ -132,6 +132,6 @@ def _gap(values: Iterable[float]) -> float:
     return max(values) / min(values) - 1
 
 
-def _by_size_alone(step: _Step) -> bool:
+def _differs_by_size(step: _Step) -> bool:
     """Check if only batch sizes differ: no target is ignored or padding."""
     return _gap(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME / 100

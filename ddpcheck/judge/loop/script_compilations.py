@@ -28,50 +28,50 @@ def judge_compilations(compiled: OfRanks) -> list[Finding]:
 
 def trained_functions(compiled: OfRanks) -> list[OfRanks]:
     """Return the functions that every rank compiled for training."""
-    trained = [[one for one in of_rank if one.trains] for of_rank in compiled]
-    by_rank = [group_by(of_rank, lambda one: (one.function, one.defined)) for of_rank in trained]
-    common = [key for key in (by_rank[0] if by_rank else ()) if all(key in known for known in by_rank)]
-    return [[known[key] for known in by_rank] for key in common]
+    trained = [[entry for entry in entries if entry.trains] for entries in compiled]
+    by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
+    common = [key for key in (by_rank[0] if by_rank else ()) if all(key in groups for groups in by_rank)]
+    return [[groups[key] for groups in by_rank] for key in common]
 
 
 def judge_recompilations(functions: Iterable[OfRanks]) -> list[Finding]:
     """Detect functions that some ranks recompile repeatedly or give up compiling."""
-    found = []
-    for of_ranks in functions:
-        given_up = {rank for rank, of_rank in enumerate(of_ranks) if any(one.given_up for one in of_rank)}
-        for guard in dict.fromkeys(one.guard for of_rank in of_ranks for one in of_rank if one.guard):
-            times = [sum(one.guard == guard for one in of_rank) for of_rank in of_ranks]
-            again = {rank for rank, number in enumerate(times) if number >= _AGAIN}
-            ranks = again & given_up if given_up else again if 0 in times else set()
-            if ranks and len(given_up) < len(of_ranks):
-                found.append(_recompiled(of_ranks, guard, sorted(ranks), gives_up=bool(given_up)))
+    findings = []
+    for by_rank in functions:
+        given_up = {rank for rank, entries in enumerate(by_rank) if any(entry.given_up for entry in entries)}
+        for guard in dict.fromkeys(entry.guard for entries in by_rank for entry in entries if entry.guard):
+            counts = [sum(entry.guard == guard for entry in entries) for entries in by_rank]
+            repeated = {rank for rank, count in enumerate(counts) if count >= _AGAIN}
+            ranks = repeated & given_up if given_up else repeated if 0 in counts else set()
+            if ranks and len(given_up) < len(by_rank):
+                findings.append(_recompiled(by_rank, guard, sorted(ranks), gives_up=bool(given_up)))
                 break
-    return found
+    return findings
 
 
-def _recompiled(of_ranks: OfRanks, guard: str, ranks: Sequence[int], *, gives_up: bool) -> Finding:
-    again = [one for rank in ranks for one in of_ranks[rank] if one.guard == guard]
-    numbers = {rank: sum(not one.given_up for one in of_rank) for rank, of_rank in enumerate(of_ranks)}
-    others = [rank for rank in numbers if rank not in ranks]
-    often, seldom = (_times(numbers, chosen) for chosen in (ranks, others))
+def _recompiled(by_rank: OfRanks, guard: str, ranks: Sequence[int], *, gives_up: bool) -> Finding:
+    failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
+    counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
+    others = [rank for rank in counts if rank not in ranks]
+    often, seldom = (_times(counts, chosen) for chosen in (ranks, others))
     end = (
         "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
         if gives_up
         else "The others wait for each compilation."
     )
     evidence = [
-        f"rank {rank}: compiled {_times(numbers, [rank])}, in {sum(one.seconds for one in of_rank):.1f} s"
-        for rank, of_rank in enumerate(of_ranks[:_MOST_SHOWN])
+        f"rank {rank}: compiled {_times(counts, [rank])}, in {sum(entry.seconds for entry in entries):.1f} s"
+        for rank, entries in enumerate(by_rank[:_MOST_SHOWN])
     ]
-    evidence += [f"in step {one.step}: {one.reason}" for one in again[:_MOST_SHOWN]]
+    evidence += [f"in step {entry.step}: {entry.reason}" for entry in failures[:_MOST_SHOWN]]
     return make_finding(
         "DDP522",
-        (_named(again[0]),),
-        f"{_named(again[0])} ({again[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
+        (_named(failures[0]),),
+        f"{_named(failures[0])} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
         f"{format_ranks(others)}. {end}",
         ranks=ranks,
-        steps=sorted({one.step for one in again}),
-        location=again[0].location or again[0].defined,
+        steps=sorted({entry.step for entry in failures}),
+        location=failures[0].location or failures[0].defined,
         evidence=evidence,
         fix="Pad batches to one shape on every rank, and drop a shorter last one (`drop_last=True`); or have code for "
         "any size compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
@@ -81,9 +81,9 @@ def _recompiled(of_ranks: OfRanks, guard: str, ranks: Sequence[int], *, gives_up
     )
 
 
-def _times(numbers: Mapping[int, int], ranks: Sequence[int]) -> str:
-    few, most = min(numbers[rank] for rank in ranks), max(numbers[rank] for rank in ranks)
-    return f"{few} to {most} times" if few < most else "once" if most == 1 else f"{most} times"
+def _times(counts: Mapping[int, int], ranks: Sequence[int]) -> str:
+    fewest, most = min(counts[rank] for rank in ranks), max(counts[rank] for rank in ranks)
+    return f"{fewest} to {most} times" if fewest < most else "once" if most == 1 else f"{most} times"
 
 
 def judge_graphs(compiled: OfRanks) -> list[Finding]:
@@ -91,32 +91,32 @@ def judge_graphs(compiled: OfRanks) -> list[Finding]:
 
     Skips functions with graph breaks: the parts may differ, e.g. if some ranks print.
     """
-    found = []
-    broken = {match["name"] for of_rank in compiled for match in _rests(of_rank)}
-    for of_ranks in trained_functions(compiled):
-        if of_ranks[0][0].function.rpartition(".")[2] in broken or _REST.match(of_ranks[0][0].function):
+    findings = []
+    broken = {match["name"] for entries in compiled for match in _rests(entries)}
+    for by_rank in trained_functions(compiled):
+        if by_rank[0][0].function.rpartition(".")[2] in broken or _REST.match(by_rank[0][0].function):
             continue
-        for inputs in dict.fromkeys(one.inputs for one in of_ranks[0]):
-            graphs = [[one.operations for one in of_rank if one.inputs == inputs] for of_rank in of_ranks]
-            if all(of_rank and all(one == of_rank[0] for one in of_rank) for of_rank in graphs):
-                graph_of = [of_rank[0] for of_rank in graphs]
-                if all(graph_of) and any(one != graph_of[0] for one in graph_of):
-                    found.append(_other_graphs(of_ranks[0][0], graph_of))
+        for inputs in dict.fromkeys(entry.inputs for entry in by_rank[0]):
+            graphs = [[entry.operations for entry in entries if entry.inputs == inputs] for entries in by_rank]
+            if all(rank_graphs and all(graph == rank_graphs[0] for graph in rank_graphs) for rank_graphs in graphs):
+                graph_by_rank = [rank_graphs[0] for rank_graphs in graphs]
+                if all(graph_by_rank) and any(graph != graph_by_rank[0] for graph in graph_by_rank):
+                    findings.append(_other_graphs(by_rank[0][0], graph_by_rank))
                     break
-    return found
+    return findings
 
 
-def _other_graphs(one: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) -> Finding:
+def _other_graphs(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) -> Finding:
     ranks = minority_ranks([tuple(sorted(graph.items())) for graph in graphs])
     names = sorted({name for graph in graphs for name in graph})
     names = [name for name in names if len({graph.get(name, 0) for graph in graphs}) > 1]
     return make_finding(
         "DDP522",
-        (_named(one),),
-        f"For inputs of the same shapes, {_named(one)} ({one.defined}) is compiled to different operations on some "
+        (_named(entry),),
+        f"For inputs of the same shapes, {_named(entry)} ({entry.defined}) is compiled to different operations on some "
         f"ranks: they have a different number of {join_names(names)}.",
         ranks=ranks,
-        location=one.defined,
+        location=entry.defined,
         evidence=[
             f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:_MOST_NAMES])}"
             for rank, graph in enumerate(graphs[:_MOST_SHOWN])
@@ -126,11 +126,11 @@ def _other_graphs(one: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) ->
     )
 
 
-def _rests(of_rank: Sequence[FunctionCompiled]) -> Iterator[re.Match[str]]:
-    return filter(None, (_REST.match(one.function) for one in of_rank))
+def _rests(entries: Sequence[FunctionCompiled]) -> Iterator[re.Match[str]]:
+    return filter(None, (_REST.match(entry.function) for entry in entries))
 
 
-def _named(one: FunctionCompiled) -> str:
+def _named(entry: FunctionCompiled) -> str:
     """Return the function name as in the source code."""
-    rest = _REST.match(one.function)
-    return f"{rest['name']} after line {rest['line']}" if rest else one.function
+    match = _REST.match(entry.function)
+    return f"{match['name']} after line {match['line']}" if match else entry.function

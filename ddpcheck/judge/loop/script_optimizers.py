@@ -45,16 +45,16 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
     """
     if steps and are_local(steps):
         return []
-    for number, of_ranks in enumerate(steps):
-        if len({one.reductions for one in of_ranks}) > 1:
+    for number, rank_steps in enumerate(steps):
+        if len({step.reductions for step in rank_steps}) > 1:
             continue
-        found = judge_options("DDP223", _without_ranks([one.options for one in of_ranks]), "The optimizer")
-        if not found:
+        findings = judge_options("DDP223", _without_ranks([step.options for step in rank_steps]), "The optimizer")
+        if not findings:
             continue
-        finding, first = found[0], of_ranks[0]
-        if number and first.reductions < 0 and len({one.collectives for one in of_ranks}) > 1:
-            return _out_of_step(of_ranks)
-        was_alike = bool(number or (first.made_with and len({one.made_with for one in of_ranks}) == 1))
+        finding, first = findings[0], rank_steps[0]
+        if number and first.reductions < 0 and len({step.collectives for step in rank_steps}) > 1:
+            return _out_of_step(rank_steps)
+        was_alike = bool(number or (first.made_with and len({step.made_with for step in rank_steps}) == 1))
         if was_alike and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
             finding = make_finding(
                 "DDP507",
@@ -64,30 +64,30 @@ def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
                 ranks=finding.ranks,
                 evidence=finding.evidence,
             )
-        made = _rate_line(of_ranks) if finding.code == "DDP507" else first.made
-        restored = _restored_on_some(of_ranks)
-        made = next(iter(restored.values()), made)
+        line = _rate_line(rank_steps) if finding.code == "DDP507" else first.made
+        restored = _restored_on_some(rank_steps)
+        line = next(iter(restored.values()), line)
         evidence = (*finding.evidence, *((_loaded_on(restored),) if restored else ()))
         ranks, fix = tuple(restored) or finding.ranks, _LOAD_EVERYWHERE if restored else finding.fix
-        paces = [one.schedule.steps for one in of_ranks if one.schedule is not None]
+        paces = [step.schedule.steps for step in rank_steps if step.schedule is not None]
         if finding.code == "DDP507" and len(set(paces)) > 1:
             fix = "Step the schedule as often on every rank."
             evidence = (*evidence, f"steps of the schedule so far: {'; '.join(group_by_value(paces))}")
         finding = replace(finding, ranks=ranks, steps=(first.count,), location=first.location)
-        return [replace(finding, evidence=evidence, fix=fix).relocated(made, "optimizer steps")]
+        return [replace(finding, evidence=evidence, fix=fix).relocated(line, "optimizer steps")]
     return []
 
 
 def _without_ranks(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Drop options whose value is the rank itself."""
-    numbers = {name for name in options[0] if all(of.get(name) == str(rank) for rank, of in enumerate(options))}
-    return [{name: value for name, value in of.items() if name not in numbers} for of in options]
+    numbers = {name for name in options[0] if all(opts.get(name) == str(rank) for rank, opts in enumerate(options))}
+    return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 
 
-def _restored_on_some(of_ranks: Steps) -> dict[int, Location]:
+def _restored_on_some(rank_steps: Steps) -> dict[int, Location]:
     """Return the line that loaded optimizer state, by rank; {} if on all ranks."""
-    restored = {rank: one.restored_at for rank, one in enumerate(of_ranks) if one.restored_at is not None}
-    return restored if len(restored) < len(of_ranks) else {}
+    restored = {rank: step.restored_at for rank, step in enumerate(rank_steps) if step.restored_at is not None}
+    return restored if len(restored) < len(rank_steps) else {}
 
 
 def _loaded_on(restored: Iterable[int]) -> str:
@@ -99,18 +99,18 @@ def judge_parts(first: Steps) -> list[Finding]:
 
     A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
     """
-    held = [{"its parameters": ", ".join(sorted(map(short, one.held)))} for one in first]
-    if not all(one.held for one in first):
+    params = [{"its parameters": ", ".join(sorted(map(short, step.held)))} for step in first]
+    if not all(step.held for step in first):
         return []
-    return [replace(one, location=first[0].made) for one in judge_options("DDP223", held, "The optimizer")]
+    return [replace(finding, location=first[0].made) for finding in judge_options("DDP223", params, "The optimizer")]
 
 
-def _rate_line(of_ranks: Steps) -> Location | None:
+def _rate_line(rank_steps: Steps) -> Location | None:
     """Return the line that sets the rate, or steps the schedule if unequal."""
-    schedules = [one.schedule for one in of_ranks if one.schedule is not None]
+    schedules = [step.schedule for step in rank_steps if step.schedule is not None]
     if len({schedule.steps for schedule in schedules}) > 1:
         return max(schedules, key=lambda schedule: schedule.steps).location
-    return of_ranks[0].rate
+    return rank_steps[0].rate
 
 
 def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
@@ -124,11 +124,11 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
     if world_size < 2 or len(schedules) < max(1, len(ends)):
         return []
     first = schedules[0]
-    each = all(one.turns and abs(one.steps - world_size * one.turns) <= world_size for one in schedules)
+    in_turns = all(s.turns and abs(s.steps - world_size * s.turns) <= world_size for s in schedules)
     ended = any(abs(world_size * end / first.steps - 1) <= _ABOUT for end in first.ends if first.steps)
-    of_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
-    endless = first.by_world and not of_all and first.turns >= _FEWEST_STEPS
-    if not each or first.turns < _FEWEST_TURNS or not (ended or endless):
+    sized_for_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
+    endless = first.by_world and not sized_for_all and first.turns >= _FEWEST_STEPS
+    if not in_turns or first.turns < _FEWEST_TURNS or not (ended or endless):
         return []
     return one_finding(
         "DDP507",
@@ -145,45 +145,45 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
     )
 
 
-def _out_of_step(of_ranks: Steps) -> list[Finding]:
+def _out_of_step(rank_steps: Steps) -> list[Finding]:
     return one_finding(
         "DDP508",
         ("step",),
-        f"The ranks are not in the same step: before step {of_ranks[0].count} of the optimizer they have reached "
+        f"The ranks are not in the same step: before step {rank_steps[0].count} of the optimizer they have reached "
         "different numbers of collectives, and its options are already those of a different step.",
-        location=of_ranks[0].location,
-        evidence=[f"collectives of all ranks: {one}" for one in group_by_value([one.collectives for one in of_ranks])],
+        location=rank_steps[0].location,
+        evidence=[f"collectives of all ranks: {v}" for v in group_by_value([step.collectives for step in rank_steps])],
         fix="Leave the loop, or skip its body, on all ranks or on none: all_reduce the decision.",
     )
 
 
 def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
     """DDP508: unequal optimizer steps per averaged backward pass between ranks."""
-    for of_ranks in steps:
-        reductions = [one.reductions for one in of_ranks]
+    for rank_steps in steps:
+        reductions = [step.reductions for step in rank_steps]
         if min(reductions) >= 0 and len(set(reductions)) > 1:
             ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
-            what = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
-            until = f"averaged backward passes until step {of_ranks[0].count}"
-            return _left_out(of_ranks, ranks, what, [f"{until}: {one}" for one in group_by_value(reductions)])
+            message = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
+            label = f"averaged backward passes until step {rank_steps[0].count}"
+            return _left_out(rank_steps, ranks, message, [f"{label}: {text}" for text in group_by_value(reductions)])
     counts = [end.count for end in ends]
     if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
         if len({end.reductions for end in ends}) == 1:
             ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
-            what = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
-            what += "averaged backward passes."
-            return _left_out(steps[-1], ranks, what, [f"optimizer steps: {one}" for one in group_by_value(counts)])
+            message = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
+            message += "averaged backward passes."
+            return _left_out(steps[-1], ranks, message, [f"optimizer steps: {text}" for text in group_by_value(counts)])
     return []
 
 
-def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequence[str]) -> list[Finding]:
+def _left_out(rank_steps: Steps, ranks: Sequence[int], action: str, evidence: Sequence[str]) -> list[Finding]:
     """Create a DDP508 at the line that decides on the step, if unique."""
-    step, lines = of_ranks[0].location, of_ranks[0].left_out_at
+    step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     decides = f"this line decides if the step at {step} is made"
     return one_finding(
         "DDP508",
         ("step",),
-        f"{format_ranks(ranks).capitalize()} {what}",
+        f"{format_ranks(ranks).capitalize()} {action}",
         ranks=ranks,
         location=lines[0] if len(lines) == 1 else step,
         evidence=[*evidence, *([decides] if len(lines) == 1 else [f"{line} may leave it out" for line in lines])],
@@ -193,43 +193,43 @@ def _left_out(of_ranks: Steps, ranks: Sequence[int], what: str, evidence: Sequen
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306: optimizer state (e.g. momentum) that differs although gradients are equal."""
     alike: int | None = None  # last step in which all ranks had equal state
-    for of_ranks in steps:
-        if any_gradient_differs(of_ranks):
+    for rank_steps in steps:
+        if any_gradient_differs(rank_steps):
             return []  # ranks train separately, and may average parameters
-        states = [one.states for one in of_ranks]
-        if any(set(one) != set(states[0]) for one in states) and all(one for one in states):
+        states = [step.states for step in rank_steps]
+        if any(set(state) != set(states[0]) for state in states) and all(state for state in states):
             continue  # sharded
         names = differing(states)
         if not names:
-            alike = of_ranks[0].count if all(states) else alike
+            alike = rank_steps[0].count if all(states) else alike
             continue
         keys = sorted({name.rpartition(": ")[2] for name in names})
         ranks = minority_of(states, names)
-        orders = [one.held for one in of_ranks]
-        reordered = len(set(orders)) > 1 and len({frozenset(one) for one in orders}) == 1
-        restored = {} if reordered else _restored_on_some(of_ranks)
-        between = alike is not None and not reordered and not any(one.restored_at for one in of_ranks)
+        orders = [step.held for step in rank_steps]
+        reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
+        restored = {} if reordered else _restored_on_some(rank_steps)
+        between = alike is not None and not reordered and not any(step.restored_at for step in rank_steps)
         return one_finding(
             "DDP306",
             keys,
             f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
-            f"{of_ranks[0].count}, so equal gradients make the parameters diverge.",
+            f"{rank_steps[0].count}, so equal gradients make the parameters diverge.",
             ranks=tuple(restored) or ranks,
-            steps=(of_ranks[0].count,),
-            location=next(iter(restored.values()), (reordered and of_ranks[0].made) or of_ranks[0].location),
+            steps=(rank_steps[0].count,),
+            location=next(iter(restored.values()), (reordered and rank_steps[0].made) or rank_steps[0].location),
             evidence=[
                 _loaded_on(restored) if restored else "",
                 f"it did not differ in step {alike}: in a later step, the ranks used different gradients"
                 if between
                 else "",
                 *(
-                    f"the optimizer of rank {rank} holds {join_names([short(name) for name in one])}, in this order"
-                    for rank, one in enumerate(orders[:2] if reordered else ())
+                    f"the optimizer of rank {rank} holds {join_names([short(name) for name in order])}, in this order"
+                    for rank, order in enumerate(orders[:2] if reordered else ())
                 ),
                 *(
                     f"norm of {values}"
                     for values in told_by_rank(
-                        {short(n): [spelled(one.get(n), "no state") for one in states] for n in names[:3]}
+                        {short(n): [spelled(state.get(n), "no state") for state in states] for n in names[:3]}
                     )
                 ),
             ],
@@ -246,26 +246,26 @@ def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
 
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306 and 521: sharded optimizer state loaded on, or from, some ranks only."""
-    for of_ranks in steps:
-        states, first = [one.shard_states for one in of_ranks], of_ranks[0]
-        loaded = [one.restored_at for one in of_ranks]
+    for rank_steps in steps:
+        states, first = [step.shard_states for step in rank_steps], rank_steps[0]
+        loaded = [step.restored_at for step in rank_steps]
         if not any(loaded) or not any(states):
             continue
-        counts = [{name: size for name, size in one.items() if name.endswith(": step")} for one in states]
+        counts = [{name: size for name, size in state.items() if name.endswith(": step")} for state in states]
         common = set(counts[0]).intersection(*counts)
-        parted = any(len({one[name] for one in counts}) > 1 for name in common)
-        if restored := _restored_on_some(of_ranks):
+        parted = any(len({count[name] for count in counts}) > 1 for name in common)
+        if restored := _restored_on_some(rank_steps):
             if parted or not all(states):
-                return _loaded_on_some(of_ranks, restored, [max(one.values(), default=0.0) for one in counts])
+                return _loaded_on_some(rank_steps, restored, [max(count.values(), default=0.0) for count in counts])
             continue
-        told = f"load_state_dict is called there, on every rank; it steps at {first.location}"
-        if found := state_of_one_rank(states, loaded[0], [told], [first.count]):
-            return found
+        message = f"load_state_dict is called there, on every rank; it steps at {first.location}"
+        if findings := state_of_one_rank(states, loaded[0], [message], [first.count]):
+            return findings
     return []
 
 
-def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: Sequence[float]) -> list[Finding]:
-    first = of_ranks[0]
+def _loaded_on_some(rank_steps: Steps, restored: Mapping[int, Location], counts: Sequence[float]) -> list[Finding]:
+    first = rank_steps[0]
     return one_finding(
         "DDP306",
         ("state",),
@@ -283,17 +283,17 @@ def _loaded_on_some(of_ranks: Steps, restored: Mapping[int, Location], counts: S
     )
 
 
-def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str]) -> list[Finding]:
+def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
     """DDP504: optimizer of tensors in no module, and wrapped parameters never updated."""
     unknown = steps[-1][0].unknown if steps else ()
-    left = [name for name, yes in moved.items() if not yes and name not in held]
-    if not unknown or not left:
+    idle = [name for name, changes in moved.items() if not changes and name not in param_names]
+    if not unknown or not idle:
         return []
     return one_finding(
         "DDP504",
-        [short(name) for name in left],
-        f"{join_names([short(name) for name in left])} {plural_verb('is', 'are', left)} in no optimizer and never "
-        f"{plural_verb('moves', 'move', left)}, and the optimizer holds {len(unknown)} tensors that no module has.",
+        [short(name) for name in idle],
+        f"{join_names([short(name) for name in idle])} {plural_verb('is', 'are', idle)} in no optimizer and never "
+        f"{plural_verb('moves', 'move', idle)}, and the optimizer holds {len(unknown)} tensors that no module has.",
         location=steps[0][0].made or steps[0][0].location,
         related={"optimizer steps": steps[0][0].location},
     )
@@ -301,19 +301,19 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], held: set[str
 
 def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
     """DDP518: schedule or callback with a per-rank metric; `metrics` by rank, in order."""
-    found: dict[str, list[Finding]] = {}
-    for of_ranks in zip(*metrics, strict=False):
-        first, values = of_ranks[0], [one.value for one in of_ranks]
-        if len({(one.user, one.metric, one.schedule, one.count) for one in of_ranks}) > 1:
+    findings_by_user: dict[str, list[Finding]] = {}
+    for uses in zip(*metrics, strict=False):
+        first, values = uses[0], [use.value for use in uses]
+        if len({(use.user, use.metric, use.schedule, use.count) for use in uses}) > 1:
             break
         about = _OF_CALLBACKS if first.metric else _OF_SCHEDULES
         if not all(math.isclose(value, values[0], rel_tol=about, abs_tol=1e-12) for value in values):
-            found.setdefault(first.user, _own_metrics(of_ranks))
-    return [finding for findings in found.values() for finding in findings]
+            findings_by_user.setdefault(first.user, _own_metrics(uses))
+    return [finding for findings in findings_by_user.values() for finding in findings]
 
 
-def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
-    user, metric = of_ranks[0].user, of_ranks[0].metric
+def _own_metrics(uses: Sequence[MetricUsed]) -> list[Finding]:
+    user, metric = uses[0].user, uses[0].metric
     return one_finding(
         "DDP518",
         (user, metric) if metric else (user,),
@@ -321,8 +321,8 @@ def _own_metrics(of_ranks: Sequence[MetricUsed]) -> list[Finding]:
         if metric
         else "Each rank passes a metric of only its samples to the learning rate schedule, so the ranks lower the "
         "rate at different times.",
-        location=of_ranks[0].location,
-        evidence=[f"rank {rank}: {one.value:.6g}" for rank, one in enumerate(of_ranks[:4])],
+        location=uses[0].location,
+        evidence=[f"rank {rank}: {use.value:.6g}" for rank, use in enumerate(uses[:4])],
         fix=f'Reduce the metric over the ranks: self.log("{metric}", ..., sync_dist=True); or log a metric of '
         "torchmetrics itself, which is computed over all ranks."
         if metric
@@ -345,7 +345,7 @@ def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
 
 
 def judge_reduced_in_place(
-    of_ranks: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
+    uses_by_rank: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
 ) -> list[Finding]:
     """DDP309: backward through a tensor that a collective has overwritten.
 
@@ -353,35 +353,35 @@ def judge_reduced_in_place(
     may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
     factor is wrong; from an average, nothing.
     """
-    for place, one in ((place, one) for uses in of_ranks for place, one in enumerate(uses)):
-        scaled = one.factor is not None and math.isclose(one.factor * world_size, 1.0, rel_tol=1e-5)
-        if one.elements == 1 and (not scaled or accumulates):
+    for index, use in ((index, use) for uses in uses_by_rank for index, use in enumerate(uses)):
+        scaled = use.factor is not None and math.isclose(use.factor * world_size, 1.0, rel_tol=1e-5)
+        if use.elements == 1 and (not scaled or accumulates):
             continue
-        alike = bool(one.gradient) and {uses[place].gradient for uses in of_ranks if len(uses) > place} == {
-            one.gradient
+        alike = bool(use.gradient) and {uses[index].gradient for uses in uses_by_rank if len(uses) > index} == {
+            use.gradient
         }
-        alike = alike and all(len(uses) > place for uses in of_ranks)
-        severity, evidence, fix = None, [f"{one.elements} elements"], ""
-        what = f"Backward passes through a tensor that {one.operation} has overwritten"
+        alike = alike and all(len(uses) > index for uses in uses_by_rank)
+        severity, evidence, fix = None, [f"{use.elements} elements"], ""
+        message = f"Backward passes through a tensor that {use.operation} has overwritten"
         if scaled:
-            what = (
-                f"The loss is reduced by {one.operation} and divided by the world size before backward: autograd sees "
+            message = (
+                f"The loss is reduced by {use.operation} and divided by the world size before backward: autograd sees "
                 "the division only, and DDP averages again."
             )
-            evidence = [f"the gradient of the reduced loss is {one.factor:.6g}"]
+            evidence = [f"the gradient of the reduced loss is {use.factor:.6g}"]
             fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
-        elif alike and one.is_average:
+        elif alike and use.is_average:
             continue
         elif alike:
             severity = Severity.WARNING
-            what += (
+            message += (
                 ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "
                 f"1/{world_size} of the global batch's."
             )
             fix = FIX_OF_SUM
         else:
-            what += ": values from the other ranks are constants for autograd."
+            message += ": values from the other ranks are constants for autograd."
         return one_finding(
-            "DDP309", (one.operation,), what, location=one.location, evidence=evidence, fix=fix, severity=severity
+            "DDP309", (use.operation,), message, location=use.location, evidence=evidence, fix=fix, severity=severity
         )
     return []

@@ -10,7 +10,7 @@ from ddpcheck.findings.wording import make_finding, unless_all
 
 OF_GRADIENTS = "of gradients"  # tag: the optimizer's gradients may not be the result
 
-_Told = WorkDropped | TensorOfWorkWritten
+_Entry = WorkDropped | TensorOfWorkWritten
 
 
 def judge_works(
@@ -22,23 +22,23 @@ def judge_works(
 
     Ignores lines where any handle was waited on: the last handle may be left over at the end of a loop.
     """
-    asked = {one.location for of_rank in used for one in of_rank}
-    lines: dict[Location, list[tuple[int, _Told]]] = {}
-    for rank, (gone, changed) in enumerate(zip(dropped, written, strict=True)):
-        told: list[_Told] = [*changed, *(one for one in gone if one.location not in asked)]
-        for one in told:
-            lines.setdefault(one.location, []).append((rank, one))
+    waited = {use.location for uses in used for use in uses}
+    lines: dict[Location, list[tuple[int, _Entry]]] = {}
+    for rank, (works, changed) in enumerate(zip(dropped, written, strict=True)):
+        entries: list[_Entry] = [*changed, *(work for work in works if work.location not in waited)]
+        for entry in entries:
+            lines.setdefault(entry.location, []).append((rank, entry))
     return [_finding(by_rank, len(dropped)) for by_rank in lines.values()]
 
 
-def _finding(told: Sequence[tuple[int, _Told]], world_size: int) -> Finding:
-    _, one = told[0]
-    call = f"{one.operation}(async_op=True)"
-    if isinstance(one, TensorOfWorkWritten):
-        at = f" at {one.waits_at}" if one.waits_at else ""
+def _finding(entries: Sequence[tuple[int, _Entry]], world_size: int) -> Finding:
+    _, entry = entries[0]
+    call = f"{entry.operation}(async_op=True)"
+    if isinstance(entry, TensorOfWorkWritten):
+        at = f" at {entry.waits_at}" if entry.waits_at else ""
         message = f"The tensor of {call} is written before the wait(){at}: the collective may be reading or writing it."
     else:
         message = f"Nothing waits for the result of {call}: its handle is dropped."
-    ranks = unless_all(sorted({rank for rank, _ in told}), world_size)
-    tags = (OF_GRADIENTS,) if any(one.of_gradients for _, one in told) else ()
-    return make_finding("DDP408", (one.operation,), message, ranks=ranks, location=one.location, tags=tags)
+    ranks = unless_all(sorted({rank for rank, _ in entries}), world_size)
+    tags = (OF_GRADIENTS,) if any(other.of_gradients for _, other in entries) else ()
+    return make_finding("DDP408", (entry.operation,), message, ranks=ranks, location=entry.location, tags=tags)

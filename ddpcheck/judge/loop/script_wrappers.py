@@ -57,20 +57,20 @@ _FEWEST_MARKS = 3  # of ranks that train separately: at the beginning, and after
 
 def judge_begun(facts: ScriptFacts) -> list[Finding]:
     """Return findings on modules about to be wrapped, each at the line to edit."""
-    found = []
+    findings = []
     for finding in judge_constructions(facts.of(WrapperBegun)):
         if COUNTED in finding.tags and finding.location is not None:
             variable = finding.tags[finding.tags.index(COUNTED) + 1]
             finding = replace(
                 finding, location=facts.source.ask(last_assignment, finding.location, variable) or finding.location
             )
-        found.append(finding)
-    return found
+        findings.append(finding)
+    return findings
 
 
 def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     """Return findings on every wrapper, over all steps."""
-    found = []
+    all_findings = []
     for wrapper in facts.wrappers:
         findings = _judge_wrapper(facts, wrapper)
         if facts.averages_by_hand(wrapper.number):
@@ -80,13 +80,13 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
         if wrapper.made.by_library:  # its options are not set by the script
             findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         if len(facts.wrappers) > 1:
-            made = wrapper.made
-            where = f"in the {made.module} that is wrapped{f' at {made.location}' if made.location else ''}"
-            findings = [replace(finding, evidence=(*finding.evidence, where)) for finding in findings]
-        found += findings
-    for same in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
-        found += [] if facts.model_groups else judge_meshes(same, facts.world_size)
-    return found
+            info = wrapper.made
+            note = f"in the {info.module} that is wrapped{f' at {info.location}' if info.location else ''}"
+            findings = [replace(finding, evidence=(*finding.evidence, note)) for finding in findings]
+        all_findings += findings
+    for wrappers in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
+        all_findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
+    return all_findings
 
 
 def sums_rightly(wrapper: WatchedWrapper) -> bool:
@@ -94,56 +94,56 @@ def sums_rightly(wrapper: WatchedWrapper) -> bool:
 
     An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
     """
-    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step).values()
-    complete = [everyone for everyone in captured if len(everyone) == len(wrapper.ranks)]
-    every = [one for everyone in complete for of_rank in against_average(everyone) for one in of_rank]
-    wrong, size = [one for one in every if one.bad], len(wrapper.ranks)
-    if not wrong or any(abs(one.ratio - size) + one.residual > one.tolerance * size for one in wrong):
+    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
+    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
+    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
+    wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
+    if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
         return False
-    if any(one.terms for of_rank in wrapper.losses for one in of_rank):
+    if any(loss.terms for losses in wrapper.losses for loss in losses):
         return are_for_sums(wrapper.losses, wrapper.number)
-    return any(one.what == "scale" for of_rank in wrapper.of(ModuleChanged) for one in of_rank)
+    return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
 
 
-def judge_meshes(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
     A warning: some scripts train several models from one start on purpose. Ranks that send tensors to each other are
-    skipped as pipeline stages. `same`: one model of a script, by group of ranks.
+    skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
     """
-    ranks = [wrapper.made.ranks for wrapper in same]
-    if any(entries_of(rank, PeerReceived) for wrapper in same for rank in wrapper.ranks):
+    ranks = [wrapper.made.ranks for wrapper in wrappers]
+    if any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks):
         return []
-    if len(same) < 2 or any(one.made.context.sharded is None for one in same) or sum(map(len, ranks)) < world_size:
+    if len(wrappers) < 2 or any(w.made.context.sharded is None for w in wrappers) or sum(map(len, ranks)) < world_size:
         return []
-    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in same]
+    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in wrappers]
     by_step: dict[int, list[list[ReplicaCaptured]]] = {}
-    for group, of_group in enumerate(captured):
-        for one in of_group:
-            if one.shard >= 0:
-                by_step.setdefault(one.step, [[] for _ in same])[group].append(one)
+    for group, replicas in enumerate(captured):
+        for replica in replicas:
+            if replica.shard >= 0:
+                by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
     complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
-    return judge_apart_meshes(ranks, complete, same[0].made.location)
+    return judge_apart_meshes(ranks, complete, wrappers[0].made.location)
 
 
 def judge_apart_meshes(
-    ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], made: Location | None
+    ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
 ) -> list[Finding]:
     """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
     if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
         return []
-    apart = _shards_that_differ(by_step[max(by_step)])
+    differing = _shards_that_differ(by_step[max(by_step)])
     first = by_step[min(by_step)][0][0].state.values.parameters
-    if apart < first.keys() or not apart:
+    if differing < first.keys() or not differing:
         return []
-    groups = join_names([format_ranks(one) for one in ranks])
+    groups = join_names([format_ranks(mesh) for mesh in ranks])
     return one_finding(
         "DDP301",
         ("mesh",),
         f"{capitalized(groups)} have separate meshes: they begin with the same model and diverge, because "
         "nothing averages gradients between them.",
         severity=Severity.WARNING,
-        location=made,
+        location=line,
         evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
         fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, the first of which replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
@@ -152,13 +152,13 @@ def judge_apart_meshes(
 
 def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]:
     """Return the parameters with mismatched values in the same shard of different groups."""
-    by_shard = group_by(chain.from_iterable(groups), lambda one: one.shard).values()
-    values = ([one.state.values.parameters for one in replicas] for replicas in by_shard)
+    by_shard = group_by(chain.from_iterable(groups), lambda replica: replica.shard).values()
+    values = ([replica.state.values.parameters for replica in replicas] for replicas in by_shard)
     return set(chain.from_iterable(map(differing_names, values)))
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:
-    made = wrapper.made
+    info = wrapper.made
 
     def locate(finding: Finding) -> Finding:
         if finding.location or not finding.subjects:
@@ -166,67 +166,67 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
         line = wrapper.loss_line if finding.subjects == ("loss",) else None
         if finding.code == "DDP306":
             line = _step_of(facts, f"{wrapper.number}/{finding.subjects[0]}")
-        made_at = line or facts.source.ask(assignment_in_classes, made.classes, finding.subjects[0])
-        return replace(finding, location=made_at or made.location)
+        made_at = line or facts.source.ask(assignment_in_classes, info.classes, finding.subjects[0])
+        return replace(finding, location=made_at or info.location)
 
     reported = ReportedCauses()
     more_buffers: dict[str, int] = {}
     reports: dict[int, dict[int, list[RankReport]]] = {}
     closing: list[RankReport] = []
-    alone: list[RankReport] = []
+    solo_reports: list[RankReport] = []
     for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
         for entry in entries:
             if entry.closing:
                 closing.append(entry.report)
             elif entry.alone:
-                alone.append(entry.report)
+                solo_reports.append(entry.report)
             elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
                 reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
-    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
-    kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda one: one.step)
+    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step)
+    kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
         reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
-        found = _judge_step(wrapper, step, reports[step]) if step in reports else []
+        step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
-            buffers = [one.buffers for one in kept_buffers.get(step, ())]
-            everyone = without_alike_later(without_rounding(captured[step]), buffers)
-            found += judge_captured(made, step, everyone, first=step == min(captured))
-        reported.add(select_findings(found), locate)
-        note_more_buffers(more_buffers, reported.findings, found, step)
+            buffers = [event.buffers for event in kept_buffers.get(step, ())]
+            replicas = without_alike_later(without_rounding(captured[step]), buffers)
+            step_findings += judge_captured(info, step, replicas, first=step == min(captured))
+        reported.add(select_findings(step_findings), locate)
+        note_more_buffers(more_buffers, reported.findings, step_findings, step)
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
-        reported.add(select_findings(judge_reports(closing, made.context, settled=True)), locate)
+        reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
     if not wrapper.missing:
         reported.add(select_findings(judge_apart(wrapper.of(TrainedApart))), locate)
-    for report in alone:
-        reported.add(select_findings(judge_reports([report], made.context, settled=False)), locate)
+    for report in solo_reports:
+        reported.add(select_findings(judge_reports([report], info.context, settled=False)), locate)
     moved = {
         name
-        for one in chain.from_iterable(captured.values())
-        for name, gradient in one.state.values.gradients.items()
+        for replica in chain.from_iterable(captured.values())
+        for name, gradient in replica.state.values.gradients.items()
         if gradient
     }
-    kept = [one for one in reported.findings if one.code != "DDP107" or moved.isdisjoint(one.subjects)]
+    kept = [f for f in reported.findings if f.code != "DDP107" or moved.isdisjoint(f.subjects)]
     severity = _severity_of_means(wrapper, reports)
-    kept = [replace(one, severity=severity) if one.code == "DDP305" else one for one in kept]
-    kept = [with_buffers(one, more_buffers) for one in kept]
-    kept = [one for one in kept if one.code != "DDP503" or not _averaged_by_hand(facts, wrapper.number, one)]
-    kept = [_at_the_load(one, facts.of(FileUsed), made.location) if one.code == "DDP521" else one for one in kept]
+    kept = [replace(f, severity=severity) if f.code == "DDP305" else f for f in kept]
+    kept = [with_buffers(f, more_buffers) for f in kept]
+    kept = [f for f in kept if f.code != "DDP503" or not _averaged_by_hand(facts, wrapper.number, f)]
+    kept = [_at_the_load(f, facts.of(FileUsed), info.location) if f.code == "DDP521" else f for f in kept]
     changes = wrapper.of(ModuleChanged)
     by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
     if not wrapper.missing:
-        everywhere = [step for step, of_ranks in captured.items() if len(of_ranks) == len(wrapper.ranks)]
+        everywhere = [step for step, group in captured.items() if len(group) == len(wrapper.ranks)]
         by_hand += judge_hooked(wrapper.of(GradientsHooked), everywhere)
         if not are_for_sums(wrapper.losses, wrapper.number):
             by_hand += judge_scaled_by_hooks(wrapper.of(GradientsHooked), everywhere, moved)
-    shards = {one.shard for one in chain.from_iterable(captured.values())}
-    if not wrapper.missing and made.context.sharded is not None and len(shards) == len(made.ranks) > 1:
+    shards = {replica.shard for replica in chain.from_iterable(captured.values())}
+    if not wrapper.missing and info.context.sharded is not None and len(shards) == len(info.ranks) > 1:
         by_hand += judge_written_alone(changes, wrapper.values_built)
-    consequences = [one for one in reported.consequences.values() if one.code != "DDP107"]
-    located = (_at_condition(one, facts) for one in (*kept, *consequences))
+    consequences = [f for f in reported.consequences.values() if f.code != "DDP107"]
+    located = (_at_condition(f, facts) for f in (*kept, *consequences))
     first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
-    return [*by_hand, *(at_the_seed(at_the_change(one, changes, made.location), first) for one in located)]
+    return [*by_hand, *(at_the_seed(at_the_change(f, changes, info.location), first) for f in located)]
 
 
 def _at_condition(finding: Finding, facts: ScriptFacts) -> Finding:
@@ -246,26 +246,26 @@ _DECIDES = ("branch", "loop", "function")
 def _step_of(facts: ScriptFacts, name: str) -> Location | None:
     """Return the line of the optimizer step of a parameter."""
     return next(
-        (one.steps[0][0].location for one in facts.optimizers if one.steps and name in one.steps[0][0].held), None
+        (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].held), None
     )
 
 
 def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
     """Return True if parameters outside of the wrapper get equal gradients on all ranks."""
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
-        steps = [of_ranks for one in facts.optimizers for of_ranks in one.steps if name in of_ranks[0].alone]
-        agree = sum(gradients_agree(of_ranks, name) for of_ranks in steps)
-        if agree < _FEWEST_AGREE or any(gradients_differ(of_ranks, name) for of_ranks in steps):
+        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
+        agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
+        if agree < _FEWEST_AGREE or any(gradients_differ(rank_steps, name) for rank_steps in steps):
             return False
     return True
 
 
-def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], found: Sequence[Finding], step: int) -> None:
+def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
     """Add to `more` buffers that differ from `step` on, after other buffers were reported."""
-    told = {name for one in reported if one.code in _OF_BUFFERS for name in one.subjects}
-    for one in found if told else ():
-        for name in one.subjects if one.code in _OF_BUFFERS else ():
-            if name not in told:
+    known = {name for finding in reported if finding.code in _OF_BUFFERS for name in finding.subjects}
+    for finding in new if known else ():
+        for name in finding.subjects if finding.code in _OF_BUFFERS else ():
+            if name not in known:
                 more.setdefault(name, step)
 
 
@@ -281,9 +281,9 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 _OF_BUFFERS = ("DDP214", "DDP215")
 
 
-def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Location | None) -> Finding:
+def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at: Location | None) -> Finding:
     """Move a finding to the line that loads one file on all ranks."""
-    read = [{(use.path, use.location) for use in of_rank if use.by_torch and not use.writes} for of_rank in uses]
+    read = [{(use.path, use.location) for use in rank_uses if use.by_torch and not use.writes} for rank_uses in uses]
     alike = set.intersection(*read)
     if len({line for _, line in alike}) != 1:
         drawn_alike = (
@@ -291,21 +291,21 @@ def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], made: Loc
             "rank's shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only "
             "the shard, give each rank a different seed."
         )
-        return replace(finding, location=made, fix="" if any(read) else drawn_alike)
+        return replace(finding, location=wrapped_at, fix="" if any(read) else drawn_alike)
     path, line = min(alike, key=str)
-    told = f"every rank has loaded {PurePath(path).name} there"
-    return replace(finding, location=line, evidence=(told, *finding.evidence))
+    note = f"every rank has loaded {PurePath(path).name} there"
+    return replace(finding, location=line, evidence=(note, *finding.evidence))
 
 
-def judge_apart(apart: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+def judge_apart(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
     """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
-    last = [of_rank[-1] for of_rank in apart if of_rank]
-    if len(last) < len(apart) or any(len(one.marks) < _FEWEST_MARKS for one in last):
+    last = [entries[-1] for entries in entries_by_rank if entries]
+    if len(last) < len(entries_by_rank) or any(len(entry.marks) < _FEWEST_MARKS for entry in last):
         return []
-    names = list(differing_names([one.parameters for one in last]))
-    if not names or set.intersection(*(set(one.marks[1:]) for one in last)):
+    names = list(differing_names([entry.parameters for entry in last]))
+    if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
         return []
-    count = min(len(one.marks) for one in last) - 1
+    count = min(len(entry.marks) for entry in last) - 1
     return one_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
 
 
@@ -314,26 +314,26 @@ def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[in
     by_rank = [
         [report for step in reports.values() for report in step.get(rank.started.rank, ())] for rank in wrapper.ranks
     ]
-    return severity_of_targets([[one for report in of_rank for one in report.micro_batches] for of_rank in by_rank])
+    return severity_of_targets([[batch for report in history for batch in report.micro_batches] for history in by_rank])
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
     """Judge the reports of one step; no report means nothing is missing."""
-    found = []
+    findings = []
     for turn in range(max(map(len, reports.values()))):
-        theirs = []
+        rank_reports = []
         for rank in wrapper.ranks:
             number = rank.started.rank
             if turn < len(reports.get(number, ())):
-                theirs.append(reports[number][turn])
+                rank_reports.append(reports[number][turn])
             elif rank.counts[wrapper.number][0] > step:
-                theirs.append(RankReport(StepEvidence(number, step, {})))
-        found += judge_reports(theirs, wrapper.made.context, settled=False)  # the closing reports are settled
-    return found
+                rank_reports.append(RankReport(StepEvidence(number, step, {})))
+        findings += judge_reports(rank_reports, wrapper.made.context, settled=False)  # the closing reports are settled
+    return findings
 
 
 def are_rounded(wrapper: WatchedWrapper) -> bool:
     """Return True if parameters differ by rounding in any step; see `without_rounding`."""
-    by_step = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda one: one.step)
-    complete = [everyone for everyone in by_step.values() if len(everyone) == len(wrapper.ranks)]
-    return any(without_rounding(everyone) != everyone for everyone in complete)
+    by_step = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step)
+    complete = [replicas for replicas in by_step.values() if len(replicas) == len(wrapper.ranks)]
+    return any(without_rounding(replicas) != replicas for replicas in complete)

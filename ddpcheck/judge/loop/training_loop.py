@@ -14,15 +14,15 @@ from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.stream.ledger import AROUND, Contribution, Ledger
 
 _Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
-_Found = Sequence[tuple[DdpStepEvidence, Contribution]]
+_Contributions = Sequence[tuple[DdpStepEvidence, Contribution]]
 
 # Values and data
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
     """DDP515: parameters that `wrap` changed on some ranks after DDP synchronized them."""
-    known = [name for name in differing_names(now) if all(name in of_rank for of_rank in start)]
-    names = [name for name in known if len({of_rank[name] for of_rank in start}) == 1]
+    known = [name for name in differing_names(now) if all(name in values for values in start)]
+    names = [name for name in known if len({values[name] for values in start}) == 1]
     if not names:
         return []
     changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
@@ -54,11 +54,11 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
     if repeated and (gradients_differ or gradients_alike):
         shared = []
         for place, item in enumerate(local):
-            for before in local[:place]:
-                if common := len(repeated & set(rows[place]) & set(before.sample_fingerprints)):
+            for other in local[:place]:
+                if common := len(repeated & set(rows[place]) & set(other.sample_fingerprints)):
                     is_are = "is" if common == 1 else "are"
-                    on, too = item.evidence.rank, before.evidence.rank
-                    shared.append(f"{counted(common, 'sample')} on rank {on} {is_are} on rank {too} too")
+                    rank, other_rank = item.evidence.rank, other.evidence.rank
+                    shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
         return one_finding(
             "DDP505",
             ("shard",),
@@ -74,7 +74,7 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
         "DDP519",
         ("shard",),
         f"The shards leave samples out: {left_out} in step {step}.",
-        evidence=[f"samples a rank: {', '.join(str(len(of_rank)) for of_rank in rows)}"],
+        evidence=[f"samples a rank: {', '.join(str(len(samples)) for samples in rows)}"],
     )
 
 
@@ -107,10 +107,10 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
     DDP501, 509 and unreduced steps only if gradients are `unequal` between ranks, or not averaged.
     """
     ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
-    found = _judge_discarded(ledgers)
+    findings = _judge_discarded(ledgers)
     if unequal:
-        found += _judge_unreduced(ledgers) + _judge_bypassed(ledgers) + _judge_pairing(ledgers)
-    return found or _judge_useless_no_sync(ledgers)
+        findings += _judge_unreduced(ledgers) + _judge_bypassed(ledgers) + _judge_pairing(ledgers)
+    return findings or _judge_useless_no_sync(ledgers)
 
 
 def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
@@ -122,19 +122,19 @@ def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
 
 def _judge_discarded(ledgers: _Ledgers) -> list[Finding]:
     """DDP517: gradients zeroed before any optimizer step used them."""
-    found = [(item, one) for item, ledger in ledgers for one in ledger.lost]
-    if not found:
+    lost = [(item, contribution) for item, ledger in ledgers for contribution in ledger.lost]
+    if not lost:
         return []
-    first = found[0][1]
-    made = [one for item, one in found if item is found[0][0] and one.ended == first.ended][-1].backward.location
+    first = lost[0][1]
+    origin = [c for item, c in lost if item is lost[0][0] and c.ended == first.ended][-1].backward.location
     return one_finding(
         "DDP517",
         ("zero_grad",),
         f"zero_grad discards the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
-        ranks=_ranks(found, ledgers),
-        steps=_steps(found, ledgers),
+        ranks=_ranks(lost, ledgers),
+        steps=_steps(lost, ledgers),
         location=Location.parse(first.ended_by.location),
-        evidence=[f"they come from the backward at {made}"] if made else [],
+        evidence=[f"they come from the backward at {origin}"] if origin else [],
     )
 
 
@@ -144,21 +144,21 @@ BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is
 
 def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
     """DDP502: optimizer step on gradients added after the reduction, or never reduced."""
-    found = [(item, one) for item, ledger in ledgers for one in ledger.used_unreduced if one.forward is not None]
-    if not found:
+    used = [(item, c) for item, ledger in ledgers for c in ledger.used_unreduced if c.forward is not None]
+    if not used:
         return []
-    item, first = found[0]
+    item, first = used[0]
     step, ledger = first.ended_by, next(ledger for other, ledger in ledgers if other is item)
-    of_step = [one for one in ledger.contributions if one.ended == first.ended]
-    unreduced = [one for one in of_step if not one.reduced]
+    step_contributions = [c for c in ledger.contributions if c.ended == first.ended]
+    unreduced = [c for c in step_contributions if not c.reduced]
     entered = next((event for event in item.events if event.kind == "enter no_sync"), None)
     if entered is not None and not any(event.synchronises for event in item.events):
         return one_finding(
             "DDP502",
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
-            ranks=_ranks(found, ledgers),
-            steps=_steps(found, ledgers),
+            ranks=_ranks(used, ledgers),
+            steps=_steps(used, ledgers),
             location=Location.parse(first.under or step.location),
         )
     called = unreduced[-1].under
@@ -171,9 +171,9 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
         ("no_sync",),
         f"{several} after the reduction of the step: the gradients of the last {kind} were never averaged, and every "
         "rank steps on its own."
-        if len(unreduced) < len(of_step)
+        if len(unreduced) < len(step_contributions)
         else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
-        ranks=_ranks(found, ledgers),
+        ranks=_ranks(used, ledgers),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
             BY_FLAG,
@@ -191,11 +191,11 @@ def _judge_unreduced(ledgers: _Ledgers) -> list[Finding]:
 
 def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
     """DDP501: optimizer step on gradients of a backward pass that bypassed the wrapper."""
-    found = [one for _, ledger in ledgers for one in ledger.used_unreduced if one.backward.kind in AROUND]
-    if not found:
+    bypassed = [c for _, ledger in ledgers for c in ledger.used_unreduced if c.backward.kind in AROUND]
+    if not bypassed:
         return []
-    line, noticed = found[0].backward.location, found[0].ended_by.location
-    inside_forward = found[0].backward.kind == "backward inside"
+    line, noticed = bypassed[0].backward.location, bypassed[0].ended_by.location
+    inside_forward = bypassed[0].backward.kind == "backward inside"
     return one_finding(
         "DDP501",
         ("forward",),
@@ -213,18 +213,18 @@ def _judge_bypassed(ledgers: _Ledgers) -> list[Finding]:
 
 def _judge_pairing(ledgers: _Ledgers) -> list[Finding]:
     """DDP509: backward pass of the wrapper's output after the end of the reduction."""
-    found = [(item, one) for item, ledger in ledgers for one in ledger.unpaired]
-    if not found:
+    unpaired = [(item, c) for item, ledger in ledgers for c in ledger.unpaired]
+    if not unpaired:
         return []
-    item, one = found[0]
-    done = "" if one.after is None else one.after.location
-    after = [event.kind for event in item.events[: one.number + 1] if event.kind in ("forward", "backward")]
+    item, contribution = unpaired[0]
+    done = "" if contribution.after is None else contribution.after.location
+    after = [event.kind for event in item.events[: contribution.number + 1] if event.kind in ("forward", "backward")]
     return one_finding(
         "DDP509",
         ("backward",),
         "A second backward pass follows without its own forward: DDP averages in the first one after a forward, and "
         "the gradients that the second adds stay on their rank.",
-        location=Location.parse(one.backward.location or done),
+        location=Location.parse(contribution.backward.location or done),
         evidence=[f"the step runs {', '.join(after)}", f"reduced: the backward at {done}" if done else ""],
     )
 
@@ -233,8 +233,8 @@ def _judge_useless_no_sync(ledgers: _Ledgers) -> list[Finding]:
     """DDP502: `no_sync` without effect, because it encloses no forward."""
     for _, ledger in ledgers:
         for event, message in (
-            *((one, "no_sync() is called and its context never entered") for one in ledger.not_entered),
-            *((one, "no_sync encloses a backward pass and not its forward") for one in ledger.around_backward),
+            *((entry, "no_sync() is called and its context never entered") for entry in ledger.not_entered),
+            *((entry, "no_sync encloses a backward pass and not its forward") for entry in ledger.around_backward),
         ):
             return one_finding(
                 "DDP502",
@@ -262,23 +262,23 @@ def judge_optimizer(
         before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
         return before is not None and before == after and bool(item.gradients.get(name, 0))
 
-    found = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
-    if not found:
+    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    if not unheld:
         return []
     foreign = wrapped[0].foreign_tensors
-    is_in, moves = plural_verb("is in", "are in", found), plural_verb("moves", "move", found)
+    is_in, moves = plural_verb("is in", "are in", unheld), plural_verb("moves", "move", unheld)
     return names.one_finding(
         "DDP504",
-        found,
-        f"{join_names(names.subjects(found))} {is_in} no group of the optimizer and never {moves}.",
+        unheld,
+        f"{join_names(names.subjects(unheld))} {is_in} no group of the optimizer and never {moves}.",
         evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
         severity=Severity.ERROR if foreign else Severity.WARNING,
     )
 
 
-def _ranks(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
-    return unless_all(sorted({item.rank for item, _ in found}), len({item.rank for item, _ in ledgers}))
+def _ranks(contributions: _Contributions, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.rank for item, _ in contributions}), len({item.rank for item, _ in ledgers}))
 
 
-def _steps(found: _Found, ledgers: _Ledgers) -> tuple[int, ...]:
-    return unless_all(sorted({item.step for item, _ in found}), len({item.step for item, _ in ledgers}))
+def _steps(contributions: _Contributions, ledgers: _Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.step for item, _ in contributions}), len({item.step for item, _ in ledgers}))

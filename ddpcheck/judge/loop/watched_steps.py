@@ -29,14 +29,14 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     `reports`: of every rank that answered. `settled`: enough steps have been seen to judge what an option allows.
     """
     if context.wrapper.find_unused_parameters:  # temporarily frozen (GAN) is unused to DDP
-        reports = [replace(one, changes={n: w for n, w in one.changes.items() if w != "frozen"}) for one in reports]
+        reports = [replace(r, changes={n: w for n, w in r.changes.items() if w != "frozen"}) for r in reports]
     changed = {name for report in reports for name in report.changes}
     evidence = _evidence(reports, context, changed, settled=settled)
     wrapper = context.wrapper
     opaque = any(report.probed.output_type for report in reports)  # reported before backward, without other facts
     if reports[0].step == 0 and not opaque:  # static_graph does not tolerate gradients that DDP awaits here
         wrapper = replace(wrapper, static_graph=False)
-    seen = tuple(sorted({step for report in reports for step in report.missing}))
+    missing_steps = tuple(sorted({step for report in reports for step in report.missing}))
     findings = []
     for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
         if finding.code == "DDP109" and not settled:
@@ -44,9 +44,9 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
         if wrapper.sharded and not settled and finding.code in _ON_NO_RANK:  # an untaken branch or idle expert
             continue
         if finding.code in _ABSENT and not finding.steps and not (context.wrapper.goes_on_without and settled):
-            finding = replace(finding, steps=seen)
+            finding = replace(finding, steps=missing_steps)
         if finding.code == "DDP101" and not settled and reports[0].step < _FEW:
-            message = f"{finding.message[:-1]} in {format_steps(seen or (0,))}."
+            message = f"{finding.message[:-1]} in {format_steps(missing_steps or (0,))}."
             finding = replace(finding, message=message, fix=_IDLE)
         findings.append(finding)
     if changed:
@@ -107,11 +107,11 @@ def judge_replica_states(
         wrapper_class=context.wrapper_class,
         own_hook=context.own_hook,
     )
-    found = descriptions.judge_descriptions([item.description for item in states])
+    findings = descriptions.judge_descriptions([item.description for item in states])
     gradients = judge_reducer(values, facts)
     if after_backward and averages_elsewhere(values, context, step):
         gradients = []
-    known_subjects = {subject for finding in found for subject in finding.subjects}
+    known_subjects = {subject for finding in findings for subject in finding.subjects}
     if step == 0 and after_backward and context.began_alike:
         start = [
             replace(finding, evidence=("before the first forward: a checkpoint that was loaded there, say",))
@@ -120,7 +120,7 @@ def judge_replica_states(
         changed_early = {name for finding in start for name in finding.subjects}
         never = [{n: v for n, v in s.at_first_forward.items() if n not in changed_early} for s in states]
         start += [
-            one for one in descriptions.judge_values_after_wrapping(never, [{} for _ in states]) if one.code == "DDP208"
+            f for f in descriptions.judge_values_after_wrapping(never, [{} for _ in states]) if f.code == "DDP208"
         ]
         changed_early |= {name for finding in start for name in finding.subjects}
         changed = []
@@ -139,11 +139,11 @@ def judge_replica_states(
     else:  # values after the last optimizer step
         start = []
         state = judge_state([replace(item, step=step - 1) for item in values], facts, gradients_differ=bool(gradients))
-        state = [_apart(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
+        state = [_reword(finding, values, step) if finding.code == "DDP306" else finding for finding in state]
     for finding in (*start, *gradients, *state):
         if not known_subjects.issuperset(finding.subjects):
-            found.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
-    return found
+            findings.append(finding if finding.steps or finding.code in _STANDING else replace(finding, steps=(step,)))
+    return findings
 
 
 def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
@@ -151,13 +151,13 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
 
     Parameters then stay equal on all ranks. In step 0, parameters are equal with any hook.
     """
-    if not (context.wrapper.comm_hook and descriptions.differing_names([one.gradients for one in values])):
+    if not (context.wrapper.comm_hook and descriptions.differing_names([item.gradients for item in values])):
         return False
-    known = [one.parameters for one in values if one.parameters]
-    return not step or (len(known) == len(values) and not descriptions.differing_names(known))
+    parameters = [item.parameters for item in values if item.parameters]
+    return not step or (len(parameters) == len(values) and not descriptions.differing_names(parameters))
 
 
-def _apart(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
+def _reword(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
     """Reword a DDP306 of ranks not compared before: step and cause are unknown."""
     parted = descriptions.differing_names([item.parameters for item in values])
     ranks = {rank for ranks in parted.values() for rank in ranks}

@@ -75,8 +75,8 @@ class ParameterFacts:
 
     def others_take_turns(self, names: Sequence[str]) -> bool:
         """Return True if other items of the same lists contribute in some places."""
-        of_others = set(map(_in_any_place, self.sometimes_missing))
-        return all(_in_any_place(name) in of_others for name in names)
+        families = set(map(_without_indices, self.sometimes_missing))
+        return all(_without_indices(name) in families for name in names)
 
     def family_of(self, name: str, missing: Collection[str]) -> str:
         """Return the outermost module around `name` with all parameters missing (list index: `*`)."""
@@ -85,10 +85,10 @@ class ParameterFacts:
             prefix = ".".join(parts[:size]) + "."
             if all(other in missing for other in self.trainable if other.startswith(prefix)):
                 top = prefix
-        return _in_any_place(top)
+        return _without_indices(top)
 
 
-def _in_any_place(name: str) -> str:
+def _without_indices(name: str) -> str:
     """Replace the list indices in a name by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -121,17 +121,17 @@ class ConditionalUse:
         facts, wrapper, name = self.facts, self.facts.wrapper, self.parameters[0]
         ends = [item.path_ends[name] for item in facts.missing[name] if name in item.path_ends]
         sparse = any(name in wrapper.sparse for name in self.parameters)
-        more = [SPARSE_REFUSED] if sparse and wrapper.find_unused_parameters else []
-        more += [UNDER_SHARDING] if wrapper.sharded else []
+        notes = [SPARSE_REFUSED] if sparse and wrapper.find_unused_parameters else []
+        notes += [UNDER_SHARDING] if wrapper.sharded else []
         if wrapper.static_graph:
-            more.append("static_graph=True promises that the set of used parameters never changes")
+            notes.append("static_graph=True promises that the set of used parameters never changes")
         return facts.names.one_finding(
             code,
             self.parameters,
             message,
             ranks=unless_all(ranks, facts.world_size),
             steps=unless_all(self.steps, len(facts.steps)),
-            evidence=[*evidence, *more],
+            evidence=[*evidence, *notes],
             fix=SPARSE_ADVICE if sparse else ADVICE_UNDER_SHARDING if wrapper.sharded else "",
             location=next((end.edit_at for end in ends if end.edit_at), None),
             path=ends[0].path_of(name) if ends else None,
@@ -151,11 +151,11 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     all_at_once = len(places) == 1 and len(names) == len(facts.trainable) > 1
     missing = frozenset(names)
     families = group_by(names, lambda name: "" if all_at_once else facts.family_of(name, missing))
-    found = []
+    findings = []
     for family in families.values():
         use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
-        found += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else judge_step_dependence(use))
-    return found
+        findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else judge_step_dependence(use))
+    return findings
 
 
 def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
@@ -168,13 +168,13 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
         return []
     step = min(min(absence.steps) for absence in partial)
     evidence = _evidence(use)
-    do = "reduce" if use.facts.wrapper.sharded else "wait for"
-    message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, do)
+    verb = "reduce" if use.facts.wrapper.sharded else "wait for"
+    message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, verb)
     if use.all_at_once:
         evidence = ["the loss depends on no parameter there, such as a constant for an empty batch"]
         message = (
             f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
-            f"other ranks {do} the gradients."
+            f"other ranks {verb} the gradients."
         )
     return use.one_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
 
@@ -200,8 +200,8 @@ def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
     for name in names:
         for step, items in group_by(facts.missing[name], lambda item: item.step).items():
             places.setdefault((step, tuple(sorted(item.rank for item in items))), []).append(name)
-    together = group_by(sorted(places), lambda place: (tuple(places[place]), place[1]))
-    return [MissingOn(of_names, ranks, tuple(step for step, _ in at)) for (of_names, ranks), at in together.items()]
+    groups = group_by(sorted(places), lambda place: (tuple(places[place]), place[1]))
+    return [MissingOn(members, ranks, tuple(step for step, _ in keys)) for (members, ranks), keys in groups.items()]
 
 
 _MOST_ABSENCES = 6
@@ -220,16 +220,16 @@ def _evidence(use: ConditionalUse) -> list[str]:
     return lines + _reasons(use)
 
 
-def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, do: str) -> str:
-    """Describe the first step in which ranks disagree (`do`: other ranks' action)."""
+def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
+    """Describe the first step in which ranks disagree (`verb`: other ranks' action)."""
     parts = [
         f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
         for item in absences
     ]
     if len(parts) == 1:
-        return f"{parts[0]} in step {step}, while the other ranks {do} the gradient."
-    more = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
-    return f"In step {step} {parts[0]}, and {parts[1]}{more}: the ranks wait for each other's gradients."
+        return f"{parts[0]} in step {step}, while the other ranks {verb} the gradient."
+    suffix = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
+    return f"In step {step} {parts[0]}, and {parts[1]}{suffix}: the ranks wait for each other's gradients."
 
 
 def _reasons(use: ConditionalUse) -> list[str]:
@@ -238,10 +238,10 @@ def _reasons(use: ConditionalUse) -> list[str]:
     them = plural_verb("it", "them", use.parameters)
     reasons = []
     for end in filter(None, ends):
-        told = {
+        reason_by_cause = {
             "cut": f"there the path is cut by {end.reason}{end.at}",
             "unreachable": f"there the last use is {end.reason}{end.at}, which does not reach the loss",
             "unused": f"there no operation of the forward pass reads {them}",
         }
-        reasons.append(told.get(end.cause, ""))
+        reasons.append(reason_by_cause.get(end.cause, ""))
     return list(dict.fromkeys(filter(None, reasons)))[:3]

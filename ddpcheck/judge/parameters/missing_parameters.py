@@ -54,8 +54,8 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 
     def cause_and_place(name: str) -> tuple[object, ...]:
         end = end_of(name)
-        where = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
-        return end.cause, end.reason, where, name in facts.wrapper.sparse
+        place = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
+        return end.cause, end.reason, place, name in facts.wrapper.sparse
 
     groups = group_by(names, cause_and_place).values()
     return [finding for group in groups for finding in _always_missing(group, end_of(group[0]), facts)]
@@ -67,23 +67,23 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
     evidence = [] if wrapper.tolerates_unused or not wrapper.is_ddp else [AT_NEXT_FORWARD]
     if evidence and steps == 1 and facts.ends_here:
         evidence.append("after the last step there is no next forward, so that nothing is raised at all")
-    code, message, more = _describe_cause(end, facts.names.subjects(group), them)
+    code, message, details = _describe_cause(end, facts.names.subjects(group), them)
     sparse = group[0] in wrapper.sparse
     refused = sparse and wrapper.find_unused_parameters
     if refused:
-        more.append(SPARSE_REFUSED)
+        details.append(SPARSE_REFUSED)
     elif wrapper.tolerates_unused or wrapper.sharded:
         option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
-        kept = f"{option}=True keeps DDP from stopping"
-        kept = "fully_shard says nothing of it" if wrapper.sharded else kept
-        more.append(f"{kept}; nothing has trained {them} in {counted(steps, 'step')}")
+        note = f"{option}=True keeps DDP from stopping"
+        note = "fully_shard says nothing of it" if wrapper.sharded else note
+        details.append(f"{note}; nothing has trained {them} in {counted(steps, 'step')}")
     harmless = (wrapper.tolerates_unused or wrapper.sharded) and code != "DDP103" and not refused
     fix = _fix_of_cut(end.reason) if code == "DDP103" else ""
     if harmless:
         fix = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
     taking_turns = end.cause == "unused" and facts.others_take_turns(group)
     if taking_turns:
-        more.append(
+        details.append(
             "others of the same list contribute in some steps or on some ranks only: check more steps (--steps)"
         )
     mildest = Severity.WARNING if steps > 1 and not taking_turns else Severity.NOTE
@@ -92,7 +92,7 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
         group,
         message,
         severity=mildest if harmless else None,
-        evidence=[*evidence, *more],
+        evidence=[*evidence, *details],
         fix=SPARSE_ADVICE if sparse else fix,
         location=end.edit_at,
         path=end.path_of(group[0]),
@@ -100,13 +100,13 @@ def _always_missing(group: Sequence[str], end: PathEnd, facts: ParameterFacts) -
 
 
 def _fix_of_cut(reason: str) -> str:
-    what, comma, _ = reason.partition(",")
-    mend = f"Use differentiable operations of torch instead of {what}" if comma else f"Remove {what}"
-    if "checkpoint" in what:
-        mend = "Pass use_reentrant=False to checkpoint"
-    elif what.startswith("torch."):
-        mend = f"Run it outside of {what}"
-    return f"{mend}. If the cut is intended, freeze the parameters (requires_grad_(False)) or give them another loss."
+    call, comma, _ = reason.partition(",")
+    advice = f"Use differentiable operations of torch instead of {call}" if comma else f"Remove {call}"
+    if "checkpoint" in call:
+        advice = "Pass use_reentrant=False to checkpoint"
+    elif call.startswith("torch."):
+        advice = f"Run it outside of {call}"
+    return f"{advice}. If the cut is intended, freeze the parameters (requires_grad_(False)) or give them another loss."
 
 
 def _describe_cause(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
@@ -154,12 +154,12 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
         subjects = names.subjects(group)
         words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
         words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
-        by = f" by {change.replacement}" if change.replacement else ""
-        what = f"{plural_verb('was', 'were', subjects)} {change.kind}{by}"
+        suffix = f" by {change.replacement}" if change.replacement else ""
+        action = f"{plural_verb('was', 'were', subjects)} {change.kind}{suffix}"
         findings += one_finding(
             "DDP503",
             subjects,
-            f"{join_names(subjects)} {what} in the forward pass of step {step}, after DDP had been constructed: "
+            f"{join_names(subjects)} {action} in the forward pass of step {step}, after DDP had been constructed: "
             f"{_CHANGES[change.kind].format(**words)}.",
             ranks=unless_all(sorted(set().union(*group.values())), world_size),
             location=change.location or names.location(list(group)),
@@ -183,22 +183,22 @@ def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
     for (ranks, end), group in lost.items():
         if end.cause in ("unused", "cut", "unreachable"):
             them = plural_verb("it", "them", group)
-            code, message, more = _describe_cause(end, facts.names.subjects(group), them)
+            code, message, details = _describe_cause(end, facts.names.subjects(group), them)
             findings += facts.names.one_finding(
                 code,
                 group,
                 message,
                 ranks=unless_all(ranks, facts.world_size),
-                evidence=[*more, f"under torch.compile DDP gets zeros for {them} and raises no error"],
+                evidence=[*details, f"under torch.compile DDP gets zeros for {them} and raises no error"],
                 location=end.edit_at,
                 path=end.path_of(group[0]),
             )
             continue
-        by = end.reason or "a custom autograd Function between it and the loss"
+        fn = end.reason or "a custom autograd Function between it and the loss"
         findings += facts.names.one_finding(
             "DDP108",
             group,
-            f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {by}{end.at} returns "
+            f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {fn}{end.at} returns "
             "None.",
             ranks=unless_all(ranks, facts.world_size),
             location=end.edit_at,
@@ -226,12 +226,12 @@ def judge_zero_gradients(
     findings = []
     for group in group_by(always, place).values():
         end = ends.get(group[0])
-        where = f": it becomes zero in {end.reason}{end.at}" if end else ""
+        origin = f": it becomes zero in {end.reason}{end.at}" if end else ""
         subjects = join_names(facts.names.subjects(group))
         findings += facts.names.one_finding(
             "DDP107",
             group,
-            f"The gradient of {subjects} is exactly zero in every step on every rank{where}.",
+            f"The gradient of {subjects} is exactly zero in every step on every rank{origin}.",
             evidence=("in the last of these steps it stays zero for other values of the parameters",),
             location=end.edit_at if end else None,
             path=end.path_of(group[0]) if end else None,
@@ -251,11 +251,11 @@ MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters crea
 
 def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
     """DDP106: tensors that receive gradient but are no parameters of the wrapped module."""
-    found: dict[str, UnregisteredTensor] = {}
+    tensors: dict[str, UnregisteredTensor] = {}
     ranks: dict[str, set[int]] = {}
     for item in facts.evidence:
         for leaf in item.unregistered:
-            found.setdefault(leaf.name, leaf)
+            tensors.setdefault(leaf.name, leaf)
             ranks.setdefault(leaf.name, set()).add(item.rank)
 
     def holder_and_ranks(leaf: UnregisteredTensor) -> tuple[bool, str, tuple[int, ...]]:
@@ -263,7 +263,7 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
         return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
 
-    groups = group_by(found.values(), holder_and_ranks)
+    groups = group_by(tensors.values(), holder_and_ranks)
     return [
         finding
         for (_, _, on_ranks), group in groups.items()
@@ -273,20 +273,20 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
 
 def _unregistered(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], by: str) -> list[Finding]:
     names = [leaf.name for leaf in leaves]
-    what = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
-    what += "parameter of the model"
+    text = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
+    text += "parameter of the model"
     if len(leaves) == 1 and leaves[0].kind:
-        what = f"The {leaves[0].kind} {what}"
+        text = f"The {leaves[0].kind} {text}"
     if created_in_forward := leaves[0].created_in_forward:
-        what = (
+        text = (
             f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after {by} has been "
         )
-        what += "called" if by == "fully_shard" else "constructed"
+        text += "called" if by == "fully_shard" else "constructed"
     elements = sum(math.prod(leaf.shape) for leaf in leaves)
     return one_finding(
         "DDP106",
         names,
-        f"{what}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
+        f"{text}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
         ranks=ranks,
         location=next((leaf.location for leaf in leaves if leaf.location), None),
         evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
@@ -312,15 +312,15 @@ def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
 
 def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
     """DDP110: lazy parameters without a shape when the module is wrapped (names by rank)."""
-    found = sorted({name for of_rank in names for name in of_rank})
-    if not found:
+    lazy = sorted({name for rank_names in names for name in rank_names})
+    if not lazy:
         return []
     return one_finding(
         "DDP110",
-        found,
-        f"{join_names(found)} {plural_verb('is lazy and has', 'are lazy and have', found)} no shape yet, so DDP "
+        lazy,
+        f"{join_names(lazy)} {plural_verb('is lazy and has', 'are lazy and have', lazy)} no shape yet, so DDP "
         "cannot wrap the model.",
-        ranks=unless_all([rank for rank, of_rank in enumerate(names) if of_rank], len(names)),
+        ranks=unless_all([rank for rank, rank_names in enumerate(names) if rank_names], len(names)),
     )
 
 
@@ -370,12 +370,12 @@ def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
         return []
     names = list(dict.fromkeys(name for name, _ in arrivals))
     times = max(count for _, count in arrivals)
-    why = "re-entrant checkpoints (use_reentrant=True) run a separate backward for each use"
+    reason = "re-entrant checkpoints (use_reentrant=True) run a separate backward for each use"
     return facts.names.one_finding(
         "DDP406",
         names,
         f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "
         "it when it first arrives.",
-        evidence=[why] if any(item.reentrant for item in facts.evidence) else (),
+        evidence=[reason] if any(item.reentrant for item in facts.evidence) else (),
         fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
     )

@@ -71,18 +71,18 @@ def _as_written(description: ModuleDescription) -> ModuleDescription:
     """Return the description with uncompiled names (`_orig_mod` removed)."""
     return replace(
         description,
-        parameters=tuple(replace(one, name=plain_name(one.name)) for one in description.parameters),
-        buffers=tuple(replace(one, name=plain_name(one.name)) for one in description.buffers),
+        parameters=tuple(replace(param, name=plain_name(param.name)) for param in description.parameters),
+        buffers=tuple(replace(buffer, name=plain_name(buffer.name)) for buffer in description.buffers),
         ties=tuple(tuple(map(plain_name, names)) for names in description.ties),
-        modules=tuple({plain_module(one[0]): (plain_module(one[0]), *one[1:]) for one in description.modules}.values()),
-        state=tuple((plain_name(one[0]), *one[1:]) for one in description.state),
+        modules=tuple({plain_module(m[0]): (plain_module(m[0]), *m[1:]) for m in description.modules}.values()),
+        state=tuple((plain_name(entry[0]), *entry[1:]) for entry in description.state),
     )
 
 
 def _judge_compiled(compiled: Sequence[frozenset[str]]) -> list[Finding]:
     """DDP222: modules compiled on some ranks only (`compiled`: compiled module names by rank)."""
     names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
-    ranks = [rank for rank, of_rank in enumerate(compiled) if not of_rank.isdisjoint(names)]
+    ranks = [rank for rank, modules in enumerate(compiled) if not modules.isdisjoint(names)]
     return one_finding(
         "DDP222",
         [name or "(the model)" for name in names],
@@ -100,18 +100,18 @@ def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broad
     Buffers are compared only if the wrapper `broadcasts` buffers.
     """
     parameters = [description.parameters for description in descriptions]
-    found = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
-    found += _judge_buffers(descriptions) if broadcasts else []
+    diffs = _judge_attribute("DDP206", "requires_grad", "value of requires_grad", parameters, set())
+    diffs += _judge_buffers(descriptions) if broadcasts else []
     why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
     return [
-        replace(f, message=f"After step {step}: {f.message}", steps=(step,), evidence=(*f.evidence, why)) for f in found
+        replace(f, message=f"After step {step}: {f.message}", steps=(step,), evidence=(*f.evidence, why)) for f in diffs
     ]
 
 
 def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
     findings = []
     for names in sorted(set(itertools.chain.from_iterable(ties))):
-        tied = ["tied" if names in of_rank else "not tied" for of_rank in ties]
+        tied = ["tied" if names in rank_ties else "not tied" for rank_ties in ties]
         if "not tied" in tied:
             findings += one_finding(
                 "DDP209",
@@ -126,30 +126,30 @@ def _judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
 def _judge_tensors(
     records: Sequence[tuple[TensorRecord, ...]], noun: str, set_code: str, order_code: str, explained: set[str]
 ) -> list[Finding]:
-    orders = [tuple(record.name for record in of_rank if record.name not in explained) for of_rank in records]
+    orders = [tuple(record.name for record in rank_records if record.name not in explained) for rank_records in records]
     sets = [frozenset(order) for order in orders]
     if len(set(sets)) > 1:
-        differing = sorted(frozenset.union(*sets) - frozenset.intersection(*sets))
-        having = {name: [rank for rank, names in enumerate(sets) if name in names] for name in differing}
+        mismatches = sorted(frozenset.union(*sets) - frozenset.intersection(*sets))
+        having = {name: [rank for rank, names in enumerate(sets) if name in names] for name in mismatches}
         common = Counter(sets).most_common(1)[0][0]
         return one_finding(
             set_code,
-            differing,
-            f"The ranks do not have the same {noun}s: {len(differing)} exist on some ranks only.",
+            mismatches,
+            f"The ranks do not have the same {noun}s: {len(mismatches)} exist on some ranks only.",
             ranks=tuple(rank for rank, names in enumerate(sets) if names != common),
             evidence=[f"{name}: only on {format_ranks(ranks)}" for name, ranks in having.items()],
         )
     if len(set(orders)) > 1:
         ranks = minority_ranks(orders)
-        usual = next(order for rank, order in enumerate(orders) if rank not in ranks)
-        moved = [name for place, name in enumerate(usual) if any(orders[rank][place] != name for rank in ranks)]
-        place = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
+        expected = next(order for rank, order in enumerate(orders) if rank not in ranks)
+        moved = [name for i, name in enumerate(expected) if any(orders[rank][i] != name for rank in ranks)]
+        index = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
         return one_finding(
             order_code,
             moved,
             f"The {noun}s are registered in a different order on {format_ranks(ranks)}; DDP pairs them by position.",
             ranks=ranks,
-            evidence=told_by_rank({f"{noun} number {place}": [order[place] for order in orders]}),
+            evidence=told_by_rank({f"{noun} number {index}": [order[index] for order in orders]}),
         )
     return []
 
@@ -157,17 +157,17 @@ def _judge_tensors(
 def _judge_attribute(
     code: str, attribute: str, noun: str, records: Sequence[tuple[TensorRecord, ...]], explained: set[str]
 ) -> list[Finding]:
-    differing = differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
+    mismatches = differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
     findings = []
-    unexplained = [name for name in differing if name not in explained]
-    for ranks, names in group_by(unexplained, lambda name: minority_ranks(differing[name])).items():
+    unexplained = [name for name in mismatches if name not in explained]
+    for ranks, names in group_by(unexplained, lambda name: minority_ranks(mismatches[name])).items():
         findings += one_finding(
             code,
             names,
             f"{join_names(names)} {plural_verb('has', 'have', names)} another {noun} on {format_ranks(ranks)} than "
             "elsewhere.",
             ranks=ranks,
-            evidence=told_by_rank({name: differing[name] for name in names}),
+            evidence=told_by_rank({name: mismatches[name] for name in names}),
         )
     return findings
 
@@ -175,96 +175,96 @@ def _judge_attribute(
 def _judge_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
     buffers = [description.buffers for description in descriptions]
     findings = _judge_tensors(buffers, "buffer", "DDP211", "DDP212", set())
-    differing = differing_values([{b.name: f"{b.dtype} of shape {b.shape}" for b in of_rank} for of_rank in buffers])
-    if names := list(differing):
+    mismatches = differing_values([{b.name: f"{b.dtype} of shape {b.shape}" for b in bufs} for bufs in buffers])
+    if names := list(mismatches):
         findings += one_finding(
             "DDP213",
             names,
             f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same shape and dtype on every rank.",
-            ranks=minority_of_any(differing.values()),
-            evidence=told_by_rank(differing),
+            ranks=minority_of_any(mismatches.values()),
+            evidence=told_by_rank(mismatches),
         )
     return findings
 
 
 def _judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool) -> list[Finding]:
     modules = [description.modules for description in descriptions]
-    classes = differing_values([{name: f"{kind}({options})" for name, kind, options, _ in m} for m in modules])
-    modes = differing_values([{m[0]: "training" if m[3] else "evaluating" for m in of_rank} for of_rank in modules])
-    inner = {name for name in modes for other in modes if name != other and (not other or name.startswith(f"{other}."))}
+    classes = differing_values([{name: f"{kind}({options})" for name, kind, options, _ in mods} for mods in modules])
+    modes = differing_values([{m[0]: "training" if m[3] else "evaluating" for m in mods} for mods in modules])
+    inner = {name for name in modes for outer in modes if name != outer and (not outer or name.startswith(f"{outer}."))}
     findings = []
-    for what, differing in (
+    for noun, mismatches in (
         ("class or options", {} if explained else classes),  # a reported mismatch also shows in the options
         (MODE, {name: values for name, values in modes.items() if name not in inner}),
     ):
-        if names := list(differing):
+        if names := list(mismatches):
             findings += one_finding(
                 "DDP222",
                 [name or "(the model)" for name in names],
                 f"{join_names([name or 'the model' for name in names])} {plural_verb('does', 'do', names)} not have "
-                f"the same {what} on every rank.",
-                ranks=minority_of_any(differing.values()) if what != MODE else _odd_modes(list(differing.values())),
-                evidence=told_by_rank({name or "(the model)": values for name, values in differing.items()}),
+                f"the same {noun} on every rank.",
+                ranks=minority_of_any(mismatches.values()) if noun != MODE else _odd_modes(list(mismatches.values())),
+                evidence=told_by_rank({name or "(the model)": values for name, values in mismatches.items()}),
             )
     return findings
 
 
-def _odd_modes(differing: Sequence[Sequence[str]]) -> list[int]:
+def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
     """Return the ranks in the rarer mode; on a tie, in eval mode."""
-    odd = set(minority_of_any(differing))
-    for of_name in differing:
-        if 2 * of_name.count("evaluating") == len(of_name):
-            odd -= {rank for rank, mode in enumerate(of_name) if mode == "training"}
-            odd |= {rank for rank, mode in enumerate(of_name) if mode == "evaluating"}
+    odd = set(minority_of_any(modes_by_name))
+    for modes in modes_by_name:
+        if 2 * modes.count("evaluating") == len(modes):
+            odd -= {rank for rank, mode in enumerate(modes) if mode == "training"}
+            odd |= {rank for rank, mode in enumerate(modes) if mode == "evaluating"}
     return sorted(odd)
 
 
 def _judge_state(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
-    differing = differing_values([{name: (shape, value) for name, shape, value in of_rank} for of_rank in state])
-    if not differing:
+    mismatches = differing_values([{name: (shape, value) for name, shape, value in tensors} for tensors in state])
+    if not mismatches:
         return []
-    names = list(differing)
+    names = list(mismatches)
     return one_finding(
         "DDP216",
         names,
         f"{join_names(names)}, which the model holds and has not registered, {plural_verb('differs', 'differ', names)} "
         "between ranks; DDP never synchronises unregistered tensors.",
-        ranks=minority_of_any(differing.values()),
-        evidence=[f"{name}: {_compare_shapes([v[0] for v in values])}" for name, values in differing.items()],
+        ranks=minority_of_any(mismatches.values()),
+        evidence=[f"{name}: {_compare_shapes([v[0] for v in values])}" for name, values in mismatches.items()],
     )
 
 
 def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
-    others = "other values" if len(set(shapes)) == 1 else f"other shapes: {'; '.join(group_by_value(shapes))}"
-    return f"shape {shapes[0]}, {others}"
+    difference = "other values" if len(set(shapes)) == 1 else f"other shapes: {'; '.join(group_by_value(shapes))}"
+    return f"shape {shapes[0]}, {difference}"
 
 
 def differing_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return names whose values differ between ranks, with the values by rank."""
     shared = [name for name in by_rank[0] if all(name in values for values in by_rank)]
-    values = {name: [of_rank[name] for of_rank in by_rank] for name in shared}
-    return {name: of_name for name, of_name in values.items() if len(set(of_name)) > 1}
+    values = {name: [rank_values[name] for rank_values in by_rank] for name in shared}
+    return {name: per_rank for name, per_rank in values.items() if len(set(per_rank)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:
     """Return names whose values differ between ranks, with the minority ranks."""
-    return {name: minority_ranks(of_name) for name, of_name in differing_values(values).items()}
+    return {name: minority_ranks(per_rank) for name, per_rank in differing_values(values).items()}
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
     """DDP208: parameters built with different values per rank before `fully_shard`."""
-    found = differing_values(before)
-    differing = {name: values for name, values in found.items() if now.get(name) not in values}
-    if not differing:
+    mismatches = differing_values(before)
+    remaining = {name: values for name, values in mismatches.items() if now.get(name) not in values}
+    if not remaining:
         return []
-    names = sorted(differing)
+    names = sorted(remaining)
     return one_finding(
         "DDP208",
         names,
         f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
         f"fully_shard, which broadcasts nothing: {plural_verb('it is', 'they are', names)} put together from parts of "
         "different models.",
-        ranks=sorted({rank for values in differing.values() for rank in minority_ranks(values)}),
+        ranks=sorted({rank for values in remaining.values() for rank in minority_ranks(values)}),
         fix="Build the model under the same seed and from the same checkpoint on every rank; or hand rank 0's values "
         "out after fully_shard (set_model_state_dict with broadcast_from_rank0).",
     )
@@ -276,15 +276,15 @@ def judge_values_after_wrapping(
     """DDP208 and 214: parameters and buffers that differ after wrapping (fingerprints by rank)."""
     findings = []
     for code, values in (("DDP208", parameters), ("DDP214", buffers)):
-        differing = differing_names(values)
-        if names := sorted(differing):
+        mismatches = differing_names(values)
+        if names := sorted(mismatches):
             findings += one_finding(
                 code,
                 names,
                 f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
                 "any gradients were averaged.",
-                ranks=sorted(set(itertools.chain.from_iterable(differing.values()))),
-                evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in differing.items()],
+                ranks=sorted(set(itertools.chain.from_iterable(mismatches.values()))),
+                evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in mismatches.items()],
                 severity=Severity.ERROR,
             )
     return findings
@@ -293,21 +293,21 @@ def judge_values_after_wrapping(
 def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
     """DDP221 (wrapper) or DDP223 (optimizer): options that differ between ranks."""
     names = sorted(set(itertools.chain.from_iterable(options)))
-    values = {name: [of_rank.get(name, "(not set)") for of_rank in options] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1]
-    if not differing:
+    values = {name: [rank_options.get(name, "(not set)") for rank_options in options] for name in names}
+    mismatches = [name for name in names if len(set(values[name])) > 1]
+    if not mismatches:
         return []
-    if "class" in differing:
-        differing = ["class"]  # a different class implies different options
-    others = {f"{name.removesuffix(' parameters')} order" for name in differing if name.endswith(" parameters")}
-    differing = [name for name in differing if name not in others]  # the order differs because the parameters do
-    harmless = are_harmless(differing, options)
+    if "class" in mismatches:
+        mismatches = ["class"]  # a different class implies different options
+    orders = {f"{name.removesuffix(' parameters')} order" for name in mismatches if name.endswith(" parameters")}
+    mismatches = [name for name in mismatches if name not in orders]  # the order differs because the parameters do
+    harmless = are_harmless(mismatches, options)
     return one_finding(
         code,
-        differing,
-        f"{what} is not the same on every rank: {', '.join(differing)}.",
-        ranks=minority_of_any(values[name] for name in differing),
-        evidence=told_by_rank({name: _differences(name, values[name]) for name in differing}),
+        mismatches,
+        f"{what} is not the same on every rank: {', '.join(mismatches)}.",
+        ranks=minority_of_any(values[name] for name in mismatches),
+        evidence=told_by_rank({name: _differences(name, values[name]) for name in mismatches}),
         severity=Severity.WARNING if harmless else None,
     )
 
@@ -318,8 +318,8 @@ def _differences(name: str, values: Sequence[str]) -> list[str]:
         return list(values)
     lists = [value.split(", ") for value in values]
     if name.endswith(" order"):
-        place = next((i for i, at in enumerate(zip(*lists, strict=False)) if len(set(at)) > 1), 0)
-        return [f"number {place} is {names[place]}" for names in lists]
+        index = next((i for i, names in enumerate(zip(*lists, strict=False)) if len(set(names)) > 1), 0)
+        return [f"number {index} is {names[index]}" for names in lists]
     common = set.intersection(*map(set, lists))
     return [
         join_names([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists
@@ -333,28 +333,28 @@ def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
     """
     data = facts.known.program_data
     values = differing_values(data) if data else {}
-    differing = [name for name in values if not _is_the_rank(values[name])]
-    if not differing:
+    mismatches = [name for name in values if not _is_the_rank(values[name])]
+    if not mismatches:
         return []
     away = (
         f"the ranks compute gradients that are up to {facts.largest_error:.2g} (relative) away from those of the "
         "global batch"
     )
     code = "DDP516"
-    message = f"{join_names(differing)} {plural_verb('is', 'are', differing)} not the same on every rank, and {away}."
-    if state := [name for name in differing if name in facts.known.changed_data]:
-        code, differing, it = "DDP216", state, plural_verb("it", "them", state)
+    message = f"{join_names(mismatches)} {plural_verb('is', 'are', mismatches)} not the same on every rank, and {away}."
+    if state := [name for name in mismatches if name in facts.known.changed_data]:
+        code, mismatches, them = "DDP216", state, plural_verb("it", "them", state)
         message = (
             f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, differently on each rank, "
-            f"and nothing synchronises {it}: {away}."
+            f"and nothing synchronises {them}: {away}."
         )
     return facts.one_finding(
         code,
         message,
-        *told_by_rank({name: _around_difference(values[name]) for name in differing}),
-        subjects=differing,
+        *told_by_rank({name: _around_difference(values[name]) for name in mismatches}),
+        subjects=mismatches,
         severity=Severity.ERROR,
-        ranks=minority_of_any(values[name] for name in differing),
+        ranks=minority_of_any(values[name] for name in mismatches),
     )
 
 
@@ -376,10 +376,10 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
 
     A warning under `find_unused_parameters`, which suggests that ranks use different parameters on purpose.
     """
-    losses, alone = facts.known.local.losses, facts.analysis.shard_losses
-    if len(losses) != len(alone):
+    losses, expected = facts.known.local.losses, facts.analysis.shard_losses
+    if len(losses) != len(expected):
         return []
-    ranks = [r for r, (a, b) in enumerate(zip(losses, alone, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
+    ranks = [r for r, (a, b) in enumerate(zip(losses, expected, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
     if not ranks or len(ranks) == len(losses):
         return []
     rank = ranks[0]
@@ -387,7 +387,7 @@ def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
         "DDP516",
         f"On {format_ranks(ranks)} the model or the loss gives a different result from that of a single process on the "
         "same samples; on the other ranks it does not.",
-        f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {alone[rank]:.4g} without it",
+        f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {expected[rank]:.4g} without it",
         ranks=ranks,
         severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,
     )
@@ -406,19 +406,19 @@ def _around_difference(values: Sequence[str]) -> list[str]:
     """Shorten long values to the part around the first difference."""
     if max(map(len, values)) <= _LONGEST_VALUE:
         return list(values)
-    place = next((i for i, at in enumerate(zip(*values, strict=False)) if len(set(at)) > 1), min(map(len, values)))
-    start = max(place - _LONGEST_VALUE // 3, 0)
+    index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))
+    start = max(index - _LONGEST_VALUE // 3, 0)
     return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
 
 
 def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
     """DDP503: parameter changes since wrapping ("frozen", "added"), by name and rank."""
-    found = dict.fromkeys((name, what) for of_rank in changes for name, what in of_rank.items())
-    if not found:
+    entries = dict.fromkeys((name, kind) for rank_changes in changes for name, kind in rank_changes.items())
+    if not entries:
         return []
-    by_what = {what: [name for name, _ in of] for what, of in group_by(found, lambda change: change[1]).items()}
-    ranks = tuple(rank for rank, of_rank in enumerate(changes) if of_rank)
-    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {what}" for what, names in by_what.items()]
+    by_what = {kind: [name for name, _ in pairs] for kind, pairs in group_by(entries, lambda change: change[1]).items()}
+    ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
+    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {kind}" for kind, names in by_what.items()]
     still = "after wrapping; the reducer still has the old ones"
     if sharded:
         still = "after fully_shard, whose groups still gather the old ones"

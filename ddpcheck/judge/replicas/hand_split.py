@@ -24,24 +24,24 @@ _FEWEST_INPUTS = 2
 _FEWEST_STEPS = 3
 
 
-def hand_split(same: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
+def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
     """Map each group of ranks of one model to the line of its collective."""
-    made, place = same[0].made, {n: place for place, one in enumerate(same) for n in one.made.ranks}
-    ranks = {rank.started.rank: rank for one in same for rank in one.ranks}
+    first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
+    ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     alike = all(
-        one.made.context.sharded is None
-        and (one.made.module, one.made.context.trainable) == (made.module, made.context.trainable)
-        for one in same
+        wrapper.made.context.sharded is None
+        and (wrapper.made.module, wrapper.made.context.trainable) == (first.module, first.context.trainable)
+        for wrapper in wrappers
     )
-    if len(same) < 2 or not alike or len(ranks) < world_size:
+    if len(wrappers) < 2 or not alike or len(ranks) < world_size:
         return {}
-    used = [one for rank in ranks.values() for one in entries_of(rank, GroupUsed)]
-    lines = {one.members: one.differentiated_at for one in used if one.differentiated_at is not None}
+    used = [use for rank in ranks.values() for use in entries_of(rank, GroupUsed)]
+    lines = {use.members: use.differentiated_at for use in used if use.differentiated_at is not None}
     across = {
         members: line
         for members, line in lines.items()
-        if 1 < len(members) == len({place.get(n) for n in members})
-        and _given_alike([ranks[n] for n in members], same[0].number)
+        if 1 < len(members) == len({indices.get(n) for n in members})
+        and _given_alike([ranks[n] for n in members], wrappers[0].number)
     }
     return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
 
@@ -51,43 +51,43 @@ def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str
 
     Such ranks have the same samples, different parameters, and a common collective in an autograd function.
     """
-    together = {call.members for item in local for call in item.forward_calls if call.differentiable}
-    found = [
+    groups = {call.members for item in local for call in item.forward_calls if call.differentiable}
+    models = [
         ranks
-        for ranks in sorted(together)
+        for ranks in sorted(groups)
         if len({local[rank].sample_fingerprints for rank in ranks}) == 1
         and differing_names([parameters[rank] for rank in ranks])
     ]
-    return found if sorted(itertools.chain(*found)) == [*range(len(local))] else []
+    return models if sorted(itertools.chain(*models)) == [*range(len(local))] else []
 
 
 def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
-    given = [[one.samples for one in entries_of(rank, Inputs) if one.wrapper == wrapper] for rank in ranks]
-    return min(map(len, given)) >= _FEWEST_INPUTS and all(of_rank == given[0] for of_rank in given)
+    samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
+    return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
 
 
 def compare_hand_split(facts: ScriptFacts) -> Verdicts:
     """Judge the hand-split layers of all wrappers."""
-    by_number = group_by(facts.wrappers, lambda one: one.number)
-    split = [same for same in by_number.values() if not facts.model_groups and hand_split(same, facts.world_size)]
-    found = [finding for same in split for finding in judge_hand_split(same, facts.world_size)]
-    what = "no fault in parameters that start equal on ranks that compute one model together"
-    return {"replicas": Verdict(found, what if split else "")}
+    by_number = group_by(facts.wrappers, lambda wrapper: wrapper.number)
+    split = [group for group in by_number.values() if not facts.model_groups and hand_split(group, facts.world_size)]
+    findings = [finding for group in split for finding in judge_hand_split(group, facts.world_size)]
+    message = "no fault in parameters that start equal on ranks that compute one model together"
+    return {"replicas": Verdict(findings, message if split else "")}
 
 
-def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: parameters that start equal on ranks of one model but get different gradients.
 
     Reported only if other parameters, the split parts, start different. Constant initial values are ignored: split
     parts may start constant, too.
     """
-    number, ranks = same[0].number, {rank.started.rank: rank for one in same for rank in one.ranks}
-    groups = hand_split(same, world_size)
-    found = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
-    names = next(filter(None, found.values()), [])
+    number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
+    groups = hand_split(wrappers, world_size)
+    names_by_group = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
+    names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
-    of_models = [members for members, apart in found.items() if apart]
+    of_models = [members for members, diverged in names_by_group.items() if diverged]
     line = groups[of_models[0]]
     return one_finding(
         "DDP301",
@@ -105,7 +105,7 @@ def judge_hand_split(same: Sequence[WatchedWrapper], world_size: int) -> list[Fi
 
 
 def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
-    return {one.step: one for one in entries_of(rank, ReplicaCaptured) if one.wrapper == wrapper and one.averaged}
+    return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
 def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
@@ -113,21 +113,21 @@ def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     steps = sorted(set(captured[0]).intersection(*captured))
     if len(steps) < _FEWEST_STEPS:
         return []
-    first, *later = [[of_rank[step] for of_rank in captured] for step in steps]
+    first, *later = [[by_step[step] for by_step in captured] for step in steps]
 
-    def is_one(everyone: Sequence[ReplicaCaptured], name: str) -> bool:
-        return len({one.state.values.parameters.get(name) for one in everyone}) == 1
+    def is_one(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        return len({replica.state.values.parameters.get(name) for replica in replicas}) == 1
 
-    def near(everyone: Sequence[ReplicaCaptured], name: str) -> bool:
-        sketches = [one.averaged[name] for one in everyone if name in one.averaged]
-        return len(sketches) < len(everyone) or are_near(sketches)
+    def near(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        sketches = [replica.averaged[name] for replica in replicas if name in replica.averaged]
+        return len(sketches) < len(replicas) or are_near(sketches)
 
-    known = [name for name in first[0].parts if all(name in one.parts for one in first)]
-    alike = [name for name in known if is_one(first, name)]
-    if len(alike) == len(known):
+    names = [name for name in first[0].parts if all(name in replica.parts for replica in first)]
+    equal = [name for name in names if is_one(first, name)]
+    if len(equal) == len(names):
         return []
     return [
         name
-        for name in alike
-        if not any(is_one(everyone, name) for everyone in later) and not any(near(one, name) for one in (first, *later))
+        for name in equal
+        if not any(is_one(step, name) for step in later) and not any(near(step, name) for step in (first, *later))
     ]

@@ -38,9 +38,9 @@ def judge_model_parts(
 
 def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
     """DDP504: an optimizer constructed before the model was split, with the old parameters."""
-    for of_ranks in steps[-1:]:
-        first = of_ranks[0]
-        if all(one.unheld and not one.split for one in of_ranks):
+    for rank_steps in steps[-1:]:
+        first = rank_steps[0]
+        if all(step.unheld and not step.split for step in rank_steps):
             return one_finding(
                 "DDP504",
                 first.unheld,
@@ -56,7 +56,7 @@ def judge_unheld_parts(steps: Sequence[PartSteps], ranks: Sequence[int], split: 
 
 def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
     """DDP208: replicated parameters with different initial values on ranks of one model."""
-    names = list(differing_names([one.values for one in steps[0]])) if steps and not steps[0][0].count else []
+    names = list(differing_names([step.values for step in steps[0]])) if steps and not steps[0][0].count else []
     if not names:
         return []
     return one_finding(
@@ -74,11 +74,11 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
 
 def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
     """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
-    found = [(of_ranks, factors) for of_ranks in steps if (factors := _factors(of_ranks)) is not None]
-    if not found or 2 * len(found) <= len(steps):
+    scaled = [(rank_steps, factors) for rank_steps in steps if (factors := _factors(rank_steps)) is not None]
+    if not scaled or 2 * len(scaled) <= len(steps):
         return []
-    of_ranks, factors = found[0]
-    first = of_ranks[0]
+    rank_steps, factors = scaled[0]
+    first = rank_steps[0]
     return one_finding(
         "DDP306",
         ("gradients",),
@@ -97,35 +97,35 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
     )
 
 
-def _factors(of_ranks: PartSteps) -> list[float] | None:
+def _factors(rank_steps: PartSteps) -> list[float] | None:
     """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
-    first = of_ranks[0]
-    names = [name for name, there in first.gradients.items() if math.hypot(*there) > LEAST]
-    if len(names) < 2 or any(one.gradients.keys() != first.gradients.keys() for one in of_ranks):
+    first = rank_steps[0]
+    names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
+    if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):
         return None
-    found = []
-    for one in of_ranks:
+    factors = []
+    for step in rank_steps:
         by_name = []
         for name in names:
-            theirs, own = one.gradients[name], first.gradients[name]
-            factor = sum(a * b for a, b in zip(theirs, own, strict=True)) / math.hypot(*own) ** 2
-            if math.dist(theirs, [factor * number for number in own]) > _TOLERANCE * math.hypot(*theirs):
+            gradient, reference = step.gradients[name], first.gradients[name]
+            factor = sum(a * b for a, b in zip(gradient, reference, strict=True)) / math.hypot(*reference) ** 2
+            if math.dist(gradient, [factor * number for number in reference]) > _TOLERANCE * math.hypot(*gradient):
                 return None
             by_name.append(factor)
         if max(by_name) - min(by_name) > _TOLERANCE * max(by_name) or min(by_name) <= 0.0:
             return None
-        found.append(by_name[0])
-    return found if max(found) - min(found) > _TOLERANCE * max(found) else None
+        factors.append(by_name[0])
+    return factors if max(factors) - min(factors) > _TOLERANCE * max(factors) else None
 
 
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
     """DDP301: gradients of replicated parameters that differ between ranks of one model."""
-    apart = [(of_ranks, names) for of_ranks in steps if (names := _differing(of_ranks))]
-    if not apart or 2 * len(apart) <= len(steps):
+    mismatches = [(rank_steps, names) for rank_steps in steps if (names := _differing(rank_steps))]
+    if not mismatches or 2 * len(mismatches) <= len(steps):
         return []
-    of_ranks, names = apart[0]
+    rank_steps, names = mismatches[0]
     drawn = _draw_apart(steps)
-    seeded = next((one.seeded for one in of_ranks if one.seeded is not None), None) if drawn else None
+    seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if drawn else None
     message = (
         f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
         f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "
@@ -141,14 +141,14 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
             else "each has the gradient of its part, and nothing adds them up."
         ),
         ranks=ranks,
-        steps=(of_ranks[0].count,),
-        location=seeded or split.location or of_ranks[0].location,
+        steps=(rank_steps[0].count,),
+        location=seeded or split.location or rank_steps[0].location,
         evidence=[
             "the state of torch's generator differs between these ranks before each step, and each step draws from it"
             if drawn
             else "such as its own part of the sequence, if replicated layers work on a part",
         ],
-        related={"optimizer steps": of_ranks[0].location},
+        related={"optimizer steps": rank_steps[0].location},
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and similar layers have to give all of them the same result."
         if drawn
@@ -156,17 +156,17 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
     )
 
 
-def _differing(of_ranks: PartSteps) -> list[str]:
-    first = of_ranks[0].gradients
-    common = [name for name in first if all(name in one.gradients for one in of_ranks)]
-    return [name for name in common if not are_near([one.gradients[name] for one in of_ranks])]
+def _differing(rank_steps: PartSteps) -> list[str]:
+    first = rank_steps[0].gradients
+    common = [name for name in first if all(name in step.gradients for step in rank_steps)]
+    return [name for name in common if not are_near([step.gradients[name] for step in rank_steps])]
 
 
 def _draw_apart(steps: Sequence[PartSteps]) -> bool:
     """Return True if generator states differ between ranks and advance in every step."""
-    states = list(zip(*([one.random for one in of_ranks] for of_ranks in steps), strict=True))
-    moves = all(one != other for of_rank in states for one, other in itertools.pairwise(of_rank[:_FEWEST]))
-    return moves and all(len({one.random for one in of_ranks}) > 1 for of_ranks in steps)
+    states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
+    moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:_FEWEST]))
+    return moves and all(len({step.random for step in rank_steps}) > 1 for rank_steps in steps)
 
 
 # Norms
@@ -179,16 +179,16 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     """
     wrong, right = [], []
     size = len(ranks[0])
-    for at in zip(*groups, strict=False):
-        names = {name for of_ranks in at for one in of_ranks for name in one.norms}
-        theirs = [_squares(name, at) for name in names]
-        right.append(math.sqrt(sum(theirs)))
-        whole = {name for name in names if name not in at[0][0].split}
-        wrong.append(math.sqrt(sum(s * (size if name in whole else 1) for name, s in zip(names, theirs, strict=True))))
+    for group_steps in zip(*groups, strict=False):
+        names = {name for rank_steps in group_steps for step in rank_steps for name in step.norms}
+        squares = [_squares(name, group_steps) for name in names]
+        right.append(math.sqrt(sum(squares)))
+        whole = {name for name in names if name not in group_steps[0][0].split}
+        wrong.append(math.sqrt(sum(s * (size if name in whole else 1) for name, s in zip(names, squares, strict=True))))
     limit = max(wrong, default=0.0)
     clipped = [n for n, norm in enumerate(wrong) if limit - norm <= _THE_SAME * limit]
-    told = [right[n] for n in clipped]
-    if size < 2 or not 0.0 < limit < math.inf or len(clipped) < _FEWEST or max(told) - min(told) <= _TOLERANCE * limit:
+    true = [right[n] for n in clipped]
+    if size < 2 or not 0.0 < limit < math.inf or len(clipped) < _FEWEST or max(true) - min(true) <= _TOLERANCE * limit:
         return []
     first = groups[0][0][0]
     return one_finding(
@@ -198,8 +198,8 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
         "tensor parallelism: it is not that of the model.",
         location=first.norm_at or first.location,
         evidence=[
-            f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(told):.6g} to "
-            f"{max(told):.6g}",
+            f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(true):.6g} to "
+            f"{max(true):.6g}",
         ],
         related={"optimizer steps": first.location},
         fix="Add up the squared norms of sharded parameters over the tensor-parallel group, and count replicated ones "
@@ -207,12 +207,12 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     )
 
 
-def _squares(name: str, at: Sequence[PartSteps]) -> float:
+def _squares(name: str, group_steps: Sequence[PartSteps]) -> float:
     """Return the squared norm of a parameter's whole gradient, summed over its parts."""
     total = 0.0
-    for of_ranks in at if name in at[0][0].sharded else at[:1]:
-        for one in of_ranks if name in of_ranks[0].split else of_ranks[:1]:
-            total += one.norms.get(name, 0.0) ** 2
+    for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
+        for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:
+            total += step.norms.get(name, 0.0) ** 2
     return total
 
 
@@ -227,35 +227,35 @@ def judge_batches(
     others: Sequence[Sequence[LoaderPass]] = (),
 ) -> list[Finding]:
     """DDP516: ranks of one model with different samples."""
-    first = [next((one for one in of_rank if one.trains and one.indices), None) for of_rank in passes]
-    known = [one for one in first if one is not None]
-    size = min((len(one.indices) for one in known), default=0)
-    apart = len(known) == len(passes) and len({tuple(one.indices[:size]) for one in known}) > 1
-    where: Location | None
-    if apart:
-        one = known[0]
-        subject, where = one.dataset, one.made or one.location
+    first = [next((loader for loader in loaders if loader.trains and loader.indices), None) for loaders in passes]
+    trained = [loader for loader in first if loader is not None]
+    size = min((len(loader.indices) for loader in trained), default=0)
+    differs = len(trained) == len(passes) and len({tuple(loader.indices[:size]) for loader in trained}) > 1
+    location: Location | None
+    if differs:
+        loader = trained[0]
+        subject, location = loader.dataset, loader.made or loader.location
         evidence = [
-            f"rank {rank} begins with samples {', '.join(map(str, of_rank.indices[:6]))} ..."
-            for rank, of_rank in zip(ranks, known, strict=True)
+            f"rank {rank} begins with samples {', '.join(map(str, loader.indices[:6]))} ..."
+            for rank, loader in zip(ranks, trained, strict=True)
         ]
-        mine = [tuple(of_rank.indices[:size]) for of_rank in known]
-        if any(tuple(each.indices[:size]) in mine for of_rank in others for each in of_rank if each.trains):
+        taken = [tuple(loader.indices[:size]) for loader in trained]
+        if any(tuple(loader.indices[:size]) in taken for loaders in others for loader in loaders if loader.trains):
             evidence.append("a rank of another replica takes the same samples as one of these ranks")
     else:
-        steps = [of_ranks for of_ranks in zip(*inputs, strict=False) if len({one.step for one in of_ranks}) == 1]
-        other = [of_ranks for of_ranks in steps if len({one.samples for one in of_ranks}) > 1]
-        if len(other) < _FEWEST or len(other) < len(steps):
+        steps = [calls for calls in zip(*inputs, strict=False) if len({call.step for call in calls}) == 1]
+        mismatches = [calls for calls in steps if len({call.samples for call in calls}) > 1]
+        if len(mismatches) < _FEWEST or len(mismatches) < len(steps):
             return []
-        subject, where = "forward", other[0][0].location
-        evidence = [f"in all {len(other)} steps that were compared"]
+        subject, location = "forward", mismatches[0][0].location
+        evidence = [f"in all {len(mismatches)} steps that were compared"]
     return one_finding(
         "DDP516",
         (subject,),
         f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given different "
         "samples: the model combines parts that were computed from different batches.",
         ranks=ranks,
-        location=where,
+        location=location,
         evidence=[*evidence, f"the model is split at {split.location}" if split.location else ""],
         fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
         'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()); and seed by '
@@ -275,18 +275,18 @@ def how_split(models: Sequence[tuple[int, ...]]) -> str:
 
 def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) -> list[Finding]:
     """DDP516: a recipe's `shard` returns different samples on ranks of one model."""
-    apart = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
-    if not apart:
+    groups = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
+    if not groups:
         return []
-    ranks = tuple(sorted(rank for of_model in apart for rank in of_model))
+    ranks = tuple(sorted(rank for of_model in groups for rank in of_model))
     return one_finding(
         "DDP516",
         ("shard",),
-        f"{format_ranks(apart[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "
+        f"{format_ranks(groups[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "
         "different samples: the model combines parts that were computed from different batches.",
         ranks=ranks,
         steps=(local[0].evidence.step,),
-        evidence=[f"so it is in {counted(len(apart), 'group')} of ranks"] if len(apart) > 1 else [],
+        evidence=[f"so it is in {counted(len(groups), 'group')} of ranks"] if len(groups) > 1 else [],
         fix="Split the batch by the arguments of shard, which are a rank's place in the data dimension of the mesh and "
         "the size of that, and not by the rank in the world.",
     )
@@ -301,7 +301,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
                 0, item.step, item.updated_at, split=item.split, norms=item.norms, sharded=item.sharded
             )
     whole = [ranks for ranks in by_step.values() if all(rank in ranks for model in models for rank in model)]
-    groups = [[[of_step[rank] for rank in model] for of_step in whole] for model in models]
+    groups = [[[by_rank[rank] for rank in model] for by_rank in whole] for model in models]
     return judge_counted_norms(groups, models) if whole and models else []
 
 
@@ -310,30 +310,30 @@ def compare_groups(facts: ScriptFacts) -> Verdicts:
     groups = list(facts.model_groups)
     steps = [facts.part_steps(ranks) for ranks in groups]
     wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
-    of_data, of_steps = [], []
+    data_findings, step_findings = [], []
     for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
-        theirs = [place for place, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
-        others = [of_rank for place, of_rank in enumerate(facts.passes) if place not in theirs]
-        own = [facts.passes[place] for place in theirs]
-        parts_given = any(one.parts_given for of_one in optimizers for of_ranks in of_one for one in of_ranks)
-        given = [[] if parts_given else inputs[place] for place in theirs]
-        of_data.append(judge_batches(own, given, ranks, split, others))
-        found = (judge_model_parts(one, ranks, split, wrapped=wrapped) for one in optimizers)
-        of_steps.append(next(filter(None, found), []))
-    data = _of_groups(of_data)
-    parts = [] if data else _of_groups(of_steps)
-    for same in () if data or parts else zip(*steps, strict=False):
-        parts = parts or judge_counted_norms(same, groups)
-    compared = max((len(one) for of_group in steps for one in of_group), default=0)
-    what = f"no fault in replicated parameters, in {counted(compared, 'step')}" if compared else ""
-    return {"replicas": Verdict(parts, what), "data": Verdict(data)}
+        indices = [index for index, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
+        other_passes = [rank_passes for index, rank_passes in enumerate(facts.passes) if index not in indices]
+        passes = [facts.passes[index] for index in indices]
+        parts_given = any(step.parts_given for opt_steps in optimizers for group in opt_steps for step in group)
+        group_inputs = [[] if parts_given else inputs[index] for index in indices]
+        data_findings.append(judge_batches(passes, group_inputs, ranks, split, other_passes))
+        findings = (judge_model_parts(opt_steps, ranks, split, wrapped=wrapped) for opt_steps in optimizers)
+        step_findings.append(next(filter(None, findings), []))
+    data = _of_groups(data_findings)
+    parts = [] if data else _of_groups(step_findings)
+    for group_steps in () if data or parts else zip(*steps, strict=False):
+        parts = parts or judge_counted_norms(group_steps, groups)
+    compared = max((len(opt_steps) for group in steps for opt_steps in group), default=0)
+    message = f"no fault in replicated parameters, in {counted(compared, 'step')}" if compared else ""
+    return {"replicas": Verdict(parts, message), "data": Verdict(data)}
 
 
-def _of_groups(found: Sequence[Sequence[Finding]]) -> list[Finding]:
+def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Return the first group's findings, with the ranks of groups with equal codes."""
-    first = next(filter(None, found), ())
+    first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
-    alike = [of_group for of_group in found if {finding.code for finding in of_group} == codes]
-    ranks = tuple(sorted({rank for of_group in alike for finding in of_group for rank in finding.ranks}))
+    alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
+    ranks = tuple(sorted({rank for findings in alike for finding in findings for rank in finding.ranks}))
     more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
-    return [replace(one, ranks=ranks, evidence=(*one.evidence, *more)) for one in first]
+    return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *more)) for finding in first]

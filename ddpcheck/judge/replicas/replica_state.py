@@ -16,23 +16,23 @@ from ddpcheck.judge.replicas.descriptions import differing_names
 from ddpcheck.stream.entries import ReplicaCaptured
 
 
-def judge_repeated(everyone: Sequence[ReplicaCaptured]) -> list[Finding]:
+def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
     """DDP521: ranks have equal shards of parameters that should differ.
 
     Reported only if all shards with non-constant values are equal: zeros and ones are equal by design, and a single
     parameter may consist of equal blocks.
     """
-    count = len({one.shard for one in everyone})
-    names = list(dict.fromkeys(name for one in everyone for name in one.parts))
-    values = [one.state.values.parameters for one in everyone]
-    if count < 2 or not names or any(len({of_rank.get(name) for of_rank in values}) > 1 for name in names):
+    count = len({replica.shard for replica in replicas})
+    names = list(dict.fromkeys(name for replica in replicas for name in replica.parts))
+    values = [replica.state.values.parameters for replica in replicas]
+    if count < 2 or not names or any(len({rank_values.get(name) for rank_values in values}) > 1 for name in names):
         return []
     return one_finding(
         "DDP521",
         names,
         f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have a different "
         f"part: {plural_verb('it is', 'they are', names)} one part, {count} times.",
-        steps=(everyone[0].step,),
+        steps=(replicas[0].step,),
         evidence=[
             "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
             "rank draws for its shards from the same seed"
@@ -54,13 +54,13 @@ class ReplicaFacts:
 
     def first_steps(self, pick: Callable[[DdpStepEvidence], Mapping[str, int]]) -> dict[str, int]:
         """Return names whose fingerprints differ between ranks, with the first differing step."""
-        found: dict[str, int] = {}
+        steps: dict[str, int] = {}
         for step, items in self.by_step.items():
             if items[0].apart:
                 continue
             for name in differing_names([pick(item) for item in items]):
-                found.setdefault(name, step)
-        return found
+                steps.setdefault(name, step)
+        return steps
 
 
 def judge_state(
@@ -87,8 +87,8 @@ def judge_state(
 def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
     """DDP515: parameters that differ between ranks before the optimizer's first step."""
     first, known = min(facts.by_step), facts.known
-    differing = differing_names([item.parameters_before_optimizer for item in facts.by_step[first]])
-    names = [name for name in differing if name not in known.differing_at_start]
+    mismatches = differing_names([item.parameters_before_optimizer for item in facts.by_step[first]])
+    names = [name for name in mismatches if name not in known.differing_at_start]
     if not names:
         return []
     return known.names.one_finding(
@@ -118,7 +118,7 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
     first = min([*parameters.values(), *optimizer.values()])
     of_first = [name for name, step in diverged.items() if step == first]
     before = {item.rank: item.parameters for item in facts.by_step.get(first - 1, ())} or dict(enumerate(facts.start))
-    code, ranks, how = judge_departure(facts.by_step[first], before, of_first)
+    code, ranks, reason = judge_departure(facts.by_step[first], before, of_first)
     count = len(facts.by_step)
     return facts.known.names.one_finding(
         code,
@@ -131,7 +131,7 @@ def judge_diverged_parameters(facts: ReplicaFacts) -> list[Finding]:
         ),
         ranks=ranks,
         steps=unless_all(range(first, count), count),
-        evidence=[how, *[f"optimizer state: {name}" for name in optimizer][:3]],
+        evidence=[reason, *[f"optimizer state: {name}" for name in optimizer][:3]],
     )
 
 
@@ -140,16 +140,16 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
 
     Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
-    apart = {step: items for step, items in facts.by_step.items() if items[0].apart}
-    if not apart or not facts.known.plain_optimizer or steps_that_end_alike(apart):
+    local_steps = {step: items for step, items in facts.by_step.items() if items[0].apart}
+    if not local_steps or not facts.known.plain_optimizer or steps_that_end_alike(local_steps):
         return []
-    last = apart[max(apart)]
+    last = local_steps[max(local_steps)]
     names = list(differing_names([item.parameters for item in last]))
     return facts.known.names.one_finding(
         "DDP306",
         names,
-        never_averaged(names, len(apart), min(apart), facts.known.wrapper.comm_hook),
-        steps=unless_all(sorted(apart), len(facts.by_step)),
+        never_averaged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
+        steps=unless_all(sorted(local_steps), len(facts.by_step)),
         fix=AVERAGE_THEM,
     )
 
@@ -162,10 +162,10 @@ AVERAGE_THEM = (
 
 def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
     """Describe parameters that differ after each of `steps` steps starting at `first`."""
-    how = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
+    reason = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
     return (
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
-        f"{counted(steps, 'step')} from step {first} on, in which {how}: nothing averages the parameters."
+        f"{counted(steps, 'step')} from step {first} on, in which {reason}: nothing averages the parameters."
     )
 
 
@@ -186,7 +186,7 @@ def judge_departure(
     """Find why parameters diverge in a step: code, ranks and a sentence."""
     after = {item.rank: item.parameters_after_backward for item in items}
     names = [name for name in names if all(name in now for now in after.values())]
-    if not names or any(len({of_rank.get(name) for of_rank in previous.values()}) > 1 for name in names):
+    if not names or any(len({values.get(name) for values in previous.values()}) > 1 for name in names):
         return "DDP306", (), ""  # different before the step
     if any(len({now[name] for now in after.values()}) > 1 for name in names):
         before = {rank: {**now, **previous.get(rank, {})} for rank, now in after.items()}
@@ -194,7 +194,7 @@ def judge_departure(
         if 0 < len(changed) < len(items):
             return "DDP515", changed, f"changed on {format_ranks(changed)} alone, before the optimizer's step"
         return "DDP306", (), "changed in the forward pass, on each rank differently, and not by the optimizer"
-    skipped = tuple(i.rank for i in items if all(after[i.rank][n] == i.parameters.get(n) for n in names))
+    skipped = tuple(item.rank for item in items if all(after[item.rank][n] == item.parameters.get(n) for n in names))
     if 0 < len(skipped) < len(items):
         return "DDP508", skipped, f"did not change on {format_ranks(skipped)}, where the optimizer's step was skipped"
     return "DDP306", (), ""
@@ -202,10 +202,10 @@ def judge_departure(
 
 def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
     """DDP214 or 215: buffers that differ between ranks; 215 if the wrapper broadcasts buffers."""
-    known, differing = facts.known, facts.first_steps(lambda item: item.buffers)
-    if not differing:
+    known, mismatches = facts.known, facts.first_steps(lambda item: item.buffers)
+    if not mismatches:
         return []
-    names = list(differing)
+    names = list(mismatches)
     them = plural_verb("it", "them", names)
     saved = "" if known.wrapper.not_saved.issuperset(names) else ", and a checkpoint keeps rank 0's"
     consequence = (
@@ -217,7 +217,7 @@ def judge_buffers(facts: ReplicaFacts) -> list[Finding]:
         "DDP215" if known.broadcasts_buffers else "DDP214",
         names,
         f"{counted(len(names), 'buffer')} {plural_verb('differs', 'differ', names)} between ranks after step "
-        f"{min(differing.values())}: {consequence}.",
+        f"{min(mismatches.values())}: {consequence}.",
         location=known.names.location(names),
         severity=Severity.WARNING,
         evidence=_why_buffers_differ(names, known),
@@ -244,15 +244,15 @@ def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
 
     Judged only if gradients differ from the global batch: a cache of a rank's own samples is harmless.
     """
-    first, *others = facts.by_step.values()
+    first, *later = facts.by_step.values()
     names = [
         name
         for name in differing_names([item.new_state for item in first])
-        if others
+        if later
         and all(
-            item.new_state.get(name) == made.new_state[name]
-            for items in others
-            for item, made in zip(items, first, strict=True)
+            item.new_state.get(name) == first_item.new_state[name]
+            for items in later
+            for item, first_item in zip(items, first, strict=True)
         )
     ]
     if not names:

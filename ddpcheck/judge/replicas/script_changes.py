@@ -33,19 +33,19 @@ Changes = Sequence[Sequence[ModuleChanged]]  # changes of one wrapper, by rank
 def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> Finding:
     """Relocate a finding to the line of the change (`made`: the wrapping line)."""
     if finding.code == "DDP503":
-        every = [one for of_rank in changes for one in of_rank]
-        loads = [one for one in every if one.how == "load_state_dict"]  # e.g. with assign=True
-        found = _at_first(finding, [*(one for one in every if one.what not in _OTHERS), *loads])
-        return replace(found, fix=_LOAD) if found.location in {one.location for one in loads} else found
+        all_calls = [call for calls in changes for call in calls]
+        loads = [call for call in all_calls if call.how == "load_state_dict"]  # e.g. with assign=True
+        moved = _at_first(finding, [*(call for call in all_calls if call.what not in _OTHERS), *loads])
+        return replace(moved, fix=_LOAD) if moved.location in {call.location for call in loads} else moved
     if finding.code in _OF_REDUCTION:
         kinds = ("hook", "scale") if finding.code == "DDP303" else ("hook",)
-        return _at_reduction(finding, [one for of_rank in changes for one in of_rank if one.what in kinds])
-    stepped = [one for of_rank in changes for one in of_rank if one.what == "stepped"]
+        return _at_reduction(finding, [call for calls in changes for call in calls if call.what in kinds])
+    stepped = [call for calls in changes for call in calls if call.what == "stepped"]
     if stepped and finding.code in ("DDP306", "DDP515"):
         return _stepped_in_backward(finding, stepped[0])
     if finding.code in ("DDP208", "DDP515"):
-        found = _at_values(finding, changes, after_forward=False)
-        return replace(found, location=made) if found is finding and finding.code == "DDP515" else found
+        moved = _at_values(finding, changes, after_forward=False)
+        return replace(moved, location=made) if moved is finding and finding.code == "DDP515" else moved
     if finding.code in ("DDP214", "DDP215"):
         return _at_write(finding, changes)
     if finding.code == "DDP222":
@@ -55,12 +55,12 @@ def at_the_change(finding: Finding, changes: Changes, made: Location | None) -> 
 
 def at_the_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     """Relocate DDP208 to the line that seeds the model differently per rank."""
-    seeds = [one.seed for one in first]
+    seeds = [step.seed for step in first]
     if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
         return finding
-    told = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
-    found = replace(finding, evidence=(*finding.evidence, told))
-    return found.relocated(first[0].seeded)
+    message = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
+    moved = replace(finding, evidence=(*finding.evidence, message))
+    return moved.relocated(first[0].seeded)
 
 
 _LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
@@ -68,30 +68,30 @@ _LOAD = "Load before wrapping, or without assign=True, which replaces the parame
 
 def judge_ignored(changes: Changes) -> list[Finding]:
     """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
-    ignored = (one for one in itertools.chain.from_iterable(changes) if one.what == "ignored")
-    found = []
-    for where, same in group_by(ignored, lambda one: one.location).items():
-        names = list(dict.fromkeys(name for one in same for name in one.names))
-        found += one_finding(
+    ignored = (change for change in itertools.chain.from_iterable(changes) if change.what == "ignored")
+    findings = []
+    for location, group in group_by(ignored, lambda change: change.location).items():
+        names = list(dict.fromkeys(name for change in group for name in change.names))
+        findings += one_finding(
             "DDP503",
             names,
             f"An assignment to .data of {counted(len(names), 'parameter')} that fully_shard has sharded has no "
             "effect: the DTensor keeps its previous values.",
-            location=where,
+            location=location,
             fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "
             "load them by set_model_state_dict.",
         )
-    return found
+    return findings
 
 
 def judge_replaced(changes: Changes) -> list[Finding]:
     """DDP503: parameters assigned over shards, which the next forward pass restores or rejects."""
-    replaced = (one for one in itertools.chain.from_iterable(changes) if one.what == REPLACED)
-    found = []
-    for (where, later), same in group_by(replaced, lambda one: (one.location, bool(one.forwards))).items():
-        names = dict.fromkeys(name for one in same for name in one.names)
-        found += replaced_after_sharding(list(names), where, later=later)
-    return found
+    replaced = (change for change in itertools.chain.from_iterable(changes) if change.what == REPLACED)
+    findings = []
+    for (location, later), group in group_by(replaced, lambda change: (change.location, bool(change.forwards))).items():
+        names = dict.fromkeys(name for change in group for name in change.names)
+        findings += replaced_after_sharding(list(names), location, later=later)
+    return findings
 
 
 def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> list[Finding]:
@@ -101,26 +101,26 @@ def judge_written_alone(changes: Changes, kept: Sequence[Mapping[str, int]]) -> 
     have their values from sharding.
     """
     early = [
-        [one for one in of_rank if one.what in _OF_VALUES and not one.forwards and one.names] for of_rank in changes
+        [call for call in calls if call.what in _OF_VALUES and not call.forwards and call.names] for calls in changes
     ]
     ranks: dict[str, set[int]] = {}
-    for rank, of_rank in enumerate(early):
-        for name in itertools.chain.from_iterable(one.names for one in of_rank):
+    for rank, rank_changes in enumerate(early):
+        for name in itertools.chain.from_iterable(change.names for change in rank_changes):
             ranks.setdefault(name, set()).add(rank)
-    alone = [*ranks]
-    on = sorted(ranks[alone[0]]) if alone else []
-    others = [known for rank, known in enumerate(kept) if rank not in on]
-    if not on or not others or any(sorted(ranks[name]) != on for name in alone):
+    names = [*ranks]
+    writers = sorted(ranks[names[0]]) if names else []
+    rest = [values for rank, values in enumerate(kept) if rank not in writers]
+    if not writers or not rest or any(sorted(ranks[name]) != writers for name in names):
         return []
-    if any(name not in known for known in others for name in alone):
+    if any(name not in values for values in rest for name in names):
         return []
-    first = early[on[0]][0]
+    first = early[writers[0]][0]
     return one_finding(
         "DDP515",
-        alone,
-        f"{join_names(alone)} {plural_verb('is', 'are', alone)} written after fully_shard on {format_ranks(on)} only, "
-        "which has only its own shard: the other shards keep their previous values.",
-        ranks=on,
+        names,
+        f"{join_names(names)} {plural_verb('is', 'are', names)} written after fully_shard on {format_ranks(writers)} "
+        "only, which has only its own shard: the other shards keep their previous values.",
+        ranks=writers,
         location=first.location,
         evidence=[f"{first.how} writes the shards there, before the first forward pass"],
         fix="Write shards on every rank; or initialise the model before fully_shard.",
@@ -160,59 +160,59 @@ def _stepped_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
 
 def _at_reduction(finding: Finding, calls: Sequence[ModuleChanged]) -> Finding:
     """Relocate to the last call that decides how these gradients are reduced."""
-    theirs = [one for one in calls if one.what != "scale" or not set(one.names).isdisjoint(finding.subjects)]
-    if not theirs:
+    matching = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
+    if not matching:
         return finding
-    found = replace(finding, evidence=(*finding.evidence, f"{theirs[-1].how} is called there"))
-    return found.relocated(theirs[-1].location)
+    moved = replace(finding, evidence=(*finding.evidence, f"{matching[-1].how} is called there"))
+    return moved.relocated(matching[-1].location)
 
 
 def _at_mode(finding: Finding, changes: Changes) -> Finding:
     """Relocate to the last `eval` call on the finding's ranks, else everywhere."""
     until = finding.steps[0] if finding.steps else 0
     calls: dict[Location | None, list[tuple[int, ModuleChanged]]] = {}
-    for rank, of_rank in enumerate(changes):
-        for one in of_rank:
-            if one.what == "mode" and one.step <= until and _covers(one.names[0], finding.subjects):
-                calls.setdefault(one.location, []).append((rank, one))
-    own = {where: on for where, on in calls.items() if {rank for rank, _ in on} == set(finding.ranks)}
-    common = {where: on for where, on in calls.items() if len({rank for rank, _ in on}) == len(changes)}
-    if MODE not in finding.message or not (own or len(common) == 1):
+    for rank, rank_changes in enumerate(changes):
+        for change in rank_changes:
+            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects):
+                calls.setdefault(change.location, []).append((rank, change))
+    exact = {line: pairs for line, pairs in calls.items() if {rank for rank, _ in pairs} == set(finding.ranks)}
+    common = {line: pairs for line, pairs in calls.items() if len({rank for rank, _ in pairs}) == len(changes)}
+    if MODE not in finding.message or not (exact or len(common) == 1):
         return finding
-    where = max(own or common, key=lambda one: calls[one][0][1].step)
-    ranks = f"{format_ranks(finding.ranks)} only" if own else "every rank"
-    told = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had not called train() since"
-    return replace(finding, location=where, evidence=(*finding.evidence, told))
+    line = max(exact or common, key=lambda key: calls[key][0][1].step)
+    ranks = f"{format_ranks(finding.ranks)} only" if exact else "every rank"
+    message = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had not called train() since"
+    return replace(finding, location=line, evidence=(*finding.evidence, message))
 
 
 def _covers(path: str, subjects: Iterable[str]) -> bool:
     """Return True if all `subjects` are inside the module `path`."""
-    return not path or all(one == path or one.startswith(f"{path}.") for one in subjects)
+    return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
 
 
 def _at_write(finding: Finding, changes: Changes) -> Finding:
     """Relocate to the buffer's update; DDP214 also gets the updating ranks."""
     for name in finding.subjects:
-        on = {
-            rank: one
-            for rank, of_rank in enumerate(changes)
-            for one in of_rank
-            if one.what == "buffer" and name in one.names
+        writes = {
+            rank: change
+            for rank, rank_changes in enumerate(changes)
+            for change in rank_changes
+            if change.what == "buffer" and name in change.names
         }
-        only = finding.code == "DDP214" and 0 < len(on) < len(changes)
-        told = [f"{name} changes on {format_ranks(on)} only"] if only else []
-        finding = replace(finding, evidence=(*finding.evidence, *told), ranks=tuple(on) if only else finding.ranks)
-        if where := next((one.location for one in on.values() if one.location is not None), None):
-            return replace(finding, location=where)
+        only = finding.code == "DDP214" and 0 < len(writes) < len(changes)
+        notes = [f"{name} changes on {format_ranks(writes)} only"] if only else []
+        finding = replace(finding, evidence=(*finding.evidence, *notes), ranks=tuple(writes) if only else finding.ranks)
+        if location := next((change.location for change in writes.values() if change.location is not None), None):
+            return replace(finding, location=location)
     return finding
 
 
 def _at_first(finding: Finding, candidates: Iterable[ModuleChanged]) -> Finding:
     subjects = set(finding.subjects)
-    for one in candidates:
-        theirs = subjects.intersection(one.names) or any(name.startswith(f"{one.how}.") for name in subjects)
-        if theirs or one.how in subjects or (one.what == "requires_grad" and not one.names):
-            return replace(finding, location=one.location)
+    for change in candidates:
+        matches = subjects.intersection(change.names) or any(name.startswith(f"{change.how}.") for name in subjects)
+        if matches or change.how in subjects or (change.what == "requires_grad" and not change.names):
+            return replace(finding, location=change.location)
     return finding
 
 
@@ -220,32 +220,32 @@ def _at_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Fi
     """Relocate to a line that sets values, preferably on some ranks only."""
     ranks: dict[tuple[str, Location | None], list[int]] = {}
     names: dict[tuple[str, Location | None], set[str]] = {}
-    for rank, of_rank in enumerate(changes):
-        for one in of_rank:
-            fits = one.what in _OF_VALUES and bool(one.forwards) == after_forward
-            if fits and not set(finding.subjects).isdisjoint(one.names):
-                ranks.setdefault((one.how, one.location), []).append(rank)
-                names.setdefault((one.how, one.location), set()).update(one.names)
-    some = {key: on for key, on in ranks.items() if len(on) < len(changes)}
+    for rank, rank_changes in enumerate(changes):
+        for change in rank_changes:
+            fits = change.what in _OF_VALUES and bool(change.forwards) == after_forward
+            if fits and not set(finding.subjects).isdisjoint(change.names):
+                ranks.setdefault((change.how, change.location), []).append(rank)
+                names.setdefault((change.how, change.location), set()).update(change.names)
+    some = {key: callers for key, callers in ranks.items() if len(callers) < len(changes)}
     if after_forward and not some:  # calls made by all ranks explain no difference, except writes by hand
         by_hand = [key for key in ranks if key[0] not in _ORDER]
         written = [key for key in by_hand if names[key] >= set(finding.subjects)]
         if not written and set(finding.subjects) <= {name for key in by_hand for name in names[key]}:
-            written, lines = by_hand[:1], sorted({str(where) for _, where in by_hand[1:] if where is not None})
-            finding = replace(finding, evidence=(*finding.evidence, *(f"others are written at {one}" for one in lines)))
+            written, lines = by_hand[:1], sorted({str(location) for _, location in by_hand[1:] if location is not None})
+            finding = replace(finding, evidence=(*finding.evidence, *(f"others are written at {pos}" for pos in lines)))
         if len(written) != 1:
             return finding
         ranks = {written[0]: ranks[written[0]]}
-    for (how, where), on in sorted((some or ranks).items(), key=lambda item: _order(item[0][0])):
-        only = f"only on {format_ranks(on)}" if len(on) < len(changes) else "on every rank"
+    for (how, location), callers in sorted((some or ranks).items(), key=lambda item: _order(item[0][0])):
+        only = f"only on {format_ranks(callers)}" if len(callers) < len(changes) else "on every rank"
         is_write = how not in _ORDER
         done = (
             f"they are written there ({how}), outside of the optimizer's step" if is_write else f"{how} is called there"
         )
         return replace(
             finding,
-            location=where,
-            ranks=tuple(on) if len(on) < len(changes) else finding.ranks,
+            location=location,
+            ranks=tuple(callers) if len(callers) < len(changes) else finding.ranks,
             evidence=(*finding.evidence, f"{done}{'' if is_write else ' after wrapping'}, {only}"),
             fix="Write the same values on every rank (all_reduce the values that they depend on), or dist.broadcast "
             "them from rank 0."

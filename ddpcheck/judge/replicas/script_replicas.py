@@ -27,174 +27,174 @@ _EPS = 2.0**-23  # of float32
 _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
 
-def without_rounding(everyone: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
+def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
     """Give parameters that differ between ranks by rounding only the same fingerprint.
 
     For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
     exactly `p`. Rounding accumulates over the steps like a random walk.
     """
-    growth = _ROUNDINGS * math.sqrt(everyone[0].step + 1)
+    growth = _ROUNDINGS * math.sqrt(replicas[0].step + 1)
     rounded = {}
-    for name in differing_names([one.state.values.parameters for one in everyone]):
-        values = [one.values[name] for one in everyone if name in one.values]
-        if len(values) == len(everyone):
-            tolerance = growth * max(one.eps.get(name, _EPS) for one in everyone)
-            if relative(max(math.dist(values[0], other) for other in values), math.hypot(*values[0])) <= tolerance:
-                rounded[name] = everyone[0].state.values.parameters[name]
-    return _with_values(everyone, lambda values: replace(values, parameters={**values.parameters, **rounded}))
+    for name in differing_names([replica.state.values.parameters for replica in replicas]):
+        values = [replica.values[name] for replica in replicas if name in replica.values]
+        if len(values) == len(replicas):
+            tolerance = growth * max(replica.eps.get(name, _EPS) for replica in replicas)
+            if relative(max(math.dist(values[0], sketch) for sketch in values), math.hypot(*values[0])) <= tolerance:
+                rounded[name] = replicas[0].state.values.parameters[name]
+    return _with_values(replicas, lambda values: replace(values, parameters={**values.parameters, **rounded}))
 
 
 def without_alike_later(
-    everyone: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
+    replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
 ) -> Sequence[ReplicaCaptured]:
     """Drop buffers that differ in a step but are equal before the next step.
 
     `later`: buffers at the start of the next step, by rank; nothing is dropped if unknown on some rank.
     """
-    if len(later) < len(everyone):
-        return everyone
-    alike = later[0].keys() - differing_names(later).keys()
+    if len(later) < len(replicas):
+        return replicas
+    equal = later[0].keys() - differing_names(later).keys()
     return _with_values(
-        everyone, lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in alike})
+        replicas, lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in equal})
     )
 
 
 def _with_values(
-    everyone: Sequence[ReplicaCaptured], change: Callable[[DdpStepEvidence], DdpStepEvidence]
+    replicas: Sequence[ReplicaCaptured], change: Callable[[DdpStepEvidence], DdpStepEvidence]
 ) -> list[ReplicaCaptured]:
-    return [replace(one, state=replace(one.state, values=change(one.state.values))) for one in everyone]
+    return [replace(replica, state=replace(replica.state, values=change(replica.state.values))) for replica in replicas]
 
 
-def judge_captured(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
     """Judge a step captured on all ranks (`first`: the first captured step)."""
-    if everyone[0].shard >= 0:
-        return _judge_shards(made, step, everyone, first=first)
-    if len({frozenset(one.eps) for one in everyone}) > 1:  # only some ranks have compiled the module
-        everyone = [*map(_as_written, everyone)]
-    states = [one.state for one in everyone]
-    differences = _differences(everyone)
-    alike = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
-    if alike and not any(difference.bad for theirs in differences for difference in theirs):
+    if replicas[0].shard >= 0:
+        return _judge_shards(entry, step, replicas, first=first)
+    if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
+        replicas = [*map(_as_written, replicas)]
+    states = [replica.state for replica in replicas]
+    differences = _differences(replicas)
+    all_equal = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
+    if all_equal and not any(difference.bad for rank_diffs in differences for difference in rank_diffs):
         return []
     states = [
-        replace(state, values=replace(state.values, against_local=tuple(theirs)))
-        for state, theirs in zip(states, differences, strict=True)
+        replace(state, values=replace(state.values, against_local=tuple(rank_diffs)))
+        for state, rank_diffs in zip(states, differences, strict=True)
     ]
-    hook = next((one for one in everyone if one.own_hook), everyone[0])
-    wrapper = replace(made.context.wrapper, comm_hook=hook.hook)
-    context = replace(made.context, wrapper=wrapper, own_hook=hook.own_hook)
-    found = judge_replica_states(states, context, step, after_backward=True, first=first)
-    return [one if first or one.code != "DDP222" else replace(one, steps=(step,)) for one in found]
+    hook = next((replica for replica in replicas if replica.own_hook), replicas[0])
+    wrapper = replace(entry.context.wrapper, comm_hook=hook.hook)
+    context = replace(entry.context, wrapper=wrapper, own_hook=hook.own_hook)
+    findings = judge_replica_states(states, context, step, after_backward=True, first=first)
+    return [finding if first or finding.code != "DDP222" else replace(finding, steps=(step,)) for finding in findings]
 
 
-def _as_written(one: ReplicaCaptured) -> ReplicaCaptured:
+def _as_written(replica: ReplicaCaptured) -> ReplicaCaptured:
     """Rename captured tensors to uncompiled names (`_orig_mod` removed)."""
 
     def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
         return {plain_name(name): value for name, value in values.items()}
 
-    values = one.state.values
+    values = replica.state.values
     by_name: dict[str, Any] = {field: named(getattr(values, field)) for field in ("parameters", "gradients", "buffers")}
-    of_rank: dict[str, Any] = {field: named(getattr(one, field)) for field in ("own", "averaged", "eps", "values")}
-    return replace(one, state=replace(one.state, values=replace(values, **by_name)), **of_rank)
+    fields: dict[str, Any] = {field: named(getattr(replica, field)) for field in ("own", "averaged", "eps", "values")}
+    return replace(replica, state=replace(replica.state, values=replace(values, **by_name)), **fields)
 
 
-def _judge_shards(made: WrapperMade, step: int, everyone: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
+def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
     """Judge `fully_shard`: state common to all ranks, reduced gradients, replicated shards."""
     whole = [
         replace(
-            one,
+            replica,
             shard=-1,
             own={},
-            state=replace(one.state, values=replace(one.state.values, gradients={}, parameters={})),
+            state=replace(replica.state, values=replace(replica.state.values, gradients={}, parameters={})),
         )
-        for one in everyone
+        for replica in replicas
     ]
-    found = judge_captured(made, step, whole, first=first)
+    findings = judge_captured(entry, step, whole, first=first)
     values = [
-        DdpStepEvidence(one.state.values.rank, step, against_local=tuple(against))
-        for one, against in zip(everyone, against_average(everyone), strict=True)
+        DdpStepEvidence(replica.state.values.rank, step, against_local=tuple(against))
+        for replica, against in zip(replicas, against_average(replicas), strict=True)
     ]
     if any(difference.bad for value in values for difference in value.against_local):
         states = [ReplicaState(ModuleDescription(), value) for value in values]
-        found += judge_replica_states(states, made.context, step, after_backward=True, first=first)
-    found += judge_repeated(everyone)
-    apart: dict[str, Finding] = {}
-    for replicas in group_by(everyone, lambda one: one.shard).values():
-        theirs = [
+        findings += judge_replica_states(states, entry.context, step, after_backward=True, first=first)
+    findings += judge_repeated(replicas)
+    by_code: dict[str, Finding] = {}
+    for group in group_by(replicas, lambda replica: replica.shard).values():
+        bare = [
             replace(
-                one, shard=-1, own={}, state=ReplicaState(ModuleDescription(), replace(one.state.values, buffers={}))
+                rep, shard=-1, own={}, state=ReplicaState(ModuleDescription(), replace(rep.state.values, buffers={}))
             )
-            for one in replicas
+            for rep in group
         ]
-        ranks = [one.state.values.rank for one in theirs]  # finding.ranks are indices into this list
-        for finding in judge_captured(made, step, theirs, first=first) if len(theirs) > 1 else []:
-            known = apart.get(finding.code)
-            most = finding if known is None or len(known.subjects) < len(finding.subjects) else known
-            places = {ranks[place] for place in finding.ranks} | set(() if known is None else known.ranks)
+        ranks = [replica.state.values.rank for replica in bare]  # finding.ranks are indices into this list
+        for finding in judge_captured(entry, step, bare, first=first) if len(bare) > 1 else []:
+            previous = by_code.get(finding.code)
+            most = finding if previous is None or len(previous.subjects) < len(finding.subjects) else previous
+            finding_ranks = {ranks[index] for index in finding.ranks} | set(() if previous is None else previous.ranks)
             fix = finding.fix
             if finding.code == "DDP208":
                 fix = "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's "
                 fix += "values out after it (set_model_state_dict with broadcast_from_rank0)."
-            apart[finding.code] = replace(most, ranks=tuple(sorted(places)), evidence=(), fix=fix)
-    return [*found, *apart.values()]
+            by_code[finding.code] = replace(most, ranks=tuple(sorted(finding_ranks)), evidence=(), fix=fix)
+    return [*findings, *by_code.values()]
 
 
-def against_average(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
     """Return by rank how far reduced gradients are from the ranks' average."""
-    if everyone[0].shard < 0:
-        return _differences(everyone)
+    if replicas[0].shard < 0:
+        return _differences(replicas)
     return [
         _differences(
             [  # other ranks' reduced gradients belong to other shards
-                replace(other, own=_own_of(other, one.shard), averaged=one.averaged if other is one else {})
-                for other in everyone
+                replace(peer, own=_own_of(peer, replica.shard), averaged=replica.averaged if peer is replica else {})
+                for peer in replicas
             ]
-        )[place]
-        for place, one in enumerate(everyone)
+        )[index]
+        for index, replica in enumerate(replicas)
     ]
 
 
-def _own_of(one: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
+def _own_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
     """Return sketches of a rank's own gradients that are reduced onto `shard`."""
-    parts = ((*name.partition("/"), numbers) for name, numbers in one.own.items())
+    parts = ((*name.partition("/"), numbers) for name, numbers in replica.own.items())
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 
 
-def _differences(everyone: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
+def _differences(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
     """Return by rank how far sketches of averaged gradients are from the average."""
-    names = list(dict.fromkeys(name for one in everyone for name in one.own))
-    owns = {name: [one.own[name] for one in everyone if name in one.own] for name in names}
-    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(everyone)) for name in names}
-    wanted = {name: [sum(numbers) / len(everyone) for numbers in zip(*owns[name], strict=True)] for name in names}
-    found: list[list[Difference]] = []
-    for one in everyone:
-        same = (
-            theirs
-            for other, theirs in zip(everyone, found, strict=False)
-            if (other.averaged, other.eps, other.hook) == (one.averaged, one.eps, one.hook)
+    names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
+    owns = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
+    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(replicas)) for name in names}
+    wanted = {name: [sum(numbers) / len(replicas) for numbers in zip(*owns[name], strict=True)] for name in names}
+    diffs: list[list[Difference]] = []
+    for replica in replicas:
+        cached = (
+            rank_diffs
+            for peer, rank_diffs in zip(replicas, diffs, strict=False)
+            if (peer.averaged, peer.eps, peer.hook) == (replica.averaged, replica.eps, replica.hook)
         )
-        theirs = next(same, None)
-        found.append(_differences_of(one, wanted, scales, len(everyone)) if theirs is None else theirs)
-    return found
+        rank_diffs = next(cached, None)
+        diffs.append(_differences_of(replica, wanted, scales, len(replicas)) if rank_diffs is None else rank_diffs)
+    return diffs
 
 
 def _differences_of(
-    one: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
+    replica: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
 ) -> list[Difference]:
-    found = []
+    differences = []
     for name, want in wanted.items():
         scale = scales[name]
-        if one.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
+        if replica.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
             scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
-        got = one.averaged.get(name) or [0.0] * len(want)
+        got = replica.averaged.get(name) or [0.0] * len(want)
         if not all(map(math.isfinite, (*want, *got))):
             return []  # overflow: a gradient scaler skips the step
-        tolerance = max(_TOLERANCE, (8 + world_size) * one.eps.get(name, 0.0))
+        tolerance = max(_TOLERANCE, (8 + world_size) * replica.eps.get(name, 0.0))
         delta, norm = math.dist(got, want), math.hypot(*want)
         ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
         residual = math.dist(got, [ratio * number for number in want])
-        found.append(
+        differences.append(
             Difference(
                 name,
                 relative(delta, scale),
@@ -206,4 +206,4 @@ def _differences_of(
                 reference_norm=norm,
             )
         )
-    return found
+    return differences
