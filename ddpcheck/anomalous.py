@@ -71,9 +71,9 @@ def detect_anomalous_params(
     if not losses:
         raise UsageError("detect_anomalous_params: the loss has no tensor that requires grad; call it before backward")
     total = sum(losses[1:], losses[0])
-    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+    parameters = {name: param for name, param in named_parameters(model).items() if param.requires_grad}
     reached = reached_by(total, list(parameters.values()))
-    missing = [name for name, yes in zip(parameters, reached, strict=True) if not yes]
+    missing = [name for name, is_reached in zip(parameters, reached, strict=True) if not is_reached]
     leaves = unregistered_leaves(walk_graph([total]).leaves, model)
     ends = dict.fromkeys(missing, PathEnd("unused"))
     if missing and (forward := replay) is not None:

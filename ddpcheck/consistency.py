@@ -55,18 +55,18 @@ def check_consistency(
     refuse_fsdp1(module, "the module of check_consistency")
     wrapped = hasattr(module, "reducer") and hasattr(module, "module")
     bare: nn.Module = module.module if wrapped else module  # type: ignore[assignment]
-    mine = describe(bare)
+    own_description = describe(bare)
     # Trained parameters that DDP ignores may be shards of one model, which differ: DDP111 checks gradients instead.
     ignored = set(getattr(module, "parameters_to_ignore", ()))
     compared = [(name, p) for name, p in bare.named_parameters() if not (p.requires_grad and name in ignored)]
     values = [fingerprints(named) if wrapped else {} for named in (compared, bare.named_buffers())]
     absence = f"take part in check_consistency within {timeout:g} s; every rank must call it, the same number of times"
-    everyone = gather_if_different((mine, values), group, "consistency", timeout, absence)
-    if not everyone:
+    all_values = gather_if_different((own_description, values), group, "consistency", timeout, absence)
+    if not all_values:
         return []
-    findings = judge_descriptions([description for description, _ in everyone])
+    findings = judge_descriptions([description for description, _ in all_values])
     if wrapped and not findings:
-        findings = judge_values_after_wrapping(*([of_rank[kind] for _, of_rank in everyone] for kind in (0, 1)))
+        findings = judge_values_after_wrapping(*([pair[kind] for _, pair in all_values] for kind in (0, 1)))
     return findings
 
 

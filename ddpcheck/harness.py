@@ -81,8 +81,8 @@ class World:
         Raises:
             UsageError: An argument is invalid.
         """
-        own = start_method, process_group, threads, env, preload
-        self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *own))
+        options = start_method, process_group, threads, env, preload
+        self._open(WorldOptions(world_size, backend, device, timeout, startup_timeout, *options))
 
     def _open(self, options: WorldOptions) -> None:
         hosts, world_size = options.hosts, options.world_size
@@ -107,11 +107,11 @@ class World:
         _open_worlds.add(self)
         try:
             configs = [self._config(rank) for rank in range(world_size)]
-            own: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
-            starters = [own] * world_size
+            starter: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
+            starters = [starter] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
-                starters = [hosts.starter(rank, own) for rank in range(world_size)]
+                starters = [hosts.starter(rank, starter) for rank in range(world_size)]
             seeds = starting.hash_seeds(world_size, own=options.hash_seeds)
             self._processes.start(configs, starters, seeds, options.ahead)
         except BaseException as error:
@@ -169,7 +169,7 @@ class World:
             raise UsageError(
                 f"run_each needs one tuple of arguments a rank: {self.world_size} ranks, {len(arguments)} tuples."
             )
-        return self._begin([validation.pack_task(fn, tuple(each), {}) for each in arguments], timeout).result()
+        return self._begin([validation.pack_task(fn, tuple(args), {}) for args in arguments], timeout).result()
 
     def output(self, rank: int) -> str:
         """Return the stdout and stderr of a rank so far."""
@@ -280,8 +280,8 @@ class World:
     def wait_ready(self, seconds: float) -> bool:
         """Wait up to `seconds` for process groups; return True if every rank is ready."""
         deadline = time.monotonic() + seconds
-        while (usable := self.usable) and not self._processes.ready and (left := deadline - time.monotonic()) > 0:
-            self._processes.poll(left)
+        while (usable := self.usable) and not self._processes.ready and (wait := deadline - time.monotonic()) > 0:
+            self._processes.poll(wait)
         return usable and self._processes.ready
 
     # --- Shutdown ----------------------------------------------------------------------------------------------
@@ -307,16 +307,16 @@ class World:
             return
         self.closed = True
         _open_worlds.discard(self)
-        ours = self._owner == os.getpid()
+        is_owner = self._owner == os.getpid()
         try:
-            if ours:
+            if is_owner:
                 if not self.failed:
                     self._processes.terminate(idle=self._pending is None or self._pending.succeeded)
                 files = itertools.product(range(self.world_size), ("out", "attachment"))
                 self._kept = {file: self._processes.read_bytes(*file) for file in files}
         finally:
-            self._processes.release(ours)
-            if ours:
+            self._processes.release(is_owner)
+            if is_owner:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def __del__(self) -> None:

@@ -96,7 +96,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
@@ -104,21 +104,21 @@ def make_parser() -> Parser:
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        made.add_argument(
+        subparser.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
         )
-        made.set_defaults(command=run, parser=made)
-        return made
+        subparser.set_defaults(command=run, parser=subparser)
+        return subparser
 
     text_or_json: Any = {"choices": ("text", "json"), "default": "text", "help": "text (default) or json"}
     text_or_json["metavar"] = "NAME"
     report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, and print a report")
-    what = _add_target(report)
-    _add(what, "--select", "--ignore")
+    group = _add_target(report)
+    _add(group, "--select", "--ignore")
     matrix = "try the options of DistributedDataParallel: which are correct, and what they cost"
-    what.add_argument("--matrix", action="store_true", help=matrix)
+    group.add_argument("--matrix", action="store_true", help=matrix)
     schedule = "simulate RANKS ranks, one by one, and compare their collectives"
-    what.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
+    group.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
     _add(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
     script = commands.add_parser(
         "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
@@ -138,10 +138,10 @@ def make_parser() -> Parser:
     _add(live, "--select", "--ignore", "--fail-on", "--output", "--format")
     graph = command("graph", on_launched_ranks(run_graph), "check a recipe, and draw the graph of its loss")
     picture = "FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output"
-    drawn = _add_target(graph)
-    drawn.add_argument("-o", "--output", metavar="FILE", help=picture)
+    graph_group = _add_target(graph)
+    graph_group.add_argument("-o", "--output", metavar="FILE", help=picture)
     views = "modules (default), or autograd: the loss's autograd graph, drawn by torchviz"
-    drawn.add_argument("--view", choices=("modules", "autograd"), default="modules", metavar="NAME", help=views)
+    graph_group.add_argument("--view", choices=("modules", "autograd"), default="modules", metavar="NAME", help=views)
     explain = command("explain", run_explain, "explain a rule: what it means, why it matters, how to fix it")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, a prefix of codes, or a name")
     rules = command("rules", run_rules, "list all rules")
@@ -166,7 +166,7 @@ def make_parser() -> Parser:
     environment.add_argument("--format", **text_or_json)
     skill = "print the path of SKILL.md, instructions on ddpcheck for a coding agent"
     environment.add_argument("--skill", action="store_true", help=skill)
-    shell = command("completion", lambda given: run_completion(given, make_parser), "print a completion script")
+    shell = command("completion", lambda args: run_completion(args, make_parser), "print a completion script")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return parser
 

@@ -54,7 +54,7 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     if scheduled:
         _refuse_beside_schedule(arguments, hosts)
     settings = command_settings(arguments, (*CHECK_SETTINGS, "fail_on"), hosts)
-    known: dict[str, Any] = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
+    extra: dict[str, Any] = {} if arguments.baseline is None else {"baseline": load_report(arguments.baseline)}
     with (
         ReportOutput(arguments, settings.format, MATRIX_FORMATS if arguments.matrix else FORMATS) as output,
         Progress(sys.stderr) as progress,
@@ -66,16 +66,16 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
         if arguments.matrix:  # import only the code that is needed
             from ddpcheck.report.matrix.check_matrix import check_matrix as run
 
-            known["hosts"] = hosts
+            extra["hosts"] = hosts
         elif scheduled:
             from ddpcheck.report.schedule.check_schedule import check_schedule as run
 
-            known["world_size"] = arguments.schedule
+            extra["world_size"] = arguments.schedule
         else:
             from ddpcheck.report.checking.check import check as run
 
-            known["hosts"] = hosts
-        report = run(arguments.target, progress=progress, **asked, **known)
+            extra["hosts"] = hosts
+        report = run(arguments.target, progress=progress, **asked, **extra)
         progress.clear()
         output.show(report)
         if arguments.repro is not None and isinstance(report, Report):
@@ -85,10 +85,10 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
 
 def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None) -> None:
     """Raise a UsageError for options that do not apply to simulated ranks."""
-    given = {"--matrix": arguments.matrix, "--repro": arguments.repro}
-    given |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
-    if beside := [option for option, value in given.items() if value]:
-        raise UsageError(f"{beside[0]} is for real ranks, and --schedule simulates them; leave one of the two out")
+    options = {"--matrix": arguments.matrix, "--repro": arguments.repro}
+    options |= {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in _OF_REAL_RANKS}
+    if refused := [option for option, value in options.items() if value]:
+        raise UsageError(f"{refused[0]} is for real ranks, and --schedule simulates them; leave one of the two out")
     if hosts is not None:
         raise UsageError(
             f"--schedule starts its own processes; run it without {hosts.launcher}, or with --launcher off"
@@ -115,8 +115,8 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     autograd = arguments.view == "autograd"
     needed = ("graphviz", "torchviz", "distutils") if autograd else ("graphviz",)  # setuptools provides distutils
     if missing := [name for name in needed if find_spec(name) is None]:
-        way_out = "install its extra `graph` (pip install graphviz torchviz setuptools)"
-        raise UsageError(f"`ddpcheck graph` needs {missing[0]}, which is not installed: {way_out}")
+        advice = "install its extra `graph` (pip install graphviz torchviz setuptools)"
+        raise UsageError(f"`ddpcheck graph` needs {missing[0]}, which is not installed: {advice}")
     from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
 
     path = None if arguments.output in (None, "-") else arguments.output
@@ -133,12 +133,12 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
         )
         progress("laying out the picture")
         source = draw(view, report)
-        drawn = lay_out(source, form, timeout=settings.timeout)
+        picture = lay_out(source, form, timeout=settings.timeout)
         progress.clear()
         if path is None:
             print_out(source.removesuffix("\n"))
         else:
-            file.write(drawn)
+            file.write(picture)
         where = f", written to {path}" if path is not None else ""
         say(f"{summary(view, report)}{where}")
     if report.error is not None:  # only an explanation failed
@@ -190,15 +190,15 @@ def run_init(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"cannot write {path}: {reason_of(error)}") from error
     if guess.output is None:
-        names = ", ".join(one.name for one in guess.inputs)
+        names = ", ".join(arg.name for arg in guess.inputs)
         why = f"{guess.tried} inputs were tried, the first gave {guess.error}" if guess.tried else guess.error
         say(f"wrote {path}, without inputs: the inputs of forward({names}) could not be guessed ({why})")
         say(f"fill in batch() where {path} says TODO, then run:\n  {check}")
         return EXIT_TARGET
-    inputs = ", ".join(f"{one.name} = {one.code}" for one in guess.inputs)
+    inputs = ", ".join(f"{arg.name} = {arg.code}" for arg in guess.inputs)
     say(f"wrote {path}; a guess that forward accepts: {inputs}; now checking it")
-    given = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
-    given |= {"target": str(path), "matrix": False, "schedule": None, "launcher": "off", "command_line": check}
-    code = run_report(argparse.Namespace(**given), None)
+    options = dict.fromkeys((*CHECK_SETTINGS, "fail_on", "repro", "baseline", "output", "format"))
+    options |= {"target": str(path), "matrix": False, "schedule": None, "launcher": "off", "command_line": check}
+    code = run_report(argparse.Namespace(**options), None)
     say(f"the data and the loss are stand-ins: put your own where {path} says EDIT, then run:\n  {check}")
     return code

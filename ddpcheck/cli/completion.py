@@ -46,8 +46,8 @@ def _describe(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None
         if isinstance(action, argparse._SubParsersAction):
             if "run" in action.choices:
                 _add_options_of_torchrun(action.choices["run"])
-            for inner in action.choices.values():
-                _describe(inner, kinds)
+            for subparser in action.choices.values():
+                _describe(subparser, kinds)
             continue
         name = action.dest.removeprefix("check_")
         if action.choices is None and name in _VALUES:
@@ -60,6 +60,6 @@ def _add_options_of_torchrun(parser: argparse.ArgumentParser) -> None:
     """Replace the remainder argument of `run` by the options of torchrun and ddpcheck."""
     from torch.distributed.run import get_args_parser
 
-    real = get_args_parser()
-    add_check_options(real)
-    parser.__dict__.update({**real.__dict__, "prog": parser.prog})
+    torchrun_parser = get_args_parser()
+    add_check_options(torchrun_parser)
+    parser.__dict__.update({**torchrun_parser.__dict__, "prog": parser.prog})

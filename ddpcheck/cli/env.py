@@ -36,10 +36,10 @@ def run_env(arguments: argparse.Namespace) -> int:
     if arguments.skill:
         print_out(str(files("ddpcheck") / "SKILL.md"))
         return EXIT_CLEAN
-    found = describe_environment()
+    environment = describe_environment()
     width = Medium.of(sys.stdout).width
-    text = "\n".join(wrapped(line, width, "    ") for line in _lines(found))
-    print_out(json.dumps(found, indent=2) if arguments.format == "json" else text)
+    text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
+    print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
     return EXIT_CLEAN
 
 
@@ -65,7 +65,7 @@ def describe_environment() -> dict[str, Any]:
         "start method": _start_method(),
         "torch": _torch(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "pytest plugins": sorted({f"{one.name} ({one.value})" for one in metadata.entry_points(group="pytest11")}),
+        "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
         "variables": shown_variables(os.environ),
     }
 
@@ -99,14 +99,14 @@ def _torch() -> dict[str, Any]:
         return {"error": f"cannot be imported: {type(error).__name__}: {error}"}
     available = dist.is_available()
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    found: dict[str, Any] = {
+    info: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda or "not built with it",
-        "backends": [name for name, has in backends.items() if available and has()],
+        "backends": [name for name, is_built in backends.items() if available and is_built()],
     }
     if torch.cuda.is_available():
-        found["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found["backends"] else "none"
+        info["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        info["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in info["backends"] else "none"
     else:
-        found["gpus"] = "none that torch can use"
-    return found
+        info["gpus"] = "none that torch can use"
+    return info

@@ -36,25 +36,25 @@ _QUIET = 2.0  # seconds without ranks, in which a live launcher may restart rank
 
 def main() -> None:
     """Wait for the ranks, show the report, and remove the log folder."""
-    folder, launcher, given = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
-    if given.check_flight_recorder is not None:
-        prepare(Path(given.check_flight_recorder))
-    settings, known = Settings(), None
+    folder, launcher, args = Path(sys.argv[1]), int(sys.argv[2]), argparse.Namespace(**json.loads(sys.argv[3]))
+    if args.check_flight_recorder is not None:
+        prepare(Path(args.check_flight_recorder))
+    settings, baseline = Settings(), None
     try:
-        settings = examine(given)
-        known = None if given.check_baseline is None else load_report(given.check_baseline)
+        settings = examine(args)
+        baseline = None if args.check_baseline is None else load_report(args.check_baseline)
     except DDPCheckError as error:  # the script is already running, so report anyway
         complain(f"{error}; the report has no suppressions and no baseline")
-    watch = HangWatch(folder, given.check_timeout, lambda: _end(folder))
+    watch = HangWatch(folder, args.check_timeout, lambda: _end(folder))
     try:
         with holding(folder):
             _wait(folder, launcher)
         watch.stop()
-        with report_output(given) as output:
-            script = shlex.join([given.script, *given.arguments])
-            show_report(script, _ending(folder, watch), folder, given, output, settings, known)
+        with report_output(args) as output:
+            script = shlex.join([args.script, *args.arguments])
+            show_report(script, _ending(folder, watch), folder, args, output, settings, baseline)
     except Exception as error:
-        if given.debug:
+        if args.debug:
             raise
         complain_of(error)
     finally:

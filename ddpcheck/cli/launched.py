@@ -93,30 +93,30 @@ def ending(launch: LauncherEnv, seconds: float) -> Iterator[None]:
     """
     from ddpcheck.worlds.launchers.detection import BY_HAND
 
-    parent, over, due = os.getppid(), threading.Event(), math.inf
+    parent, over, deadline = os.getppid(), threading.Event(), math.inf
 
     def asked(number: int, _: object) -> None:
-        nonlocal due
-        if due < math.inf:
+        nonlocal deadline
+        if deadline < math.inf:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # do not interrupt the cleanup
             raise SystemExit(128 + number)
-        due = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
 
     def watch() -> None:
-        nonlocal due
+        nonlocal deadline
         while not over.wait(_LOOK):
-            if time.monotonic() > due or (launch.launcher != BY_HAND and os.getppid() != parent):
-                due = 0.0
+            if time.monotonic() > deadline or (launch.launcher != BY_HAND and os.getppid() != parent):
+                deadline = 0.0
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    before = signal.signal(signal.SIGTERM, asked)
+    previous = signal.signal(signal.SIGTERM, asked)
     threading.Thread(target=watch, name="ddpcheck-ending", daemon=True).start()
     try:
         yield
     finally:
         over.set()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def explain_exit(code: int, sentence: str) -> None:
@@ -124,6 +124,6 @@ def explain_exit(code: int, sentence: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path or code == 0 or os.path.exists(path):
         return
-    told = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    extra_info = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": sentence, "extraInfo": told}}, file)
+        json.dump({"message": {"message": sentence, "extraInfo": extra_info}}, file)

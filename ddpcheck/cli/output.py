@@ -77,8 +77,8 @@ class ReportOutput(OutputFile):
         whole = getattr(arguments, "debug", False) or getattr(arguments, "verbose", False)
         colour = {"always": True, "never": False}.get(getattr(arguments, "color", ""), medium.colour)
         medium = replace(medium, whole=whole, quiet=getattr(arguments, "quiet", False), colour=colour)
-        chosen = format_for(arguments.format, path=self._path, formats=formats, default=default)
-        self._renderer = partial(renderer_for, chosen, medium=medium, formats=formats)  # unused if clean
+        format_name = format_for(arguments.format, path=self._path, formats=formats, default=default)
+        self._renderer = partial(renderer_for, format_name, medium=medium, formats=formats)  # unused if clean
 
     def show(self, report: Report | Matrix | ReportDifference) -> None:
         if self._command and not isinstance(report, ReportDifference):
@@ -103,8 +103,8 @@ def _first_of(report: Report | Matrix | ReportDifference) -> str:
     if not isinstance(report, Report) or not report.findings:
         return ""
     worst = min(report.findings, key=Finding.sort_key)
-    at = f" at {worst.location}" if worst.location is not None else ""
-    return f" ({'first: ' * (len(report.findings) > 1)}{worst.code} {worst.severity.value}{at})"
+    location = f" at {worst.location}" if worst.location is not None else ""
+    return f" ({'first: ' * (len(report.findings) > 1)}{worst.code} {worst.severity.value}{location})"
 
 
 class Progress:

@@ -22,8 +22,8 @@ class Parser(argparse.ArgumentParser):
         """Parse; unrecognized arguments are an error of the subcommand."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            whose: Parser = getattr(parsed, "parser", self)
-            whose.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(whose, unknown)}")
+            owner: Parser = getattr(parsed, "parser", self)
+            owner.error(f"unrecognized arguments: {' '.join(unknown)}{near_option(owner, unknown)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -42,8 +42,8 @@ class HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = []
         for paragraph in text.split("\n\n"):
-            as_it_is = any(line.startswith(" ") for line in paragraph.splitlines())
-            filled.append(paragraph if as_it_is else "\n".join(self._split_lines(paragraph, width)))
+            is_indented = any(line.startswith(" ") for line in paragraph.splitlines())
+            filled.append(paragraph if is_indented else "\n".join(self._split_lines(paragraph, width)))
         return "\n\n".join(filled)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -61,10 +61,10 @@ def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
     parser.usage = "ddpcheck run [options of torchrun] [options of ddpcheck] script.py [arguments of the script]"
     parser.description = "Run a training script as torchrun does, watch its ranks, and report faults."
     parser.epilog, parser.formatter_class = f"{examples_of('run')}\n\n{RUN_EPILOG}", HelpFormatter
-    positional, *others, own = parser._action_groups
-    parser._action_groups = [own, positional, *others]
-    own.add_argument("--help-all", action="help", help="show this, and the options of torchrun")
-    for action in {id(one): one for group in (positional, *others) for one in group._group_actions}.values():
+    positional, *others, ddpcheck_group = parser._action_groups
+    parser._action_groups = [ddpcheck_group, positional, *others]
+    ddpcheck_group.add_argument("--help-all", action="help", help="show this, and the options of torchrun")
+    for action in {id(item): item for group in (positional, *others) for item in group._group_actions}.values():
         if action.dest != "help":
             first = re.split(r"[.;] | \((?:e\.g|see)", " ".join((action.help or "").split()))[0].rstrip(".")
             action.help = first.replace("%", "%%") if everything else argparse.SUPPRESS
@@ -73,14 +73,14 @@ def describe_run(parser: argparse.ArgumentParser, *, everything: bool) -> None:
 
 def better(message: str) -> str:
     """Rewrite an argparse error on an invalid choice to suggest the closest choice."""
-    found = _CHOICE.match(message)
-    if not found:
+    match = _CHOICE.match(message)
+    if not match:
         return message
-    where, given, choices = found[1], found[2], [word.strip(" '") for word in found[3].split(",")]
-    what = where.lower() if where.isupper() else f"choice for {where}"
-    close = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)
+    argument, value, choices = match[1], match[2], [word.strip(" '") for word in match[3].split(",")]
+    kind = argument.lower() if argument.isupper() else f"choice for {argument}"
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(choices)}"
-    return f"there is no {what} {given!r}; {hint}"
+    return f"there is no {kind} {value!r}; {hint}"
 
 
 # options by their names in other commands
@@ -89,11 +89,11 @@ SYNONYMS = {"-o": "--output", "--nproc-per-node": "--world-size", "--world-size"
 
 def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
     """Return a hint with the option closest to an unknown option, or ""."""
-    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    options = [name for name in parser._option_string_actions if name.startswith("--")]
     for word in words:
         name = word.partition("=")[0]
         name = SYNONYMS.get(name, name)
-        if name.startswith("-") and (close := difflib.get_close_matches(name, known, n=1)):
+        if name.startswith("-") and (close := difflib.get_close_matches(name, options, n=1)):
             return f"; did you mean {close[0]}?"
     return ""
 
@@ -158,6 +158,6 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 def examples_of(command: str) -> str:
     """Return the examples of a command for its help; "" without examples."""
-    given = EXAMPLES.get(command, ())
-    lines = [line for example, words in given for line in (f"  {example}", *([f"      {words}"] if words else []))]
+    examples = EXAMPLES.get(command, ())
+    lines = [line for example, words in examples for line in (f"  {example}", *([f"      {words}"] if words else []))]
     return "\n".join(["examples:", *lines]) if lines else ""

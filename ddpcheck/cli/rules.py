@@ -28,8 +28,8 @@ _HOW_IT_IS_TOLD = ("stops_ddp", "takes_severity", "spreads", "by_family")
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Explain rules."""
-    chosen = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
-    print_out("\n\n".join(_explanation(rule) for rule in chosen.values()))
+    rules = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
+    print_out("\n\n".join(_explanation(rule) for rule in rules.values()))
     return EXIT_CLEAN
 
 

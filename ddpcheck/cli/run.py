@@ -59,18 +59,18 @@ def examine_options(given: argparse.Namespace) -> None:
         raise UsageError(f"no such file: {given.training_script}{near_file(Path(given.training_script))}")
     ranks = given.nproc_per_node
     try:
-        enough = determine_local_world_size(ranks) > 0
+        is_valid = determine_local_world_size(ranks) > 0
     except (ValueError, RuntimeError) as error:
         if ranks in ("gpu", "xpu"):
             raise UsageError(f"--nproc-per-node {ranks}: {error}") from None
-        enough = False
-    if not enough:
+        is_valid = False
+    if not is_valid:
         raise UsageError(f"--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not {ranks!r}")
     try:
-        least, most = parse_min_max_nnodes(given.nnodes)
+        min_nodes, max_nodes = parse_min_max_nnodes(given.nnodes)
     except (ValueError, RuntimeError):
-        least, most = 0, 0
-    if not 0 < least <= most:
+        min_nodes, max_nodes = 0, 0
+    if not 0 < min_nodes <= max_nodes:
         raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {given.nnodes!r}")
     if given.max_restarts < 0:
         raise UsageError(f"--max-restarts is a number from 0 on, not {given.max_restarts}")
@@ -104,9 +104,9 @@ def run_agent(
         if not quiet:
             print_error(str(error))
         code = code_of_first(error.failures)
-        own = rank_processes(folder)  # the agent may have started a parent of the ranks
-        known = {rank: failure for rank, failure in error.failures.items() if own.get(rank, failure.pid) == failure.pid}
-        return Ending(code, {rank: failure.exitcode for rank, failure in known.items()})
+        pids = rank_processes(folder)  # the agent may have started a parent of the ranks
+        kept = {rank: failure for rank, failure in error.failures.items() if pids.get(rank, failure.pid) == failure.pid}
+        return Ending(code, {rank: failure.exitcode for rank, failure in kept.items()})
     except SignalException as error:
         if watch.unended is not None:
             return Ending(unended=watch.unended)
@@ -130,10 +130,10 @@ def code_of_first(found: Mapping[int, Any]) -> int:
 
     A rank ended by the agent after an exception counts as failed by the exception.
     """
-    ordered = sorted(found.values(), key=lambda one: one.timestamp)
-    raised = {one.pid: str(one.message) for one in ordered if isinstance(one.message, dict)}  # from an error file
-    lost = [one.pid for one in ordered if has_lost_another(raised.get(one.pid, ""))]
-    by_itself = [one for one in ordered if one.pid not in lost and one.exitcode != -signal.SIGTERM]
+    ordered = sorted(found.values(), key=lambda proc: proc.timestamp)
+    raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
+    lost = [proc.pid for proc in ordered if has_lost_another(raised.get(proc.pid, ""))]
+    by_itself = [proc for proc in ordered if proc.pid not in lost and proc.exitcode != -signal.SIGTERM]
     first = (by_itself or ordered)[0]
     code = EXIT_FINDINGS if first.exitcode == -signal.SIGTERM and first.pid in raised else first.exitcode
     return int(code if code > 0 else 128 - code)
@@ -161,13 +161,13 @@ def _meeting(nodes: NodeLink | None) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
     """Restore the signal handlers: handlers of the agent raise even after its end."""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            if handler is not None and signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
 
 
 def _killing(kills: bool) -> Patch:
@@ -206,50 +206,50 @@ def run_script(arguments: argparse.Namespace) -> int:
     parser.error = Parser.error.__get__(parser)  # type: ignore[method-assign]
     describe_run(parser, everything="--help-all" in arguments.rest)
     options, script = split_at_script(parser, arguments.rest)
-    given, unknown = parser.parse_known_args([*options, *(script[:1] or [""])])
+    args, unknown = parser.parse_known_args([*options, *(script[:1] or [""])])
     if unknown:
-        meant = near_option(parser, unknown) or "; put arguments of the script after the script"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        hint = near_option(parser, unknown) or "; put arguments of the script after the script"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if not script:
         parser.error("there is no script to run, as in `ddpcheck run --standalone --nproc-per-node 2 train.py`")
-    ours = {name for name in parser._option_string_actions if name.startswith("--check-")}
-    if late := [word for word in script[1:] if word.partition("=")[0] in ours]:
+    own_options = {name for name in parser._option_string_actions if name.startswith("--check-")}
+    if late := [word for word in script[1:] if word.partition("=")[0] in own_options]:
         complain(f"{' '.join(late)} stands after the script, which gets it: put it before {script[0]}", kind="note")
-    given.training_script_args = script[1:]
-    given.command_line = arguments.command_line
-    given.debug = arguments.debug = arguments.debug or given.debug
-    settings = examine(given)
-    examine_options(given)
-    known = None if given.check_baseline is None else load_report(given.check_baseline)
-    if given.check_flight_recorder is not None:
-        prepare(Path(given.check_flight_recorder))
-    made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-    with made as folder, holding(Path(folder)), report_output(given) as output:
+    args.training_script_args = script[1:]
+    args.command_line = arguments.command_line
+    args.debug = arguments.debug = arguments.debug or args.debug
+    settings = examine(args)
+    examine_options(args)
+    baseline = None if args.check_baseline is None else load_report(args.check_baseline)
+    if args.check_flight_recorder is not None:
+        prepare(Path(args.check_flight_recorder))
+    temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
+    with temp_dir as folder, holding(Path(folder)), report_output(args) as output:
         Path(folder, SCRIPT).write_text(shlex.join(script))
         parity = None
-        if given.check_parity:
+        if args.check_parity:
             from ddpcheck.run.parity_run import ParityRuns  # only if used
 
-            parity = ParityRuns(given, Path(folder), functools.partial(run_agent, run))
-        of_parity = ParityOptions(batch=given.check_parity_batch) if given.check_parity else None
-        recording = RunOptions(folder, given.check_every, of_parity)
+            parity = ParityRuns(args, Path(folder), functools.partial(run_agent, run))
+        parity_options = ParityOptions(batch=args.check_parity_batch) if args.check_parity else None
+        recording = RunOptions(folder, args.check_every, parity_options)
         os.environ.update(environment_for(recording, os.environ))
         nodes = NodeLink(Path(folder))
         # Import the judges while the ranks run and this process is idle.
-        ahead = threading.Timer(_AHEAD, importlib.import_module, ["ddpcheck.run.script_report"])
-        ahead.daemon = True
-        ahead.start()
-        ending = run_agent(run, given, Path(folder), nodes)
-        ahead.cancel()
+        timer = threading.Timer(_AHEAD, importlib.import_module, ["ddpcheck.run.script_report"])
+        timer.daemon = True
+        timer.start()
+        ending = run_agent(run, args, Path(folder), nodes)
+        timer.cancel()
         if (exit_code := hand_over(nodes, ending)) is not None:
             return exit_code
         ending, exit_code = collected(nodes, ending), EXIT_USAGE
         try:
-            singles = () if parity is None else run_alone(parity, Path(folder), ending, nodes.size, debug=given.debug)
-            report = show_report(shlex.join(script), ending, Path(folder), given, output, settings, known, singles)
+            singles = () if parity is None else run_alone(parity, Path(folder), ending, nodes.size, debug=args.debug)
+            report = show_report(shlex.join(script), ending, Path(folder), args, output, settings, baseline, singles)
             exit_code = ending.exit_code or report.exit_code(settings.fail_on)
         except Exception as error:
-            if given.debug or not ending.exit_code:
+            if args.debug or not ending.exit_code:
                 raise
             complain_of(error)
             exit_code = ending.exit_code
@@ -263,9 +263,9 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
     from ddpcheck.run.parity_run import INTERRUPTED, SingleRun
 
     with _handlers_kept():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, signal.default_int_handler)
         try:
             singles = _compared(parity, read_logs(folder), ending, nodes)
         except KeyboardInterrupt:  # raised by our handlers while no agent is running
@@ -369,7 +369,7 @@ def keep_record(
         complain(f"cannot write {path}: {reason_of(error)}")
         return
     say(f"the recorded run is in {path}, with names replaced; `ddpcheck render {path}` shows its report")
-    if lost := sorted({one.code for one in report.findings} - {one.code for one in judged.findings}):
+    if lost := sorted({finding.code for finding in report.findings} - {finding.code for finding in judged.findings}):
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
@@ -393,9 +393,9 @@ def collected(link: NodeLink, ending: Ending) -> Ending:
     if not link.is_joined:
         return ending
     endings = [ending]
-    for number, sent in link.collect(interrupted=ending.interrupted).items():
+    for number, data in link.collect(interrupted=ending.interrupted).items():
         try:
-            endings.append(msgspec.msgpack.decode(sent, type=Ending))
+            endings.append(msgspec.msgpack.decode(data, type=Ending))
         except msgspec.MsgspecError as error:
             complain(f"the exit of node {number} is not known: {error}", kind="note")
     for number, why in link.refused.items():
@@ -405,16 +405,16 @@ def collected(link: NodeLink, ending: Ending) -> Ending:
 
 def together(endings: list[Ending]) -> Ending:
     """Merge the endings of several nodes; the first nonzero exit code wins."""
-    hangs = [one.hang for one in endings if one.hang is not None]
-    unended = [one.unended for one in endings if one.unended is not None]
-    exit_codes: Mapping[int, int] = {rank: code for one in endings for rank, code in one.exit_codes.items()}
+    hangs = [ending.hang for ending in endings if ending.hang is not None]
+    unended = [ending.unended for ending in endings if ending.unended is not None]
+    exit_codes: Mapping[int, int] = {rank: code for ending in endings for rank, code in ending.exit_codes.items()}
     stacks = {rank: stack for hang in hangs for rank, stack in hang.stacks.items()}
-    ranks = sorted({rank for one in unended for rank in one.ranks})
+    ranks = sorted({rank for node in unended for rank in node.ranks})
     return replace(
         endings[0],
-        exit_code=next((one.exit_code for one in endings if one.exit_code), 0),
+        exit_code=next((ending.exit_code for ending in endings if ending.exit_code), 0),
         exit_codes=exit_codes,
         hang=Hang(max(hang.seconds for hang in hangs), stacks) if hangs else None,
-        interrupted=any(one.interrupted for one in endings),
-        unended=Unended(max(one.seconds for one in unended), tuple(ranks)) if unended else None,
+        interrupted=any(ending.interrupted for ending in endings),
+        unended=Unended(max(node.seconds for node in unended), tuple(ranks)) if unended else None,
     )

@@ -38,16 +38,16 @@ class ReportDifference(Document):
     @property
     def summary(self) -> str:
         """Number of new, fixed, remaining and open findings, in words."""
-        counts = {"new": self.added, "fixed": self.fixed, "remaining": self.remaining, "not known": self.open}
-        said = ", ".join(f"{len(found)} {how}" for how, found in counts.items() if found)
-        return said or "no findings in either report"
+        findings_by_kind = {"new": self.added, "fixed": self.fixed, "remaining": self.remaining, "not known": self.open}
+        text = ", ".join(f"{len(findings)} {kind}" for kind, findings in findings_by_kind.items() if findings)
+        return text or "no findings in either report"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """Return the exit code of `error`, else 1 for new findings at `fail_on`."""
         if self.error is not None:
             return self.error.exit_code
-        bad = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.added)
-        return EXIT_FINDINGS if bad else EXIT_CLEAN
+        has_failed = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.added)
+        return EXIT_FINDINGS if has_failed else EXIT_CLEAN
 
     def to_dict(self) -> dict[str, Any]:
         return {**Document.to_dict(self), "kind": "difference"}
@@ -64,12 +64,12 @@ def compare_reports(old: Report, new: Report, *, names: tuple[str, str] = ("old"
         new: The newer report.
         names: Names of the two reports.
     """
-    before = [*old.findings, *(one.finding for one in old.accepted)]
-    now = [*new.findings, *(one.finding for one in new.accepted)]
-    known = marks(before)
-    gone = not_found(before, now, ())
-    looked = new.error is None and not new.not_made
-    fixed = tuple(one for one in gone if looked and one.code not in new.ignored)
+    old_findings = [*old.findings, *(accepted.finding for accepted in old.accepted)]
+    new_findings = [*new.findings, *(accepted.finding for accepted in new.accepted)]
+    known = marks(old_findings)
+    missing = not_found(old_findings, new_findings, ())
+    made_every_check = new.error is None and not new.not_made
+    fixed = tuple(finding for finding in missing if made_every_check and finding.code not in new.ignored)
     notes = []
     if old.target != new.target:
         notes.append(f"they are of two targets: {old.target} and {new.target}")
@@ -83,10 +83,10 @@ def compare_reports(old: Report, new: Report, *, names: tuple[str, str] = ("old"
         notes.append(f"they were made on {sizes[0]} and {sizes[1]} ranks")
     return ReportDifference(
         *names,
-        added=tuple(sorted((one for one in new.findings if not is_known(one, known)), key=Finding.sort_key)),
+        added=tuple(sorted((item for item in new.findings if not is_known(item, known)), key=Finding.sort_key)),
         fixed=fixed,
-        remaining=tuple(sorted((one for one in now if is_known(one, known)), key=Finding.sort_key)),
-        open=tuple(one for one in gone if one not in fixed),
+        remaining=tuple(sorted((item for item in new_findings if is_known(item, known)), key=Finding.sort_key)),
+        open=tuple(finding for finding in missing if finding not in fixed),
         notes=tuple(notes),
         error=new.error,
     )

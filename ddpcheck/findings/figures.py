@@ -156,18 +156,18 @@ class CollectiveTimeline:
         Raises:
             ValueError: An index is out of range.
         """
-        if any(not 0 <= call < len(self.calls) for one in self.ranks for call in one.calls):
+        if any(not 0 <= call < len(self.calls) for log in self.ranks for call in log.calls):
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
     def sides(self) -> list[tuple[tuple[int, ...], CalledCollective, Location]]:
         """Return ranks, call and line of each distinct call (or last call) at `parts_at`."""
-        found: dict[CalledCollective, list[int]] = {}
+        ranks_by_call: dict[CalledCollective, list[int]] = {}
         for log in self.ranks if self.parts_at is not None else ():
-            place = min((self.parts_at or 0) - log.first, len(log.calls) - 1)
-            if place >= 0:
-                found.setdefault(self.calls[log.calls[place]], []).append(log.rank)
-        parsed = [(tuple(ranks), call, Location.parse(call.location)) for call, ranks in found.items()]
-        return [(ranks, call, place) for ranks, call, place in parsed if place is not None]
+            index = min((self.parts_at or 0) - log.first, len(log.calls) - 1)
+            if index >= 0:
+                ranks_by_call.setdefault(self.calls[log.calls[index]], []).append(log.rank)
+        parsed = [(tuple(ranks), call, Location.parse(call.location)) for call, ranks in ranks_by_call.items()]
+        return [(ranks, call, location) for ranks, call, location in parsed if location is not None]
 
 
 LARGEST_VALUE = 1e100
@@ -225,15 +225,15 @@ def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -
     Files outside the working folder are known only by name (`relative_path`). Search order: `folder` (of the target),
     the working folder, `sys.path`, and subfolders of `folder` if exactly one file has the name.
     """
-    found: dict[Location, SourceExcerpt] = {}
-    for place in dict.fromkeys(places):
+    excerpts: dict[Location, SourceExcerpt] = {}
+    for location in dict.fromkeys(places):
         if (
-            place is not None
-            and len(found) < _MOST_EXCERPTS
-            and (excerpt := _excerpt(place, _file_of(place, folder))) is not None
+            location is not None
+            and len(excerpts) < _MOST_EXCERPTS
+            and (excerpt := _excerpt(location, _file_of(location, folder))) is not None
         ):
-            found[place] = excerpt
-    return tuple(found.values())
+            excerpts[location] = excerpt
+    return tuple(excerpts.values())
 
 
 _MOST_FILES = 2000  # searched for a file name
@@ -244,13 +244,13 @@ def _file_of(place: Location, folder: Path | None) -> Path:
     path = Path(place.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
     folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]
-    if (found := next((one / path for one in folders if os.path.isfile(one / path)), None)) is not None:
-        return found
+    if (file := next((parent / path for parent in folders if os.path.isfile(parent / path)), None)) is not None:
+        return file
     if folder is not None and len(path.parts) == 1:
-        beneath = itertools.islice(folder.rglob("*.py"), _MOST_FILES)
-        same = [one for one in beneath if one.name == path.name]
-        if len(same) == 1:
-            return same[0]
+        files = itertools.islice(folder.rglob("*.py"), _MOST_FILES)
+        matches = [match for match in files if match.name == path.name]
+        if len(matches) == 1:
+            return matches[0]
     return path
 
 
@@ -262,5 +262,5 @@ def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:
     if not 0 < place.line <= len(lines):
         return None
     first = max(place.line - _AROUND, 1)
-    shown = lines[first - 1 : place.line + _AROUND]
-    return SourceExcerpt(place.path, first, tuple(line[:_LONGEST_LINE] for line in shown))
+    context = lines[first - 1 : place.line + _AROUND]
+    return SourceExcerpt(place.path, first, tuple(line[:_LONGEST_LINE] for line in context))

@@ -56,9 +56,9 @@ def limited_memory() -> Iterator[None]:
     """Limit memory in the block: a few bytes of input can request 60 GB."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # no /proc, or the limit is already lower
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        most = min([used + _MOST_MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
-        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        max_bytes = min([used_bytes + _MOST_MEMORY, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, limits[1]))
     try:
         yield
     finally:

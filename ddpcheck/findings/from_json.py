@@ -27,8 +27,8 @@ def parse(text: str) -> Any:
     def number(spelled: str) -> float:
         if math.isfinite(value := float(spelled)):
             return int(spelled) if spelled.lstrip("-").isdecimal() else value
-        shown = spelled if len(spelled) <= 40 else f"{spelled[:37]}..."
-        raise ValueError(f"{shown} is not a number in JSON, or too large")
+        shortened = spelled if len(spelled) <= 40 else f"{spelled[:37]}..."
+        raise ValueError(f"{shortened} is not a number in JSON, or too large")
 
     try:
         return json.loads(text, parse_constant=number, parse_float=number, parse_int=number)

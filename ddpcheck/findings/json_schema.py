@@ -45,16 +45,16 @@ def literal(choices: Any) -> dict[str, Any]:
 def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a dataclass; add nested dataclasses to `definitions`."""
     hints = get_type_hints(kind, vars(sys.modules[kind.__module__]))
-    said = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
+    descriptions = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(inspect.getdoc(kind) or "")}
     properties: dict[str, Any] = {}
     required = []
-    for one in fields(kind):
-        if kind is Finding and one.name == "tags":
+    for field in fields(kind):
+        if kind is Finding and field.name == "tags":
             continue  # not in the JSON
-        text = {"description": said[one.name]} if one.name in said else {}
-        properties[one.name] = {**_schema(hints[one.name], definitions), **text}
-        if not one.metadata.get("added"):
-            required.append(one.name)
+        text = {"description": descriptions[field.name]} if field.name in descriptions else {}
+        properties[field.name] = {**_schema(hints[field.name], definitions), **text}
+        if not field.metadata.get("added"):
+            required.append(field.name)
     if kind is Finding:
         properties["name"] = {"type": "string", "description": "Of the rule; empty where its code is not known."}
     summary = {"description": " ".join(kind.__doc__.split("\n\n")[0].split())} if kind.__doc__ else {}
@@ -63,17 +63,17 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a field type."""
-    inside, origin = get_args(hint), get_origin(hint)
+    type_args, origin = get_args(hint), get_origin(hint)
     if origin is UnionType:
-        return {"anyOf": [_schema(one, definitions) for one in inside]}
+        return {"anyOf": [_schema(arg, definitions) for arg in type_args]}
     if hint is type(None):
         return {"type": "null"}
     if origin is Literal:
         return literal(hint)
     if origin is tuple:
-        return {"type": "array", "items": _schema(inside[0], definitions)}
+        return {"type": "array", "items": _schema(type_args[0], definitions)}
     if origin is Mapping:
-        values = {} if inside[1] is Any else {"additionalProperties": _schema(inside[1], definitions)}
+        values = {} if type_args[1] is Any else {"additionalProperties": _schema(type_args[1], definitions)}
         return {"type": "object", **values}
     if isinstance(hint, type) and issubclass(hint, Enum):
         return {"enum": [member.value for member in hint]}

@@ -41,9 +41,9 @@ class ProgramSource:
         if not self._is_here:
             answer = self.answers.get(key)
             return None if answer is None else msgspec.convert(answer, get_type_hints(question)["return"])
-        found = question(*asked, **named)
-        self.answers[key] = msgspec.to_builtins(found)
-        return found
+        result = question(*asked, **named)
+        self.answers[key] = msgspec.to_builtins(result)
+        return result
 
 
 ENDLESS = -1.0
@@ -77,8 +77,8 @@ class Block:
 
 def blocks_around(file: str, shown: str, line: int) -> tuple[Block, ...]:
     """Return the blocks around a line, outermost first; `shown` is the path in reports."""
-    found = [replace(one, path=shown) for one in _blocks(Path(file)) if one.first <= line <= one.last]
-    return tuple(sorted(found, key=lambda one: (one.first, -one.last)))
+    blocks = [replace(block, path=shown) for block in _blocks(Path(file)) if block.first <= line <= block.last]
+    return tuple(sorted(blocks, key=lambda block: (block.first, -block.last)))
 
 
 def blocks_of_lines(
@@ -86,14 +86,14 @@ def blocks_of_lines(
 ) -> dict[str, tuple[Block, ...]]:
     """Return the blocks around lines and around block heads; `files` by path in reports."""
     source = source or ProgramSource()
-    found: dict[str, tuple[Block, ...]] = {}
-    wanted = set(lines)
-    while wanted:
-        for line in wanted:
+    blocks_by_line: dict[str, tuple[Block, ...]] = {}
+    pending = set(lines)
+    while pending:
+        for line in pending:
             shown, _, number = line.rpartition(":")
-            found[line] = source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
-        wanted = {block.head for line in wanted for block in found[line]} - found.keys()
-    return found
+            blocks_by_line[line] = source.ask(blocks_around, (files or {}).get(shown, shown), shown, int(number)) or ()
+        pending = {block.head for line in pending for block in blocks_by_line[line]} - blocks_by_line.keys()
+    return blocks_by_line
 
 
 def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, str]) -> list[Block]:
@@ -102,11 +102,11 @@ def left_out_by(lines: Sequence[str], done: Sequence[str], files: Mapping[str, s
     If the test of exactly one block varies, only this block is returned.
     """
     blocks = blocks_of_lines((*lines, *done), files)
-    others = {block for line in done for block in blocks[line]}
-    around = [block for line in lines for block in blocks[line] if block not in others]
-    found = [block for block in around if block.kind in ("branch", "rest", "try") and block.word != "raise"]
-    varying = [block for block in found if block.varies]
-    return varying if len(varying) == 1 else found
+    done_blocks = {block for line in done for block in blocks[line]}
+    remaining = [block for line in lines for block in blocks[line] if block not in done_blocks]
+    skipping = [block for block in remaining if block.kind in ("branch", "rest", "try") and block.word != "raise"]
+    varying = [block for block in skipping if block.varies]
+    return varying if len(varying) == 1 else skipping
 
 
 def omitted_at(parameter: str, called: Mapping[str, Any]) -> Location | None:
@@ -125,14 +125,14 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
     If the test is just an argument, return the only line that computes this argument for a call.
     """
     names = [attribute]  # followed by methods that use the attribute, and their callers
-    for wanted in names:
+    for used_name in names:
         for owner in kind.__mro__:
             tree = parsed_source(file if is_user_file(file := file_of_class(owner)) else "")
             for node in ast.walk(tree):
                 methods = node.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__ else []
-                for method in sorted(methods, key=lambda one: getattr(one, "name", "") != "forward"):
+                for method in sorted(methods, key=lambda stmt: getattr(stmt, "name", "") != "forward"):
                     name = method.name if isinstance(method, _FUNCTIONS) else "__init__"
-                    for use in _uses(method, wanted) if name != "__init__" else ():
+                    for use in _uses(method, used_name) if name != "__init__" else ():
                         if line := _omitted_by(use, method, file):
                             return line
                         if name not in ("forward", *names):
@@ -143,38 +143,38 @@ def omission_of(attribute: str, kind: Any) -> Location | None:
 def _uses(method: ast.AST, attribute: str) -> list[ast.expr]:
     """Return reads of `self.attribute` in a method, after calls with its items."""
     nodes, names = [*ast.walk(method)], set()
-    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
-    read = [node for node in read if ast.unparse(node.value) == "self"]
+    reads = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == attribute]
+    reads = [node for node in reads if ast.unparse(node.value) == "self"]
     for node in nodes:
         match node:
             case (
                 ast.For(target=target, iter=value)
                 | ast.Assign(targets=[target], value=(ast.Attribute() | ast.Subscript()) as value)
-            ) if any(part in read for part in ast.walk(value)):
+            ) if any(part in reads for part in ast.walk(value)):
                 names |= {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
     calls = (node for node in nodes if isinstance(node, ast.Call))
-    called = [one for call in calls for one in (call.func, *call.args) if isinstance(one, ast.Name)]
-    return [*(one for one in called if one.id in names), *read]
+    funcs = [func for call in calls for func in (call.func, *call.args) if isinstance(func, ast.Name)]
+    return [*(func for func in funcs if func.id in names), *reads]
 
 
 def _omitted_by(use: ast.expr, method: ast.AST, file: str) -> Location | None:
     shown, nodes = relative_path(file), [*ast.walk(method)]
     blocks = left_out_by([f"{shown}:{use.lineno}"], [f"{shown}:{getattr(method, 'lineno', 0)}"], {shown: file})
-    around = [node for node in nodes if use in ast.walk(node)]
-    choices = [node for node in around if isinstance(node, ast.IfExp)]
-    if not blocks and not choices and not any(_selects(node, use) for node in around):
+    parents = [node for node in nodes if use in ast.walk(node)]
+    if_exps = [node for node in parents if isinstance(node, ast.IfExp)]
+    if not blocks and not if_exps and not any(_selects(node, use) for node in parents):
         return None
-    line = use.lineno if choices or not blocks else blocks[-1].line
-    tests = [one.test for one in (*choices, *nodes) if isinstance(one, ast.IfExp | ast.If) and one.lineno == line]
-    arguments = {one.arg for one in nodes if isinstance(one, ast.arg)}
-    names = [one.id for one in tests if isinstance(one, ast.Name) and one.id in arguments]
+    line = use.lineno if if_exps or not blocks else blocks[-1].line
+    tests = [expr.test for expr in (*if_exps, *nodes) if isinstance(expr, ast.IfExp | ast.If) and expr.lineno == line]
+    arguments = {arg.arg for arg in nodes if isinstance(arg, ast.arg)}
+    names = [test.id for test in tests if isinstance(test, ast.Name) and test.id in arguments]
     return Location(shown, next(filter(None, (computed_for(parsed_source(file), name) for name in names)), line))
 
 
 def _selects(node: ast.AST, use: ast.expr) -> bool:
     """Check if `node` indexes `use` by a computed index, or is a filtered comprehension."""
-    of_use = isinstance(node, ast.Subscript) and node.value is use and not isinstance(node.slice, ast.Constant)
-    return of_use or any(one.ifs for one in getattr(node, "generators", ()))
+    is_indexed = isinstance(node, ast.Subscript) and node.value is use and not isinstance(node.slice, ast.Constant)
+    return is_indexed or any(generator.ifs for generator in getattr(node, "generators", ()))
 
 
 @functools.cache
@@ -195,16 +195,16 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 def _varying_in(scope: ast.AST) -> Iterator[ast.If]:
     """Yield each `if` that tests computed values or arguments, not counters or options."""
     nodes = [*ast.walk(scope)]
-    counts = {node for loop in nodes for node in _counters(loop)}
-    made = {ast.unparse(n) for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store) and n not in counts}
-    given = {node.arg for node in nodes if isinstance(node, ast.arg)} if isinstance(scope, _FUNCTIONS) else set()
+    counters = {node for loop in nodes for node in _counters(loop)}
+    names = {ast.unparse(n) for n in nodes if isinstance(getattr(n, "ctx", None), ast.Store) and n not in counters}
+    func_args = {node.arg for node in nodes if isinstance(node, ast.arg)} if isinstance(scope, _FUNCTIONS) else set()
     for node in nodes:
         if isinstance(node, ast.If):
             parts = [*ast.walk(node.test)]
             called = {part.func for part in parts if isinstance(part, ast.Call)}
-            options = {part.value for part in parts if isinstance(part, ast.Attribute) and part not in called}
-            read = [part for part in parts if isinstance(part, ast.Name | ast.Attribute)]
-            if any(ast.unparse(part) in (made if part in options else made | given) for part in read):
+            objects = {part.value for part in parts if isinstance(part, ast.Attribute) and part not in called}
+            reads = [part for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+            if any(ast.unparse(part) in (names if part in objects else names | func_args) for part in reads):
                 yield node
 
 
@@ -264,24 +264,24 @@ def _end(body: Sequence[ast.stmt]) -> int:
 
 def _rests(statements: Sequence[ast.stmt], varying: Collection[ast.If]) -> Iterator[Block]:
     """Yield the statements skipped by each `if` that ends in a jump."""
-    for place, one in enumerate(statements[:-1]):
-        if isinstance(one, ast.If) and not one.orelse and isinstance(jump := one.body[-1], _JUMPS):
-            rest = statements[place + 1 :]
+    for index, stmt in enumerate(statements[:-1]):
+        if isinstance(stmt, ast.If) and not stmt.orelse and isinstance(jump := stmt.body[-1], _JUMPS):
+            rest = statements[index + 1 :]
             word = type(jump).__name__.lower()
-            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word, varies=one in varying)
+            yield Block("rest", "", jump.lineno, rest[0].lineno, _end(rest), word, varies=stmt in varying)
 
 
 def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]]:
     """Yield the lines that end a loop; `inner`: `break` ends a nested loop."""
-    for one in body:
-        if isinstance(one, ast.Return) or (isinstance(one, ast.Break) and not inner):
-            yield one.lineno, type(one).__name__.lower()
-        elif not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            loops = isinstance(one, ast.For | ast.AsyncFor | ast.While)
+    for stmt in body:
+        if isinstance(stmt, ast.Return) or (isinstance(stmt, ast.Break) and not inner):
+            yield stmt.lineno, type(stmt).__name__.lower()
+        elif not isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_loop = isinstance(stmt, ast.For | ast.AsyncFor | ast.While)
             for name in ("body", "orelse", "finalbody"):
-                yield from _exits(getattr(one, name, []), inner=inner or (loops and name == "body"))
-            for part in (*getattr(one, "handlers", ()), *getattr(one, "cases", ())):
-                yield from _exits(part.body, inner=inner)
+                yield from _exits(getattr(stmt, name, []), inner=inner or (is_loop and name == "body"))
+            for clause in (*getattr(stmt, "handlers", ()), *getattr(stmt, "cases", ())):
+                yield from _exits(clause.body, inner=inner)
 
 
 def _times(over: ast.expr) -> float | None:

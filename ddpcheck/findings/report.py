@@ -77,17 +77,17 @@ class Finding:
         In order: the line that caused a cut, the end of the path, the line of the finding, related lines.
         """
         path = self.path
-        of_path = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
-        places = (*of_path, self.location, *(one.location for one in self.related))
-        return tuple(dict.fromkeys(place for place in places if place is not None))
+        path_locations = () if path is None else (path.begins_at, path.steps[-1].location if path.steps else None)
+        locations = (*path_locations, self.location, *(entry.location for entry in self.related))
+        return tuple(dict.fromkeys(location for location in locations if location is not None))
 
     def relocated(self, location: Location | None, role: str = "noticed") -> Finding:
         """Return the finding moved to `location`; the old line becomes a related location."""
         if location in (None, self.location):
             return self
-        own = () if self.location is None else (RelatedLocation(role, self.location),)
-        others = tuple(one for one in self.related if one.location not in (location, self.location))
-        return replace(self, location=location, related=(*own, *others))
+        old = () if self.location is None else (RelatedLocation(role, self.location),)
+        others = tuple(entry for entry in self.related if entry.location not in (location, self.location))
+        return replace(self, location=location, related=(*old, *others))
 
     @property
     def what_to_do(self) -> str:
@@ -98,9 +98,9 @@ class Finding:
     @property
     def headline(self) -> str:
         """Code, rule name, subjects and message on one line."""
-        more = f" and {len(self.subjects) - 3} more" if len(self.subjects) > 3 else ""
-        named = (self.code, getattr(RULES.get(self.code), "name", ""), ", ".join(self.subjects[:3]) + more)
-        return " ".join(f"{' '.join(filter(None, named))}: {self.message}".split())
+        suffix = f" and {len(self.subjects) - 3} more" if len(self.subjects) > 3 else ""
+        title = (self.code, getattr(RULES.get(self.code), "name", ""), ", ".join(self.subjects[:3]) + suffix)
+        return " ".join(f"{' '.join(filter(None, title))}: {self.message}".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if not dataclasses.is_dataclass(value):
         return value.value if isinstance(value, Severity) else value
-    data = {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    data = {attribute.name: _plain(getattr(value, attribute.name)) for attribute in dataclasses.fields(value)}
     if isinstance(value, Finding):
         rule = RULES.get(value.code)  # None for a rule of a newer version
         del data["tags"]
@@ -310,34 +310,34 @@ class Report(Document):
             return self.status
         if self.status == "clean":
             return "clean"
-        found = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
-        between = ", but " if self.not_made and not self.at_or_above(Severity.ERROR) else "; "
-        ended = [one.name for one in self.checks if one.status == "error" and "not watched" in one.detail]
-        before = f"{', '.join(ended)}: not watched to the end; " if ended else ""
-        return before + between.join(filter(None, (found, self.shortfall)))
+        count_text = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
+        separator = ", but " if self.not_made and not self.at_or_above(Severity.ERROR) else "; "
+        stopped = [check.name for check in self.checks if check.status == "error" and "not watched" in check.detail]
+        prefix = f"{', '.join(stopped)}: not watched to the end; " if stopped else ""
+        return prefix + separator.join(filter(None, (count_text, self.shortfall)))
 
     @property
     def shortfall(self) -> str:
         """Checks that were not made and findings that are not counted, in words."""
-        words = []
+        phrases = []
         if self.not_made and not self.at_or_above(Severity.ERROR):  # an error explains missing checks
-            asked, were = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
-            words.append(f"{len(self.not_made)} of {asked} checks {were} not made: {', '.join(self.not_made)}")
-        by = {
-            kind: [one.finding.code for one in self.accepted if one.by == kind] for kind in ("suppression", "baseline")
+            num_asked, verb = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
+            phrases.append(f"{len(self.not_made)} of {num_asked} checks {verb} not made: {', '.join(self.not_made)}")
+        codes_by = {
+            by: [item.finding.code for item in self.accepted if item.by == by] for by in ("suppression", "baseline")
         }
-        left_out = {"ignored": self.ignored, "suppressed": by["suppression"], "known": by["baseline"]}
-        for how, codes in left_out.items():
+        left_out = {"ignored": self.ignored, "suppressed": codes_by["suppression"], "known": codes_by["baseline"]}
+        for reason, codes in left_out.items():
             if codes:
-                which = ", ".join(dict.fromkeys(codes))
-                words.append(f"{len(codes)} finding{'' if len(codes) == 1 else 's'} {how} ({which})")
-        return "; ".join(words)
+                distinct = ", ".join(dict.fromkeys(codes))
+                phrases.append(f"{len(codes)} finding{'' if len(codes) == 1 else 's'} {reason} ({distinct})")
+        return "; ".join(phrases)
 
     def with_excerpts(self) -> Report:
         """Return a copy with source excerpts around the lines of findings and timelines."""
-        places = [place for finding in self.findings for place in finding.places]
-        places += [place for timeline in self.timelines for _, _, place in timeline.sides()]
-        return replace(self, excerpts=excerpts_of(places, folder_of(self.target)))
+        locations = [location for finding in self.findings for location in finding.places]
+        locations += [location for timeline in self.timelines for _, _, location in timeline.sides()]
+        return replace(self, excerpts=excerpts_of(locations, folder_of(self.target)))
 
     def at_or_above(self, threshold: Severity) -> tuple[Finding, ...]:
         """Return the findings with severity `threshold` or worse."""
@@ -364,7 +364,7 @@ class Report(Document):
             raise FindingsError(f"ddpcheck on {self.target}: {text}", self.at_or_above(fail_on))
 
     def __repr__(self) -> str:
-        codes = ", ".join(dict.fromkeys(one.code for one in self.findings))
+        codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
         return f"<Report on {self.target}: {self.summary}{f' ({codes})' if codes else ''}>"
 
     def __str__(self) -> str:
@@ -402,15 +402,15 @@ class Report(Document):
             ValueError: `text` is not a report, or was written by a newer ddpcheck.
         """
         report = read(cls, checked_version(parse(text), "report"))
-        accepted = (replace(one, finding=without_rules_fix(one.finding)) for one in report.accepted)
+        accepted = (replace(entry, finding=without_rules_fix(entry.finding)) for entry in report.accepted)
         findings = tuple(map(without_rules_fix, report.findings))
         return replace(report, findings=findings, accepted=tuple(accepted))
 
 
 def folder_of(target: str) -> Path | None:
     """Return the folder of a target (script with arguments, or recipe in a file)."""
-    ends = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
-    return next((Path(one).parent for one in ends if os.path.isfile(one)), None)
+    candidates = [target.rpartition(":")[0], *(target[:end] for end, c in enumerate(target) if c == " "), target]
+    return next((Path(path).parent for path in candidates if os.path.isfile(path)), None)
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:
@@ -427,8 +427,8 @@ def checked_version(data: Any, what: str) -> dict[str, Any]:
     notes = data["world"].get("notes") if isinstance(data.get("world"), dict) else None
     if not isinstance(notes, list | str | None) or not all(isinstance(note, str) for note in notes or ()):
         raise ValueError("world.notes must be a list of strings")
-    made: dict[str, Any] = data
-    return made
+    result: dict[str, Any] = data
+    return result
 
 
 def without_rules_fix(value: Finding) -> Finding:
@@ -454,7 +454,7 @@ def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = (
 
     def longest(patterns: Sequence[str]) -> int:
         name = RULES[code].name
-        fits = [p for p in patterns if p.lower() == name or code.startswith(p.upper())]
-        return max((len(code) if p.lower() == name else len(p) for p in fits), default=-1)
+        matches = [pattern for pattern in patterns if pattern.lower() == name or code.startswith(pattern.upper())]
+        return max((len(code) if pattern.lower() == name else len(pattern) for pattern in matches), default=-1)
 
     return longest(select) > longest(ignore) if select else longest(ignore) < 0

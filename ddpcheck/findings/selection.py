@@ -50,8 +50,8 @@ class Suppression:
         matching_rules(self.rule)
 
     def __str__(self) -> str:
-        subjects = f" for {self.parameter!r}" if self.parameter != "*" else ""
-        return f"{self.rule}{subjects}{f' in {self.file!r}' if self.file != '*' else ''}"
+        pattern = f" for {self.parameter!r}" if self.parameter != "*" else ""
+        return f"{self.rule}{pattern}{f' in {self.file!r}' if self.file != '*' else ''}"
 
     @property
     def codes(self) -> frozenset[str]:
@@ -124,15 +124,15 @@ def sort_out(
         baseline: Earlier report with known findings.
     """
     chosen = select_findings(findings, select=select, ignore=ignore)
-    own = [one for one in suppress if one.applies_to(target)]
-    known = marks([*baseline.findings, *(one.finding for one in baseline.accepted)]) if baseline is not None else {}
+    rules = [rule for rule in suppress if rule.applies_to(target)]
+    known = marks([*baseline.findings, *(item.finding for item in baseline.accepted)]) if baseline is not None else {}
     kept, accepted, useless = [], [], []
     for finding in chosen:
         reason, note = _reason_in_source(finding, target)
         useless.append(note)
-        by = [one for one in own if one.matched(finding)]
-        if by and frozenset[str]().union(*(one.matched(finding) for one in by)) >= set(finding.subjects or ("",)):
-            reason = "; ".join(dict.fromkeys(one.reason for one in by))
+        used = [rule for rule in rules if rule.matched(finding)]
+        if used and frozenset[str]().union(*(rule.matched(finding) for rule in used)) >= set(finding.subjects or ("",)):
+            reason = "; ".join(dict.fromkeys(rule.reason for rule in used))
         if reason:
             accepted.append(AcceptedFinding(finding, "suppression", reason))
         elif is_known(finding, known):
@@ -140,28 +140,28 @@ def sort_out(
         else:
             kept.append(finding)
     hidden = [finding.code for finding in findings if finding not in chosen]
-    gone = _gone(baseline, findings, target, hidden) if baseline is not None else ()
-    loose = (_loose(one, findings, kept) for one in own if all(is_selected(code, select, ignore) for code in one.codes))
-    said = dict.fromkeys(filter(None, (*useless, *loose)))
-    return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(said), tuple(gone))
+    unmatched = _gone(baseline, findings, target, hidden) if baseline is not None else ()
+    loose = (_loose(rule, findings, kept) for rule in rules if all(is_selected(c, select, ignore) for c in rule.codes))
+    sentences = dict.fromkeys(filter(None, (*useless, *loose)))
+    return Selection(tuple(kept), tuple(sorted(hidden)), tuple(accepted), tuple(sentences), tuple(unmatched))
 
 
 def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
     """Return (reason, "") of an ignore comment, or ("", why not applied)."""
-    place = finding.location
-    excerpt = next(iter(excerpts_of([place], folder_of(target))), None)
-    comment = _COMMENT.search(excerpt.lines[place.line - excerpt.first]) if place and excerpt else None
+    location = finding.location
+    excerpt = next(iter(excerpts_of([location], folder_of(target))), None)
+    comment = _COMMENT.search(excerpt.lines[location.line - excerpt.first]) if location and excerpt else None
     if comment is None:
         return "", ""
     patterns = [pattern.strip() for pattern in comment["codes"].split(",")]
     try:
         codes = {rule.code for pattern in patterns for rule in matching_rules(pattern)}
     except UsageError as error:
-        return "", f"the comment at {place} is not applied: {error}"
+        return "", f"the comment at {location} is not applied: {error}"
     if finding.code not in codes:
-        return "", f"the comment at {place} ignores {join_names(patterns)}, and the finding there is {finding.code}"
+        return "", f"the comment at {location} ignores {join_names(patterns)}, and the finding there is {finding.code}"
     if not comment["reason"].strip():
-        return "", f"the comment at {place} is not applied: write the reason behind ignore[{comment['codes']}]"
+        return "", f"the comment at {location} is not applied: write the reason behind ignore[{comment['codes']}]"
     return comment["reason"].strip(), ""
 
 
@@ -177,10 +177,10 @@ def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence
         return f"the suppression of {suppression} matched no finding of this check"
     if any(finding not in kept for finding in matched):
         return ""
-    part = matched[0]
-    others = [subject for subject in part.subjects if subject not in suppression.matched(part)]
+    first = matched[0]
+    rest = [subject for subject in first.subjects if subject not in suppression.matched(first)]
     return (
-        f"the suppression of {suppression} does not match {join_names(others)}, which {part.code} is about as well, so "
+        f"the suppression of {suppression} does not match {join_names(rest)}, which {first.code} is about as well, so "
         "the finding counts"
     )
 
@@ -192,13 +192,13 @@ def fingerprint(finding: Finding) -> tuple[str, str, tuple[str, ...]]:
 
 def marks(findings: Iterable[Finding]) -> dict[Mark, int]:
     """Map the marks of findings to the rank of the worst severity."""
-    found: dict[Mark, int] = {}
+    worst_ranks: dict[Mark, int] = {}
     for finding in findings:
         code, path, subjects = fingerprint(finding)
         for subject in subjects or ("",):
             mark = (code, path, subject)
-            found[mark] = min(found.get(mark, finding.severity.rank), finding.severity.rank)
-    return found
+            worst_ranks[mark] = min(worst_ranks.get(mark, finding.severity.rank), finding.severity.rank)
+    return worst_ranks
 
 
 def is_known(finding: Finding, known: Mapping[Mark, int]) -> bool:
@@ -212,12 +212,12 @@ def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Se
         yield f"the baseline was made of {baseline.target}"
     fixed = not_found(baseline.findings, findings, hidden)
     if fixed:
-        which = "; ".join(f"{one.code} {join_names(one.subjects)}".strip() for one in fixed[:5])
-        more = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
-        yield f"{counted(len(fixed), 'finding')} of the baseline not found any more: {which}{more}"
+        listed = "; ".join(f"{finding.code} {join_names(finding.subjects)}".strip() for finding in fixed[:5])
+        suffix = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
+        yield f"{counted(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"
 
 
 def not_found(before: Sequence[Finding], now: Sequence[Finding], hidden: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings of `before` with no mark in `now`, except `hidden` codes."""
-    found = marks(now)
-    return tuple(one for one in before if one.code not in hidden and not any(mark in found for mark in marks([one])))
+    current = marks(now)
+    return tuple(old for old in before if old.code not in hidden and not any(mark in current for mark in marks([old])))

@@ -58,8 +58,8 @@ def _relative_path(path: str, working_folder: str) -> str:
 def _shown(real: str, working_folder: str) -> str:
     if real.startswith(_REAL_OWN_FOLDER):
         return Path("ddpcheck", real[len(_REAL_OWN_FOLDER) :]).as_posix()
-    here = os.path.realpath(working_folder) + os.sep
-    for folder in (here, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
+    working_prefix = os.path.realpath(working_folder) + os.sep
+    for folder in (working_prefix, *sorted(_LIBRARY_FOLDERS, key=len, reverse=True)):
         if real.startswith(folder):
             return Path(real[len(folder) :]).as_posix()
     return Path(real).name
@@ -83,8 +83,8 @@ def is_user_file(name: str) -> bool:
 
 def user_location(frame: FrameType | None = None) -> Location | None:
     """Return the innermost stack line outside torch, Python and ddpcheck, or None."""
-    found = user_frame(frame or sys._getframe(1))
-    return None if found is None else location_of(found)
+    innermost = user_frame(frame or sys._getframe(1))
+    return None if innermost is None else location_of(innermost)
 
 
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
@@ -133,10 +133,10 @@ def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
 
 def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
     """Return the outermost line that differs between two stacks (innermost first), or ""."""
-    same = sum(
+    num_common = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lines[::-1], others[::-1], strict=False))
     )
-    return lines[::-1][same] if same < len(lines) else ""
+    return lines[::-1][num_common] if num_common < len(lines) else ""
 
 
 @functools.cache
@@ -159,15 +159,15 @@ def variables_of(frame: FrameType) -> dict[str, object]:
     Before Python 3.13 (PEP 667), a function frame keeps the `f_locals` dictionary until the function returns, and reads
     variables back after a call of a profile or trace function: the dictionary is not cleared if one is set.
     """
-    held = frame.f_locals
-    variables = dict(held)
-    of_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
-    if of_function and type(held) is dict and sys.getrefcount(held) <= _ONLY_THE_FRAME:  # else the program refers to it
-        held.clear()
+    values = frame.f_locals
+    variables = dict(values)
+    is_func = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getprofile() is sys.gettrace() is None
+    if is_func and type(values) is dict and sys.getrefcount(values) <= _ONLY_THE_FRAME:  # else the program refers to it
+        values.clear()
     return variables
 
 
-_ONLY_THE_FRAME = 3  # references: the frame, `held`, and the argument of `getrefcount`
+_ONLY_THE_FRAME = 3  # references: the frame, `values`, and the argument of `getrefcount`
 
 
 def is_called_by_a_package() -> bool:
@@ -231,10 +231,10 @@ def exception_location(error: BaseException) -> Location | None:
         return Location(relative_path(error.filename), error.lineno)
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [(file, line) for file, line in lines if is_user_file(file)]
-    own = [(file, line) for file, line in lines if not (_passes_over_packages and is_installed(file))]
+    program_lines = [(file, line) for file, line in lines if not (_passes_over_packages and is_installed(file))]
     if not lines:
         return None
-    file, number = (own or lines)[-1]
+    file, number = (program_lines or lines)[-1]
     return Location(relative_path(file), number)
 
 
@@ -249,19 +249,19 @@ def whole_traceback(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
-    described = traceback.TracebackException.from_exception(error, compact=True)
-    pending: list[traceback.TracebackException | None] = [described]
+    exception = traceback.TracebackException.from_exception(error, compact=True)
+    pending: list[traceback.TracebackException | None] = [exception]
     while pending:
-        one = pending.pop()
-        if one is None:
+        current = pending.pop()
+        if current is None:
             continue
-        shown = [frame for frame in one.stack if not frame.filename.startswith(hidden)]
-        one.stack = traceback.StackSummary.from_list(shown) if shown else None  # type: ignore[assignment]
-        for frame in shown:
+        frames = [frame for frame in current.stack if not frame.filename.startswith(hidden)]
+        current.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
+        for frame in frames:
             frame.line  # noqa: B018 - read now: its source cannot be found under the shortened name
             frame.filename = frame.filename if frame.filename.startswith("<") else relative_path(frame.filename)
-        pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
-    return shortened("".join(described.format()).rstrip(), LONGEST_TRACEBACK)
+        pending += [current.__cause__, current.__context__, *(current.exceptions or ())]
+    return shortened("".join(exception.format()).rstrip(), LONGEST_TRACEBACK)
 
 
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
@@ -290,13 +290,13 @@ def making_of(module: nn.Module, name: str) -> Location | None:
 
 def classes_of_program(module: nn.Module) -> dict[str, tuple[tuple[str, str], ...]]:
     """Map submodule paths to (file, qualified name) of their user-defined classes."""
-    found = {path: _classes_of(part) for path, part in module.named_modules()}
-    return {path: classes for path, classes in found.items() if classes}
+    all_classes = {path: _classes_of(submodule) for path, submodule in module.named_modules()}
+    return {path: classes for path, classes in all_classes.items() if classes}
 
 
 def _classes_of(part: nn.Module) -> tuple[tuple[str, str], ...]:
-    kinds = [(file_of_class(kind), kind.__qualname__) for kind in type(part).__mro__]
-    return tuple((file, name) for file, name in kinds if is_user_file(file))
+    mro_entries = [(file_of_class(kind), kind.__qualname__) for kind in type(part).__mro__]
+    return tuple((file, name) for file, name in mro_entries if is_user_file(file))
 
 
 def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name: str) -> Location | None:
@@ -304,8 +304,8 @@ def assignment_in_classes(classes: Mapping[str, Sequence[tuple[str, str]]], name
     while name:
         holder, _, attribute = name.rpartition(".")
         for file, kind in classes.get(holder, ()):
-            if where := _assignment_in_class(file, kind, attribute):
-                return where
+            if location := _assignment_in_class(file, kind, attribute):
+                return location
         name = holder
     return None
 
@@ -315,8 +315,8 @@ def _assignment_in_class(file: str, kind: str, attribute: str) -> Location | Non
     node: ast.AST | None = parsed_source(file)
     for part in kind.replace(".<locals>", "").split("."):
         if node is not None:
-            definitions = (x for x in ast.walk(node) if isinstance(x, ast.ClassDef | ast.FunctionDef))
-            node = next((one for one in definitions if one is not node and one.name == part), None)
+            definitions = (child for child in ast.walk(node) if isinstance(child, ast.ClassDef | ast.FunctionDef))
+            node = next((child for child in definitions if child is not node and child.name == part), None)
     return None if node is None else _assigned(ast.walk(node), f"self.{attribute}", file)
 
 
@@ -330,18 +330,18 @@ def last_assignment(at: Location, name: str) -> Location | None:
     first, *attributes = name.split(".")
     if attributes and (lines := [line for line, target in _targets(tree) if target.endswith(f".{attributes[-1]}")]):
         return Location(at.path, lines[0])
-    if attributes and (given := computed_for(tree, attributes[-1])):
-        return Location(at.path, given)
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [node for node in around if node.lineno <= at.line <= (node.end_lineno or 0)]
-    for scope in (*sorted(around, key=lambda node: -node.lineno), tree):
+    if attributes and (line_number := computed_for(tree, attributes[-1])):
+        return Location(at.path, line_number)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in functions if node.lineno <= at.line <= (node.end_lineno or 0)]
+    for scope in (*sorted(functions, key=lambda node: -node.lineno), tree):
         if lines := [line for line, target in _targets(scope) if target == first and line <= at.line]:
             return Location(at.path, max(lines))
         arguments = () if isinstance(scope, ast.Module) else ast.walk(scope.args)
-        if all(not isinstance(one, ast.arg) or one.arg != first for one in arguments):
+        if all(not isinstance(arg, ast.arg) or arg.arg != first for arg in arguments):
             continue
-        if given := computed_for(tree, first):
-            return Location(at.path, given)
+        if line_number := computed_for(tree, first):
+            return Location(at.path, line_number)
         if len(lines := [line for line, target in _targets(tree) if target == first]) == 1:
             return Location(at.path, lines[0])
     return None
@@ -350,15 +350,15 @@ def last_assignment(at: Location, name: str) -> Location | None:
 @functools.cache
 def computed_for(tree: ast.AST, name: str) -> int | None:
     """Return the only line that computes a value for the keyword argument `name`."""
-    plain = (ast.Name, ast.Attribute, ast.Constant)
-    found = {
-        one.value.lineno
+    plain_types = (ast.Name, ast.Attribute, ast.Constant)
+    line_numbers = {
+        keyword.value.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        for one in node.keywords
-        if one.arg == name and not isinstance(one.value, plain)
+        for keyword in node.keywords
+        if keyword.arg == name and not isinstance(keyword.value, plain_types)
     }
-    return found.pop() if len(found) == 1 else None
+    return line_numbers.pop() if len(line_numbers) == 1 else None
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
@@ -372,12 +372,12 @@ def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
 
 def exits_raised(files: Mapping[str, str]) -> tuple[Location, ...]:
     """Return the lines of `files` that raise SystemExit, without calls of `sys.exit`."""
-    found = []
+    locations = []
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Raise) and node.exc is not None and "SystemExit" in ast.unparse(node.exc):
-                found.append(Location(shown, node.lineno))
-    return tuple(found)
+                locations.append(Location(shown, node.lineno))
+    return tuple(locations)
 
 
 @functools.cache
@@ -387,11 +387,11 @@ def _targets(tree: ast.AST) -> tuple[tuple[int, str], ...]:
         target
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-        for one in node.body
-        if not isinstance(one, ast.AugAssign)
-        for target in targets_of(one)
+        for stmt in node.body
+        if not isinstance(stmt, ast.AugAssign)
+        for target in targets_of(stmt)
     }
-    declared |= {one.target for one in ast.walk(tree) if isinstance(one, ast.AnnAssign) and one.value is None}
+    declared |= {child.target for child in ast.walk(tree) if isinstance(child, ast.AnnAssign) and child.value is None}
     stored = (n for n in ast.walk(tree) if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store))
     return tuple((node.lineno, ast.unparse(node)) for node in stored if node not in declared)
 

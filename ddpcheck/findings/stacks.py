@@ -29,15 +29,15 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
 
     Uses the thread of ddpcheck's loop, else the thread that wrote the dump, without frames of ddpcheck.
     """
-    best: tuple[Frame, ...] = ()
+    stack: tuple[Frame, ...] = ()
     for block in _threads(dump):
         frames = frames_of(block)
         if (index := _loop_at(frames)) is not None:
-            best = frames[:index]
+            stack = frames[:index]
             break
         if block.lstrip().startswith("Current thread"):
-            best = frames
-    return tuple(frame for frame in best if not frame.file.startswith(OWN_FOLDER))
+            stack = frames
+    return tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER))
 
 
 def of_main_thread(dump: str) -> str:
@@ -61,9 +61,9 @@ def has_other_threads(dump: str) -> bool:
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
     """Return the stacks of other threads that run the program, without ddpcheck frames."""
-    others = (frames_of(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
-    of_program = (stack for stack in others if any(is_of_program(frame.file) for frame in stack))
-    return [tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER)) for stack in of_program]
+    stacks = (frames_of(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
+    program_stacks = (stack for stack in stacks if any(is_of_program(frame.file) for frame in stack))
+    return [tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER)) for stack in program_stacks]
 
 
 def _threads(dump: str) -> list[str]:
@@ -81,8 +81,8 @@ def frames_of(block: str) -> tuple[Frame, ...]:
 
 def _loop_at(frames: Sequence[Frame]) -> int | None:
     """Return the index in a stack where ddpcheck's own loop begins, or None."""
-    ours = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
-    return next((at for at, frame in enumerate(frames) if ours[at] and frame.name in _LOOP), None)
+    is_rank_file = [frame.file.startswith(OWN_FOLDER) and Path(frame.file).name == "rank.py" for frame in frames]
+    return next((index for index, frame in enumerate(frames) if is_rank_file[index] and frame.name in _LOOP), None)
 
 
 _LOOP = ("_perform", "_answer", "_live", "_set_up")
@@ -114,8 +114,8 @@ def collectives_of_threads(dump: str) -> list[str]:
 
     Includes threads of torch: the thread of `async_save` runs no line of the program.
     """
-    others = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
-    return [call for block in others if (call := collective_of(frames_of(block)))]
+    blocks = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
+    return [call for block in blocks if (call := collective_of(frames_of(block)))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:
@@ -171,10 +171,10 @@ def lock_waited_for(frames: Sequence[Frame]) -> str:
 
     The wait ends when another thread of the same process releases it.
     """
-    own = next((at for at, frame in enumerate(frames) if is_user_file(frame.file)), 0)
-    if not own or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:own]):
+    user_index = next((index for index, frame in enumerate(frames) if is_user_file(frame.file)), 0)
+    if not user_index or any(os.path.basename(frame.file) not in _LOCKS for frame in frames[:user_index]):
         return ""
-    return f"{frames[own - 1].name}() at {_where(frames[own])}"
+    return f"{frames[user_index - 1].name}() at {_where(frames[user_index])}"
 
 
 _PICKLING = ("_object_to_tensor", "_tensor_to_object")
@@ -193,7 +193,7 @@ def work_waited_for(dump: str) -> str:
     for block in _threads(dump):
         if block.lstrip().startswith("Current thread") and (frames := frames_of(block)):
             if frames[0].name == "wait" and frames[0].file == _RECORDED:
-                return f"wait(){f' at {where}' if (where := location_of(own_stack(dump))) else ''}"
+                return f"wait(){f' at {location}' if (location := location_of(own_stack(dump))) else ''}"
     return ""
 
 
@@ -222,8 +222,8 @@ def is_waiting(failure: RankFailure) -> bool:
 
 def place_of(frames: Sequence[Frame]) -> str:
     """Return function and line of the innermost user frame, else any frame, or `""`."""
-    users = [frame for frame in frames if is_user_file(frame.file)]
-    return next((f"{frame.name} at {_where(frame)}" for frame in (*users, *frames)), "")
+    user_frames = [frame for frame in frames if is_user_file(frame.file)]
+    return next((f"{frame.name} at {_where(frame)}" for frame in (*user_frames, *frames)), "")
 
 
 def location_of(frames: Sequence[Frame]) -> str:

@@ -74,7 +74,7 @@ def _code_of_handlers() -> set[CodeType]:
     """Return the code of signal handlers in this process, without ddpcheck's."""
     functions = (getattr(handler, "__func__", handler) for handler in map(signal.getsignal, signal.valid_signals()))
     code = (function.__code__ for function in functions if isinstance(function, FunctionType))
-    return {one for one in code if not one.co_filename.startswith(OWN_FOLDER)}
+    return {handler_code for handler_code in code if not handler_code.co_filename.startswith(OWN_FOLDER)}
 
 
 def is_misuse(error: DDPCheckError) -> bool:
@@ -93,14 +93,14 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
     if isinstance(error, BugError):
         return error
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
-    where = ""
+    text = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+    location = ""
     if run := _innermost_run(error):
         frame, line = run[-1]
-        where = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, OWN_FOLDER)}:{line}".replace(os.sep, "/")
-    at = ", ".join(filter(None, (where, place)))
+        location = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, OWN_FOLDER)}:{line}".replace(os.sep, "/")
+    note = ", ".join(filter(None, (location, place)))
     return BugError(
-        f"ddpcheck itself raised {said}{f' ({at})' if at else ''}; {BUG}, not in the target: please report it with "
+        f"ddpcheck itself raised {text}{f' ({note})' if note else ''}; {BUG}, not in the target: please report it with "
         "the traceback",
         detail=whole_traceback(error),
     )
@@ -156,16 +156,16 @@ def original_of(error: BaseException) -> OriginalException | None:
         return None
     heads = [head.end() for head in _ORIGINAL_HEAD.finditer(text)]
     last = text[heads[-1] :] if heads else ""  # the last exception of a chain
-    said = re.search(r"^\S", last, re.MULTILINE)
-    match = _SAID.match(last[said.start() :].rstrip()) if said is not None else None
-    if match is None or said is None:
+    start = re.search(r"^\S", last, re.MULTILINE)
+    match = _SAID.match(last[start.start() :].rstrip()) if start is not None else None
+    if match is None or start is None:
         return None
-    line = Location.parse(location_of(frames_of(last[: said.start()])[::-1]))
-    where = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
+    line = Location.parse(location_of(frames_of(last[: start.start()])[::-1]))
+    origin = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
     name = match["type"]
     for prefix in _OF_MAIN:
         name = name.removeprefix(prefix)
-    return OriginalException(name, match["text"] or "", line, where)
+    return OriginalException(name, match["text"] or "", line, origin)
 
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')
@@ -192,16 +192,16 @@ def fold_traceback(text: str) -> str:
             indent = len(frame["indent"])
         elif number - 1 in owners and _goes_on(line, indent):
             owners[number] = owners[number - 1]
-    told: list[str] = []
-    runs = itertools.groupby(range(len(lines)), lambda at: bool(owners.get(at)) and _has_users_frames(at, owners))
-    for is_folded, run in runs:
+    result: list[str] = []
+    runs = itertools.groupby(range(len(lines)), lambda i: bool(owners.get(i)) and _has_users_frames(i, owners))
+    for is_folded, indices in runs:
         if not is_folded:
-            told += (lines[at] for at in run)
+            result += (lines[i] for i in indices)
             continue
-        frames = [(owners[at], frame["indent"]) for at in run if (frame := _FRAME.match(lines[at]))]
-        whose = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
-        told.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {whose}")
-    return "\n".join(told)
+        frames = [(owners[i], frame["indent"]) for i in indices if (frame := _FRAME.match(lines[i]))]
+        names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
+        result.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {names}")
+    return "\n".join(result)
 
 
 def _goes_on(line: str, indent: int) -> bool:
@@ -216,7 +216,7 @@ def _has_users_frames(number: int, owners: dict[int, str]) -> bool:
         first -= 1
     while last + 1 in owners:
         last += 1
-    return any(not owners[at] for at in range(first, last + 1))
+    return any(not owners[index] for index in range(first, last + 1))
 
 
 def _owner(file: str) -> str:

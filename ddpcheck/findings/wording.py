@@ -38,8 +38,8 @@ def suggests_names(what: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
             for name in named:
-                if name not in names and (near := difflib.get_close_matches(name, names, n=1)):
-                    raise WrongTypeError(f"{what}: there is no {name!r}; did you mean {near[0]!r}?")
+                if name not in names and (close := difflib.get_close_matches(name, names, n=1)):
+                    raise WrongTypeError(f"{what}: there is no {name!r}; did you mean {close[0]!r}?")
             return function(*arguments, **named)
 
         return cast(Function, call)
@@ -58,8 +58,8 @@ def shortened(text: str, most: int) -> str:
 
 def limited(value: Value) -> Value:
     """Return a report, or part of a report, with every text shortened."""
-    made = _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST)))
-    return cast(Value, made)
+    result = _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST)))
+    return cast(Value, result)
 
 
 def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
@@ -71,9 +71,9 @@ def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -
     if isinstance(value, Mapping):
         return {_with_texts(key, change, name): _with_texts(item, change, name) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        now = {one.name: getattr(value, one.name) for one in fields(value)}
-        made = {key: _with_texts(item, change, key) for key, item in now.items()}
-        changed = {key: item for key, item in made.items() if item != now[key]}
+        old_values = {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
+        new_values = {key: _with_texts(item, change, key) for key, item in old_values.items()}
+        changed = {key: item for key, item in new_values.items() if item != old_values[key]}
         return replace(value, **changed) if changed else value
     return value
 
@@ -88,10 +88,10 @@ def plain_name(text: str) -> str:
 
 def without_prefix(finding: Finding) -> Finding:
     """Return the finding without the `_orig_mod` prefix of `torch.compile` in names."""
-    made: Finding = _with_texts(
+    result: Finding = _with_texts(
         finding, lambda text, name: plain_module(text) if name == "module" else plain_name(text)
     )
-    return made
+    return result
 
 
 def plain_module(name: str) -> str:
@@ -134,8 +134,8 @@ def _format_numbers(noun: str, numbers: Iterable[int]) -> str:
     parts = [part for run in runs for part in ([run] if len(run) > 2 else [[number] for number in run])]
     words = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
     if len(words) > _MOST_PARTS:
-        left = sum(map(len, parts[_MOST_PARTS - 1 :]))
-        words[_MOST_PARTS - 1 :] = [f"{left} more"]
+        num_left = sum(map(len, parts[_MOST_PARTS - 1 :]))
+        words[_MOST_PARTS - 1 :] = [f"{num_left} more"]
     return f"{noun}{'' if len(ordered) == 1 else 's'} {join_names(words, most=len(words))}"
 
 
@@ -147,7 +147,7 @@ def minority_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 def minority_of_any(values: Iterable[Sequence[Hashable]]) -> list[int]:
     """Return the ranks in the minority for any name (values by rank)."""
-    return sorted({rank for of_name in values for rank in minority_ranks(of_name)})
+    return sorted({rank for values_by_rank in values for rank in minority_ranks(values_by_rank)})
 
 
 def join_names(names: Sequence[str], *, most: int = 3) -> str:
@@ -173,7 +173,7 @@ def group_by_value(values: Sequence[Any]) -> tuple[str, ...]:
 
 def told_by_rank(values: Mapping[str, Sequence[Any]]) -> list[str]:
     """Format values by name and rank: "lr: rank 0: 0.1; rank 1: 0.2"."""
-    return [f"{name}: {'; '.join(group_by_value(of_name))}" for name, of_name in values.items()]
+    return [f"{name}: {'; '.join(group_by_value(by_rank))}" for name, by_rank in values.items()]
 
 
 def counted(number: object, noun: str) -> str:
@@ -230,18 +230,18 @@ class Names:
         self, code: str, names: Sequence[str], message: str, location: Location | None = None, **more: Any
     ) -> list[Finding]:
         """Return one finding on parameters; `location` defaults to the first parameter's line."""
-        made = self.location(names)
-        related = {**more.pop("related", {}), PARAMETER_MADE: made}
-        return one_finding(code, self.subjects(names), message, location=location or made, related=related, **more)
+        made_at = self.location(names)
+        related = {**more.pop("related", {}), PARAMETER_MADE: made_at}
+        return one_finding(code, self.subjects(names), message, location=location or made_at, related=related, **more)
 
 
 def format_place(finding: Finding) -> str:
     """Format line, ranks and steps: "at train.py:3, on rank 1, in step 2"."""
-    place = [f"at {finding.location}"] if finding.location else []
-    place.append(f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank")
+    parts = [f"at {finding.location}"] if finding.location else []
+    parts.append(f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank")
     if finding.steps:
-        place.append(f"in {format_steps(finding.steps)}")
-    return ", ".join(place)
+        parts.append(f"in {format_steps(finding.steps)}")
+    return ", ".join(parts)
 
 
 def make_finding(
@@ -270,7 +270,7 @@ def make_finding(
         location=location,
         evidence=tuple(filter(None, evidence)),
         fix=fix,
-        related=tuple(RelatedLocation(role, at) for role, at in related.items() if at not in (None, location)),
+        related=tuple(RelatedLocation(role, line) for role, line in related.items() if line not in (None, location)),
         path=path,
         tags=tags,
     )
@@ -301,5 +301,5 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
 
 def told_together(said: Iterable[tuple[int, str]]) -> list[str]:
     """Group ranks by equal text: "ranks 1 and 2 have ended"."""
-    groups = {text: [rank for rank, _ in same] for text, same in group_by(said, lambda one: one[1]).items()}
+    groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(said, lambda pair: pair[1]).items()}
     return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]

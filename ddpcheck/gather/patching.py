@@ -112,12 +112,12 @@ def recorder_of(function: Any) -> Recorder:
     """Return the recorder of a method, or a new one for a function."""
     while isinstance(function, functools.partial):
         function = function.func
-    found = getattr(function, "__self__", None)
-    if isinstance(found, Recorder):
-        return found
-    alone = Recorder()
-    alone.name = getattr(function, "__qualname__", type(function).__qualname__)
-    return alone
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, Recorder):
+        return owner
+    recorder = Recorder()
+    recorder.name = getattr(function, "__qualname__", type(function).__qualname__)
+    return recorder
 
 
 def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = None) -> Callable[_Given, _Result | None]:
@@ -148,13 +148,13 @@ class Patch(AbstractContextManager[None]):
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace attribute `name` of a module or class by `make(original)`, marked with `passes_on`."""
         original = vars(owner).get(name, _INHERITED)
-        made = make(getattr(owner, name))
-        for function in (made, getattr(made, "fget", None), getattr(made, "fset", None)):
+        replacement = make(getattr(owner, name))
+        for function in (replacement, getattr(replacement, "fget", None), getattr(replacement, "fset", None)):
             if isinstance(function, FunctionType):
                 passes_on(function)
-        made = staticmethod(made) if isinstance(original, staticmethod) else made
+        replacement = staticmethod(replacement) if isinstance(original, staticmethod) else replacement
         put = functools.partial(setattr, owner, name)
-        self.redo = functools.partial(put, made)
+        self.redo = functools.partial(put, replacement)
         self.undo = (
             functools.partial(delattr, owner, name) if original is _INHERITED else functools.partial(put, original)
         )

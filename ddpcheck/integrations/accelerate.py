@@ -40,10 +40,10 @@ def watch(accelerator: Accelerator, model: nn.Module, **options: Any) -> Acceler
         wrapper = find_wrapper(model)
     except UsageError as error:
         kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-        how = f"accelerator.prepare makes it where the distributed type, here {kind}, is DDP"
+        advice = f"accelerator.prepare makes it where the distributed type, here {kind}, is DDP"
         if kind == "FSDP":
-            how = "accelerator.prepare does where its plugin has fsdp_version=2"
-        raise UsageError(f"{error}; {how}") from None
+            advice = "accelerator.prepare does where its plugin has fsdp_version=2"
+        raise UsageError(f"{error}; {advice}") from None
     return AcceleratorWatch(Watch(wrapper, WatchOptions(**options)))
 
 

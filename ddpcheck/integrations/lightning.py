@@ -124,7 +124,7 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
 def _without_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Disable logging and printing of `training_step` in this context."""
     parts = [vars(part) for part in module.modules() if isinstance(part, pl.LightningModule)]
-    before, loggers = [dict(attributes) for attributes in parts], trainer.loggers
+    originals, loggers = [dict(attributes) for attributes in parts], trainer.loggers
     trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]
     for attributes in parts:
         attributes.update(dict.fromkeys(("log", "log_dict", "print"), lambda *_args, **_named: None))
@@ -132,7 +132,7 @@ def _without_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterato
         yield
     finally:
         trainer.loggers = loggers
-        for attributes, known in zip(parts, before, strict=True):
+        for attributes, original in zip(parts, originals, strict=True):
             for name in ("log", "log_dict", "print"):
                 attributes.pop(name)
-                attributes.update({name: known[name]} if name in known else {})
+                attributes.update({name: original[name]} if name in original else {})

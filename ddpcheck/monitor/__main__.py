@@ -37,24 +37,24 @@ def main() -> int:
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     parser.add_argument("script")
     options, script = split_at_script(parser, sys.argv[1:])
-    given = parser.parse_args([*options, *script[:1]])
-    given.arguments = script[1:]
-    if given.check_parity:
+    args = parser.parse_args([*options, *script[:1]])
+    args.arguments = script[1:]
+    if args.check_parity:
         parser.error("--check-parity starts the script again, which ddpcheck run does and this command does not")
-    examine(given)
+    examine(args)
     started = (process_stat(os.getppid())[19:] or "0")[0]  # start time, since the pid may be reused
     folder = shared_folder(f"{os.getuid()}-{os.getppid()}-{started}")
     (folder / f"{os.getpid()}.pid").touch()
-    script = [*(["-m"] if given.module else []), *script]
+    script = [*(["-m"] if args.module else []), *script]
     try:
         (folder / "reporter").touch(exist_ok=False)
     except FileExistsError:
         pass
     else:
         (folder / SCRIPT).write_text(shlex.join(script))
-        _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(given))])
+        _leave_behind([sys.executable, "-m", _REPORTER, str(folder), str(os.getppid()), json.dumps(vars(args))])
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
-    environment = environment_for(RunOptions(str(folder), given.check_every), os.environ)
+    environment = environment_for(RunOptions(str(folder), args.check_every), os.environ)
     os.execve(sys.executable, [sys.executable, *flags, *script], environment)
 
 

@@ -93,24 +93,24 @@ class AlarmBoard:
             return [value]
         exchange = replace(self._exchange, timeout=min(self._exchange.timeout, at_most))
         try:
-            found = exchange.all_gather(key, value)
+            replies = exchange.all_gather(key, value)
         except RanksTimedOutError as error:
             self.silent = error.ranks
             why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from now on rank"
             warnings.warn(f"ddpcheck: {why} {self.rank} judges alone", stacklevel=2)
             return [value]
-        left = {r: one.why for r, one in zip(self.ranks, found, strict=True) if isinstance(one, Left)}
-        if left:
-            self.silent = tuple(left)
-            where = user_location()
-            waits = f" rank {self.rank} met no other rank at {where}, and" if where else f" rank {self.rank}"
-            gone = "; ".join(f"rank {rank} {why}" for rank, why in left.items())
+        reasons = {rank: reply.why for rank, reply in zip(self.ranks, replies, strict=True) if isinstance(reply, Left)}
+        if reasons:
+            self.silent = tuple(reasons)
+            location = user_location()
+            waits = f" rank {self.rank} met no other rank at {location}, and" if location else f" rank {self.rank}"
+            gone = "; ".join(f"rank {rank} {why}" for rank, why in reasons.items())
             warnings.warn(f"ddpcheck: {gone};{waits} judges alone from now on", stacklevel=2)
             return [value]
         self._kept.append(key)
         if len(self._kept) > 2:  # this gather completed, so every rank has read the values of two gathers ago
             self._exchange.delete(self._kept.pop(0))
-        return found
+        return replies
 
     def leave(self, keys: Iterable[str], why: str) -> None:
         """Post the reason for leaving under each key where ranks may wait."""

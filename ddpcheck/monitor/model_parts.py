@@ -76,10 +76,10 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         self._paths = {id(part): path for path, part in module.named_modules()}
         split: dict[nn.Module, list[str]] = {}
         ranks: set[int] = set()
-        for part, own in parts_in_use(module).items():
-            if over := split_over(module, own):
-                split[part] = list(over)
-                ranks.update(*over.values())
+        for part, own_parts in parts_in_use(module).items():
+            if ranks_by_param := split_over(module, own_parts):
+                split[part] = list(ranks_by_param)
+                ranks.update(*ranks_by_param.values())
         if ranks:
             self._parts.note_layouts(module.modules())
             self._parts.split(tuple(sorted(ranks)), split, None)
@@ -90,9 +90,9 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         elif isinstance(entry, Inputs):
             self._given = entry
         elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
-            given, self._given = self._given, None
+            inputs, self._given = self._given, None
             with contextlib.suppress(RuntimeError):  # the process with the store has exited
-                self._exchange(entry, given)
+                self._exchange(entry, inputs)
 
     def _exchange(self, step: PartStep, given: Inputs | None) -> None:
         store, split = default_store(), self._split
@@ -104,14 +104,14 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         if self._written >= _MOST_KEPT:
             remove_value(store.delete_key, self._key(self._written - _MOST_KEPT, rank))
         last, self._written = self._written - 1, self._written + 1
-        if last < 0 or not store.check([self._key(last, other) for other in split.ranks]):
+        if last < 0 or not store.check([self._key(last, peer) for peer in split.ranks]):
             return
-        every = [pickle.loads(get_value(store.get, self._key(last, other))) for other in split.ranks]
-        if len({(one.optimizer, one.count) for one, _ in every}) == 1:
-            of_one = self._read.setdefault(every[0][0].optimizer, [])
-            of_one.append(every)
-            if len(of_one) >= _FEWEST:
-                self._tell(_judge(of_one, split))
+        entries = [pickle.loads(get_value(store.get, self._key(last, peer))) for peer in split.ranks]
+        if len({(part_step.optimizer, part_step.count) for part_step, _ in entries}) == 1:
+            steps = self._read.setdefault(entries[0][0].optimizer, [])
+            steps.append(entries)
+            if len(steps) >= _FEWEST:
+                self._tell(_judge(steps, split))
 
     def _key(self, number: int, rank: int) -> str:
         return f"ddpcheck/parts/{self._number}/{number}/{rank}"
@@ -119,9 +119,9 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
 
 def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
     """Return the findings on the steps of an optimizer."""
-    parts = [[one for one, _ in of_ranks] for of_ranks in steps]
-    inputs = [[given for _, given in of_rank if given is not None] for of_rank in zip(*steps, strict=True)]
-    if any(one.parts_given for of_ranks in parts for one in of_ranks):
+    parts = [[step for step, _ in entries] for entries in steps]
+    inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
+    if any(step.parts_given for entries in parts for step in entries):
         inputs = []
-    of_data = judge_batches([[] for _ in split.ranks], inputs, split.ranks, split)
-    return of_data or judge_model_parts(parts, split.ranks, split, wrapped=True)
+    findings = judge_batches([[] for _ in split.ranks], inputs, split.ranks, split)
+    return findings or judge_model_parts(parts, split.ranks, split, wrapped=True)

@@ -56,16 +56,16 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         recorder = self._recorder()
         if not self._is_due(step) or not _misses_ranks(recorder):
             return
-        given = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
-        is_stage = any(one.requires_grad for one in given)  # its backward pass continues in another stage
+        inputs = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
+        is_stage = any(tensor.requires_grad for tensor in inputs)  # its backward pass continues in another stage
         by_step: dict[int, list[_Written]] = {}
         with contextlib.suppress(RuntimeError):  # the process with the store has exited
             self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, _held(recorder, step))))
             by_step = self._all_of([self._looks[0], self._looks[-2]] if len(self._looks) > 2 else [])
-        if by_step and not any(stage for every in by_step.values() for _, stage, _ in every):
-            groups = {look: group_by(every, lambda one: one[0]) for look, every in by_step.items()}
-            held = {look: [[one for *_, one in of_mesh] for of_mesh in at.values()] for look, at in groups.items()}
-            self._tell(judge_apart_meshes(list(groups[self._looks[0]]), held, None))
+        if by_step and not any(stage for entries in by_step.values() for _, stage, _ in entries):
+            groups = {key: group_by(entries, lambda entry: entry[0]) for key, entries in by_step.items()}
+            states = {key: [[item for *_, item in mesh] for mesh in group.values()] for key, group in groups.items()}
+            self._tell(judge_apart_meshes(list(groups[self._looks[0]]), states, None))
 
     def _put(self, step: int, recorder: StepRecorder, data: bytes) -> None:
         store = default_store()

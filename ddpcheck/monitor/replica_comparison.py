@@ -69,10 +69,10 @@ class ReplicaComparison:
         context = self._recorder.context
         if wrapper is not None:  # hooks may be registered after construction
             context = replace(context, wrapper=replace(context.wrapper, comm_hook=comm_hook_of(wrapper)))
-        if not step and after_backward and averages_elsewhere([one.values for one in states], context, step):
+        if not step and after_backward and averages_elsewhere([replica.values for replica in states], context, step):
             self.again = 1  # check that parameters stay equal
-        found = judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
-        return repeated + found
+        findings = judge_replica_states(states, context, step, after_backward=after_backward, first=not key)
+        return repeated + findings
 
     def _compare_shards(self, step: int, key: int) -> list[Finding]:
         """Find ranks with equal values in shards of different numbers."""
@@ -80,8 +80,8 @@ class ReplicaComparison:
         mesh = mesh_of(self._recorder.module)
         number = next((shard_number(shard, mesh) for shard in parameters.values()), -1)
         values = fingerprints(parameters.items())
-        every = self._alarms.gather(f"shards/{key}", (number, digest_of(values)))
-        if len({digest for _, digest in every}) >= len({one for one, _ in every}):
+        pairs = self._alarms.gather(f"shards/{key}", (number, digest_of(values)))
+        if len({digest for _, digest in pairs}) >= len({shard for shard, _ in pairs}):
             return []
         parts = uneven_parts(parameters, mesh)
         evidence = DdpStepEvidence(self._recorder.rank, step, parameters=values)
@@ -97,14 +97,14 @@ class ReplicaComparison:
 
         Must be called by every rank of the wrapper's group. Returns () if a gradient is not finite.
         """
-        now = named_parameters(self._recorder.module)  # without the tensors that replace DTensors after a forward pass
-        parameters = {name: now.get(name, held) for name, held in self._recorder.parameters.items()}
+        live = named_parameters(self._recorder.module)  # without the tensors that replace DTensors after a forward pass
+        parameters = {name: live.get(name, param) for name, param in self._recorder.parameters.items()}
         if not parameters:
             return ()
-        mine = [local.get(name) for name in parameters]
+        grads = [local.get(name) for name in parameters]
         group = group_of(wrapper)
-        averaged = average_over_ranks(mine, list(parameters.values()), group=group)
-        sizes = torch.tensor([0.0 if g is None else norm(g) ** 2 for g in mine], dtype=torch.float64)
+        averaged = average_over_ranks(grads, list(parameters.values()), group=group)
+        sizes = torch.tensor([0.0 if grad is None else norm(grad) ** 2 for grad in grads], dtype=torch.float64)
         sizes = sizes.to(next(iter(parameters.values())).device)
         dist.all_reduce(sizes, group=group)
         world_size = dist.get_world_size(group)
@@ -114,12 +114,12 @@ class ReplicaComparison:
             against_average(
                 name,
                 None if parameter.grad is None else dense(parameter.grad),
-                want,
+                average,
                 world_size=world_size,
                 scale=scale,
                 lossy=hook_loss(wrapper),
             )
-            for (name, parameter), want, scale in zip(
+            for (name, parameter), average, scale in zip(
                 parameters.items(), averaged, (sizes / world_size).sqrt().tolist(), strict=True
             )
         )

@@ -44,15 +44,15 @@ def as_text(finding: Finding) -> str:
     from ddpcheck.findings.rules import RULES
 
     rule = RULES[finding.code]
-    where = f" at {finding.location}" if finding.location else ""
-    lines = [f"{finding.code} {rule.name}{where}: {finding.message}"]
+    location = f" at {finding.location}" if finding.location else ""
+    lines = [f"{finding.code} {rule.name}{location}: {finding.message}"]
     if not all(subject in finding.message for subject in finding.subjects):
         lines.append(f"  {join_names(finding.subjects, most=_MOST_SUBJECTS)}")
     if finding.ranks:
         lines.append(f"  on {format_ranks(finding.ranks)}")
     if finding.steps:
         lines.append(f"  in {format_steps(finding.steps)}")
-    lines += [f"  {one}" for one in finding.related]
+    lines += [f"  {item}" for item in finding.related]
     lines += [f"  {fact.replace(_OF_DDP, _IN_SHORT)}" for fact in finding.evidence]
     lines.append(f"  fix: {finding.what_to_do}")
     return "\n".join(lines)
@@ -94,15 +94,15 @@ class FindingReporter:
         Raises:
             FindingsError: A new finding is an error and `on_finding` is "raise"; raised after all are recorded.
         """
-        chosen = select_findings(findings, ignore=self._ignore)
-        new = self._reported.add(chosen, lambda finding: without_prefix(self._locate(finding)))
+        selected = select_findings(findings, ignore=self._ignore)
+        new = self._reported.add(selected, lambda finding: without_prefix(self._locate(finding)))
         errors = [finding for finding in new if finding.severity is Severity.ERROR]
         for finding in new:
             raised = finding in errors and self._on_finding == "raise"
             if callable(self._on_finding):
                 self._on_finding(finding)
             elif self._shows_warnings and not raised and finding.severity is not Severity.NOTE:
-                here = user_location() or Location(__file__, 1)  # the line that calls backward, for example
-                warnings.warn_explicit(FindingWarning(finding), FindingWarning, here.path, here.line)
+                location = user_location() or Location(__file__, 1)  # the line that calls backward, for example
+                warnings.warn_explicit(FindingWarning(finding), FindingWarning, location.path, location.line)
         if errors and self._on_finding == "raise":
             raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)

@@ -130,7 +130,7 @@ class Watch:
         first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
         self._apart = ApartMarks(lambda: self._recorder, under_no_sync=True)
-        self._ignored = IgnoredData(lambda: self._recorder, lambda found: self._report(judge_ignored([found])))
+        self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_ignored([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
         meshes = OtherMeshes(lambda: self._recorder, is_due, self._report)
         self._parts = ModelParts(lambda: self._recorder, options.check_consistency_every, self._report)
@@ -210,13 +210,13 @@ class Watch:
 
     def _report_the_rest(self) -> None:
         self._ignored.forward_begins()
-        mine, settles = self._recorder.last_report(), self._recorder.settles
-        if mine is not None:  # ranks meet again if an option is still to be judged after few steps
-            reports = self._alarms.gather("close", mine, at_most=_LAST_WAIT) if settles else [mine]
+        own_report, settles = self._recorder.last_report(), self._recorder.settles
+        if own_report is not None:  # ranks meet again if an option is still to be judged after few steps
+            reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
-        if (apart := self._apart.at_last()) is not None:
+        if (marks := self._apart.at_last()) is not None:
             self._report(
-                judge_apart([[of_rank] for of_rank in self._alarms.gather("apart", apart, at_most=_LAST_WAIT)])
+                judge_apart([[rank_marks] for rank_marks in self._alarms.gather("apart", marks, at_most=_LAST_WAIT)])
             )
 
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -272,9 +272,9 @@ class Watch:
         Raises:
             FindingsError: A finding is an error and `on_finding` is "raise".
         """
-        found = self._comparison.compare(self.step, after_backward=False)
-        self._report(found)
-        return found
+        findings = self._comparison.compare(self.step, after_backward=False)
+        self._report(findings)
+        return findings
 
     # Callbacks of the recorder
 
@@ -313,10 +313,10 @@ class Watch:
 
     def _exchange_reports(self, ended: EndedStep) -> list[Finding]:
         """Gather and judge the reports of all ranks, equally on every rank."""
-        mine = self._recorder.report(ended)
+        own_report = self._recorder.report(ended)
         if ended.number >= _COMPILED:
-            mine = replace(mine, compiled=tuple(self._compiled))
-        reports: list[RankReport] = self._alarms.gather(f"report/{ended.number}", mine)
+            own_report = replace(own_report, compiled=tuple(self._compiled))
+        reports: list[RankReport] = self._alarms.gather(f"report/{ended.number}", own_report)
         self._recorder.history.note_reported(reports)
         if ended.number == _PACED:
             self._alarms.set_pace(report.seconds for report in reports)
@@ -324,8 +324,8 @@ class Watch:
 
     def _locate(self, finding: Finding) -> Finding:
         """Add the line that creates the first subject of a finding."""
-        made = making_of(self._recorder.module, finding.subjects[0]) if finding.subjects else None
-        return replace(finding, location=made).relocated(finding.location, PARAMETER_MADE)
+        location = making_of(self._recorder.module, finding.subjects[0]) if finding.subjects else None
+        return replace(finding, location=location).relocated(finding.location, PARAMETER_MADE)
 
 
 _HIDDEN = (

@@ -79,15 +79,15 @@ class CheckedDistributedDataParallel(_DDP):
         check_timeout: float = 60.0,
         **kwargs: Any,
     ) -> None:
-        every = 0 if isinstance(check_consistency, bool) else check_consistency
-        if not isinstance(every, int) or every < 0:
+        interval = 0 if isinstance(check_consistency, bool) else check_consistency
+        if not isinstance(interval, int) or interval < 0:
             raise UsageError(
                 "check_consistency is True, False, or a number of steps after which to repeat the comparison, not "
                 f"{check_consistency!r}"
             )
         watch_options = WatchOptions(
             detect_anomalous_params=detect_anomalous_params,
-            check_consistency_every=every,
+            check_consistency_every=interval,
             check_parity_every=check_parity_every,
             check_normalisation=check_normalisation,
             on_finding=on_finding,
@@ -100,9 +100,9 @@ class CheckedDistributedDataParallel(_DDP):
         reporter = FindingReporter(watch_options, shows_warnings=first)
         if check_consistency:
             options = constructor_options(_DDP.__init__, self, module, *args, **kwargs)
-            found, impossible = _judge_construction(module, options, group, check_timeout)
-            reporter.report(found)
-            errors = [finding for finding in found if finding.severity is Severity.ERROR]
+            findings, impossible = _judge_construction(module, options, group, check_timeout)
+            reporter.report(findings)
+            errors = [finding for finding in findings if finding.severity is Severity.ERROR]
             if impossible and errors:  # also under on_finding="warn"
                 raise FindingsError("\n".join(as_text(finding) for finding in errors), errors)
         super().__init__(module, *args, **kwargs)
@@ -133,10 +133,10 @@ class CheckedDistributedDataParallel(_DDP):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict, also with keys of the bare module (without "module.")."""
-        own = self.state_dict().keys()
-        if state_dict and not own & state_dict.keys():
+        keys = self.state_dict().keys()
+        if state_dict and not keys & state_dict.keys():
             renamed = OrderedDict((f"module.{key}", value) for key, value in state_dict.items())
-            if own & renamed.keys():
+            if keys & renamed.keys():
                 renamed._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
                 state_dict = renamed
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -185,11 +185,11 @@ class CheckedDistributedDataParallel(_DDP):
         return data if prepare is None else prepare(data, training)
 
     def _forward_with(self, module: nn.Module, data: Any, *, mode: str) -> Any:
-        takes = inspect.signature(self.module.forward).parameters
-        named = {"mode": mode} if "mode" in takes else {}
+        parameters = inspect.signature(self.module.forward).parameters
+        kwargs = {"mode": mode} if "mode" in parameters else {}
         if isinstance(data, Mapping):
-            return module(**data, **named)
-        return module(*data, **named) if isinstance(data, list | tuple) else module(data, **named)
+            return module(**data, **kwargs)
+        return module(*data, **kwargs) if isinstance(data, list | tuple) else module(data, **kwargs)
 
     def _parsed(self, losses: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         parse = getattr(self.module, "parse_losses", None)
@@ -201,10 +201,10 @@ class CheckedDistributedDataParallel(_DDP):
         if not isinstance(losses, Mapping):
             raise UsageError(f"train_step: forward returned {type(losses).__name__}, not a loss or a dict of losses")
         means = {name: torch.stack([t.mean() for t in tree_tensors(value)]).sum() for name, value in losses.items()}
-        counted = [value for name, value in means.items() if "loss" in name]
-        if not counted:
+        loss_terms = [value for name, value in means.items() if "loss" in name]
+        if not loss_terms:
             raise UsageError(f"train_step: no entry of the output of forward has 'loss' in its name: {list(losses)}")
-        total = torch.stack(counted).sum()
+        total = torch.stack(loss_terms).sum()
         return total, {"loss": total.detach(), **{name: value.detach() for name, value in means.items()}}
 
 
@@ -215,8 +215,8 @@ def _check_module(module: object) -> None:
         UsageError: The object is no module, or is already wrapped or sharded.
     """
     if not isinstance(module, nn.Module):
-        what = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {what}")
+        name = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {name}")
     if any(isinstance(part, _DDP) for part in module.modules()):
         raise UsageError(
             f"CheckedDistributedDataParallel was given a {type(module).__name__} that is, or holds, a "
@@ -233,11 +233,11 @@ def _check_module(module: object) -> None:
 def _group_of(*args: Any, **kwargs: Any) -> Any:
     """Return the process group that DDP would use."""
     try:
-        given = inspect.signature(_DDP.__init__).bind(None, None, *args, **kwargs).arguments
+        arguments = inspect.signature(_DDP.__init__).bind(None, None, *args, **kwargs).arguments
     except TypeError:
         return None  # the constructor raises
-    mesh = given.get("device_mesh")
-    return given.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
+    mesh = arguments.get("device_mesh")
+    return arguments.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
 
 
 def _judge_construction(
@@ -246,16 +246,16 @@ def _judge_construction(
     """Return differences between ranks, and True if DDP's constructor cannot succeed."""
     if not dist.is_initialized():
         return [], False  # the constructor raises
-    mine = (describe(module), dict(options))
+    own_entry = (describe(module), dict(options))
     name = CheckedDistributedDataParallel.__name__
     absence = f"construct {name} within {timeout:g} s; every rank of its process group must"
-    everyone = gather_if_different(mine, group, "construction", timeout, absence) or [mine]
-    descriptions = [description for description, _ in everyone]
+    entries = gather_if_different(own_entry, group, "construction", timeout, absence) or [own_entry]
+    descriptions = [description for description, _ in entries]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differing = judge_options("DDP221", [given for _, given in everyone], "DistributedDataParallel")
+    differing = judge_options("DDP221", [opts for _, opts in entries], "DistributedDataParallel")
     impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
-    differ = len({_payload(*of_rank) for of_rank in everyone}) > 1
-    return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differ
+    differs = len({_payload(*entry) for entry in entries}) > 1
+    return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differs
 
 
 def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:
@@ -263,4 +263,4 @@ def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tupl
     trained = tuple((p.shape, p.dtype, p.stride) for p in description.parameters if p.requires_grad)
     parameters = () if options.get("init_sync") == "False" else description.parameters
     buffers = () if options.get("broadcast_buffers") == "False" else description.buffers
-    return trained, tuple((sent.shape, sent.dtype) for sent in (*parameters, *buffers))
+    return trained, tuple((tensor.shape, tensor.dtype) for tensor in (*parameters, *buffers))

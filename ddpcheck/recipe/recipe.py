@@ -89,10 +89,10 @@ class Recipe:
         """Return the shard of the global `batch` for `rank`."""
         if self.shard is None:
             return shard_batch(batch, rank, world_size)
-        what = f"shard(batch, rank={rank}, world_size={world_size})"
-        shard = call(what, self.shard, batch, rank, world_size)
+        label = f"shard(batch, rank={rank}, world_size={world_size})"
+        shard = call(label, self.shard, batch, rank, world_size)
         if shard is None:
-            raise TargetError(f"{what} returned None; it must return the part of the batch that the rank works on")
+            raise TargetError(f"{label} returned None; it must return the part of the batch that the rank works on")
         return shard
 
     def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -133,10 +133,8 @@ Recipe.__init__ = suggests_names("recipe")(Recipe.__init__)  # type: ignore[meth
 def _needs_closure(optimizer: Any) -> bool:
     """Return True if `step` requires an argument, as in LBFGS."""
     with contextlib.suppress(TypeError, ValueError):  # not a Python function
-        given = inspect.signature(optimizer.step).parameters.values()
-        return any(
-            one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given
-        )
+        params = inspect.signature(optimizer.step).parameters.values()
+        return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in params)
     return False
 
 
@@ -200,11 +198,11 @@ def require_target(target: object) -> None:
 
 def blame(what: str, error: BaseException) -> TargetError:
     """Return a `TargetError` with the exception of the user code and its line."""
-    where = exception_location(error)
-    at = f" (at {where})" if where else ""
+    location = exception_location(error)
+    end = f" (at {location})" if location else ""
     if isinstance(error, SystemExit):
-        return TargetError(f"{what} called exit({error.code!r}){at}; remove that call", detail=user_traceback(error))
-    return TargetError(f"{what} raised {summary(error)}{at}", detail=user_traceback(error))
+        return TargetError(f"{what} called exit({error.code!r}){end}; remove that call", detail=user_traceback(error))
+    return TargetError(f"{what} raised {summary(error)}{end}", detail=user_traceback(error))
 
 
 _LONGEST_LINE = 300  # characters

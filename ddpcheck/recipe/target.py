@@ -235,8 +235,8 @@ def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
     missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
     if missing:
         others = _defined_in(module)
-        close = [(name, one) for name in missing for one in difflib.get_close_matches(name, others, n=1)]
-        meant = ", ".join(f"{name} is called {other} there: rename it" for name, other in close)
+        close = [(name, similar) for name in missing for similar in difflib.get_close_matches(name, others, n=1)]
+        meant = ", ".join(f"{name} is called {similar} there: rename it" for name, similar in close)
         models = [name for name in others if hasattr(getattr(module, name), "register_forward_hook")]
         first = f"; `ddpcheck init {place}:{models[0]}` writes a first recipe for {models[0]}" if models else ""
         raise UsageError(

@@ -36,10 +36,10 @@ class Living(Generic[_Thing]):
 
     def discard(self, thing: _Thing) -> None:
         """Remove an object, if present."""
-        self.refs = tuple(one for one in self.refs if one() is not thing)
+        self.refs = tuple(reference for reference in self.refs if reference() is not thing)
 
     def _gone(self, dead: ref[_Thing]) -> None:
-        self.refs = tuple(one for one in self.refs if one is not dead)
+        self.refs = tuple(reference for reference in self.refs if reference is not dead)
 
     def __iter__(self) -> Iterator[_Thing]:
         return filter(None, [*map(call, self.refs)])
@@ -151,19 +151,19 @@ class _Held:
 def hold(module: nn.Module, watch: Any) -> None:
     """Keep `watch` alive with `module`, since training may continue without the wrapper."""
     for part in _wrapped_parts(module):
-        held = vars(part).get(_KEY)
-        if not isinstance(held, _Held):
-            held = vars(part)[_KEY] = _Held()
-        held.watches = [watch, *(other for other in held.watches if other.is_of_living_wrapper)]
+        holder = vars(part).get(_KEY)
+        if not isinstance(holder, _Held):
+            holder = vars(part)[_KEY] = _Held()
+        holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.is_of_living_wrapper)]
 
 
 def release(module: nn.Module, watch: Any) -> None:
     """Undo `hold`."""
     for part in _wrapped_parts(module):
-        held = vars(part).get(_KEY)
-        if isinstance(held, _Held):
-            held.watches = [other for other in held.watches if other is not watch]
-            if not held.watches:
+        holder = vars(part).get(_KEY)
+        if isinstance(holder, _Held):
+            holder.watches = [known_watch for known_watch in holder.watches if known_watch is not watch]
+            if not holder.watches:
                 del vars(part)[_KEY]
 
 

@@ -130,24 +130,24 @@ def format_for(
         UsageError: The format or the extension is unknown.
     """
     if name is None and path is not None:
-        known = {extension: form for extension, form in _EXTENSIONS.items() if form in formats}
-        name = known.get(PurePath(path).suffix.lower())
+        choices = {extension: form for extension, form in _EXTENSIONS.items() if form in formats}
+        name = choices.get(PurePath(path).suffix.lower())
         if name is None and default is None:
             raise UsageError(
-                f"cannot determine the format from the name {path!r}: use one of {', '.join(known)}, or name a format"
+                f"cannot determine the format from the name {path!r}: use one of {', '.join(choices)}, or name a format"
             )
-    chosen = name or default or "text"
-    if chosen not in formats:
-        whose = "" if name else ", which the environment or pyproject.toml names"
-        raise UsageError(f"there is no format {chosen!r}{whose}; {suggestion(chosen, [*formats], 'formats')}")
-    return chosen
+    result = name or default or "text"
+    if result not in formats:
+        source = "" if name else ", which the environment or pyproject.toml names"
+        raise UsageError(f"there is no format {result!r}{source}; {suggestion(result, [*formats], 'formats')}")
+    return result
 
 
 def renderer_for(name: str, *, medium: Medium | None = None, formats: Mapping[str, str] = FORMATS) -> Renderer:
     """Import and construct the renderer of a format for a medium."""
     module, _, class_ = formats[name].partition(":")
-    made: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
-    return made
+    renderer: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
+    return renderer
 
 
 def as_text(report: Report) -> str:

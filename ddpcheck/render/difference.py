@@ -30,7 +30,7 @@ class DifferenceTerminalRenderer(TextRenderer):
     def render(self, difference: ReportDifference) -> str:
         difference = limited(difference)
         title = [styled(("ddpcheck diff", "bold"), f" of {difference.old} and {difference.new}")]
-        parts = [self._part(name, found) for name, found in _parts(difference)]
+        parts = [self._part(name, findings) for name, findings in _parts(difference)]
         notes = [labelled("note: ", note) for note in difference.notes]
         return self.printed([title, *parts, notes], styled((difference.summary, "bold")))
 
@@ -56,8 +56,8 @@ class DifferenceMarkdownRenderer(Renderer):
                 lines.append(f"\n### {name}\n")
             for finding in findings[:MOST_FINDINGS]:
                 subjects = ", ".join(map(code_span, finding.subjects[:8]))
-                place = f" ({escaped(format_place(finding))})" if name == "new" else ""
-                lines.append(f"- {escaped(_title(finding))} {subjects}: {escaped(finding.message)}{place}")
+                place_text = f" ({escaped(format_place(finding))})" if name == "new" else ""
+                lines.append(f"- {escaped(_title(finding))} {subjects}: {escaped(finding.message)}{place_text}")
             if len(findings) > MOST_FINDINGS:
                 lines.append(f"- and {len(findings) - MOST_FINDINGS} more")
         lines += [f"\nNote: {escaped(note)}" for note in difference.notes]

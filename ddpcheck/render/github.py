@@ -22,25 +22,25 @@ class GithubRenderer(Renderer):
 
 
 def _lines(report: Report) -> Iterator[str]:
-    room = dict.fromkeys(Severity, MOST_OF_A_KIND)
+    remaining = dict.fromkeys(Severity, MOST_OF_A_KIND)
     if report.error is not None:
-        room[Severity.ERROR] -= 1
+        remaining[Severity.ERROR] -= 1
         yield f"::error title=ddpcheck::{_data(report.error.message)}"
     for finding in sorted_findings(report):
-        room[finding.severity] -= 1
-        if room[finding.severity] >= 0:
+        remaining[finding.severity] -= 1
+        if remaining[finding.severity] >= 0:
             yield _annotation(finding)
-    left = [(severity.value, -number) for severity, number in room.items() if number < 0]
-    more = ", ".join(f"{counted(number, f'more {severity}')} not annotated" for severity, number in left)
-    yield _data(f"ddpcheck: {'; '.join(filter(None, (report.summary, more)))}")
+    hidden = [(severity.value, -number) for severity, number in remaining.items() if number < 0]
+    hidden_text = ", ".join(f"{counted(number, f'more {severity}')} not annotated" for severity, number in hidden)
+    yield _data(f"ddpcheck: {'; '.join(filter(None, (report.summary, hidden_text)))}")
 
 
 def _annotation(finding: Finding) -> str:
-    place = {"file": finding.location.path, "line": str(finding.location.line)} if finding.location else {}
-    about = {**place, "title": title_of(finding)}
+    location = {"file": finding.location.path, "line": str(finding.location.line)} if finding.location else {}
+    attrs = {**location, "title": title_of(finding)}
     message, where, *rest = plain_facts(finding)
     text = shortened("\n".join((f"{message} ({where})", *rest)), MOST_CHARACTERS)
-    return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in about.items())}::{_data(text)}"
+    return f"::{_COMMANDS[finding.severity]} {','.join(f'{k}={_property(v)}' for k, v in attrs.items())}::{_data(text)}"
 
 
 def _data(text: str) -> str:

@@ -22,16 +22,16 @@ class JunitRenderer(Renderer):
     def render(self, report: Report) -> str:
         cases = [_case_of_check(report.target, check) for check in report.checks]
         cases += [_case_of_finding(report.target, finding) for finding in sorted_findings(report)]
-        for one in report.accepted:  # skipped, with the reason
-            why = f"{why_accepted(one)}: {one.reason}"
-            cases.append(_case_of_finding(report.target, one.finding, skipped=why))
+        for accepted in report.accepted:  # skipped, with the reason
+            reason = f"{why_accepted(accepted)}: {accepted.reason}"
+            cases.append(_case_of_finding(report.target, accepted.finding, skipped=reason))
         if report.error is not None:
             case = _case(report.target, "the whole", 0.0)
             _child(case, "error", report.error.message, report.error.detail)
             cases.append(case)
         seconds = f"{sum(check.seconds for check in report.checks):.3f}"
-        about = {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases)), "time": seconds}
-        suite = ElementTree.Element("testsuite", about)
+        attributes = {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases)), "time": seconds}
+        suite = ElementTree.Element("testsuite", attributes)
         for kind, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
             suite.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
         suite.extend(cases)
@@ -66,8 +66,8 @@ def _case_of_finding(target: str, finding: Finding, skipped: str = "") -> Elemen
 
 
 def _case(target: str, name: str, seconds: float = 0.0) -> ElementTree.Element:
-    about = {"classname": _clean(f"ddpcheck {target}"), "name": _clean(name), "time": f"{seconds:.3f}"}
-    return ElementTree.Element("testcase", about)
+    attributes = {"classname": _clean(f"ddpcheck {target}"), "name": _clean(name), "time": f"{seconds:.3f}"}
+    return ElementTree.Element("testcase", attributes)
 
 
 def _child(case: ElementTree.Element, kind: str, message: str = "", text: str = "") -> ElementTree.Element:
@@ -78,4 +78,4 @@ def _child(case: ElementTree.Element, kind: str, message: str = "", text: str = 
 
 def _clean(text: str) -> str:
     """Escape characters that are invalid in XML, as Python does."""
-    return _NOT_IN_XML.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _NOT_IN_XML.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -38,9 +38,9 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"\nAnd {counted(len(findings) - MOST_FINDINGS, 'more finding')}, in the JSON report."
     if report.accepted:
         yield "\n### found, and not counted\n"
-    for one in report.accepted[:MOST_FINDINGS]:
-        names = [one.finding.code, *([_names(one.finding.subjects)] if one.finding.subjects else [])]
-        yield f"- {' '.join(names)}: {parts.why_accepted(one)}, {escaped(one.reason)}"
+    for accepted in report.accepted[:MOST_FINDINGS]:
+        names = [accepted.finding.code, *([_names(accepted.finding.subjects)] if accepted.finding.subjects else [])]
+        yield f"- {' '.join(names)}: {parts.why_accepted(accepted)}, {escaped(accepted.reason)}"
     if report.checks:
         yield "\n| check | | |\n|---|---|---|"
         for check in report.checks:
@@ -55,8 +55,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     yield f"\n### {finding.severity.value}: {escaped(parts.title_of(finding))}"
     for fact in parts.facts_of(finding):
         if fact.kind == "subjects":
-            left = len(fact.lines) - _MOST_NAMES
-            yield f"\n{_names(fact.lines)}{f' and {left} more' if left > 0 else ''}"
+            num_hidden = len(fact.lines) - _MOST_NAMES
+            yield f"\n{_names(fact.lines)}{f' and {num_hidden} more' if num_hidden > 0 else ''}"
         elif fact.kind == "evidence":
             yield "\n" + "\n".join(f"- {escaped(line)}" for line in fact.lines)
         else:
@@ -75,7 +75,7 @@ def escaped(text: str) -> str:
 
 def prose(text: str) -> str:
     """Escape Markdown in a rule's text, except code in backticks."""
-    return _PROSE.sub(lambda found: found[1] or f"\\{found[2]}", text)
+    return _PROSE.sub(lambda match: match[1] or f"\\{match[2]}", text)
 
 
 def code_span(text: str) -> str:

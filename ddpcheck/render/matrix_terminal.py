@@ -52,10 +52,10 @@ class MatrixTerminalRenderer(TextRenderer):
         if base is None or base.step_time is None:
             return
         world = matrix.world
-        where = f"{world.get('backend')} on {world.get('device')}, {counted(world.get('world_size'), 'rank')}"
+        environment = f"{world.get('backend')} on {world.get('device')}, {counted(world.get('world_size'), 'rank')}"
         text = (
             f"step time: relative to {base.title} ({_spelled(base.step_time.seconds)}), median of pairs run in "
-            f"turns on this machine, {where}; '=' is no measurable difference"
+            f"turns on this machine, {environment}; '=' is no measurable difference"
         )
         if matrix.noise is not None:
             text += f" (the baseline differs from itself by up to {matrix.noise:.1%})"
@@ -66,27 +66,27 @@ class MatrixTerminalRenderer(TextRenderer):
             yield labelled(f"{'now' if advice.kind == 'own' else advice.kind}:".ljust(7), advice.message)
 
     def _verdict(self, matrix: Matrix) -> RenderableType:
-        own = matrix.own
+        own_row = matrix.own
         if matrix.error is not None:
             return styled(("stopped: ", "bold red"), matrix.error.message)
-        if own is None:
+        if own_row is None:
             return styled("nothing was run")
-        style = f"bold {VERDICTS[own.verdict].style.removeprefix('bold ')}"
-        return styled((f"{own.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
+        style = f"bold {VERDICTS[own_row.verdict].style.removeprefix('bold ')}"
+        return styled((f"{own_row.verdict}: ", style), f"the recipe's own options; {matrix.summary}")
 
 
 def _grouped(rows: Sequence[MatrixRow]) -> list[MatrixRow]:
     """Return the rows, with skipped rows last and merged by reason."""
-    left_out = [row for row in rows if row.verdict == "skipped"]
+    skipped_rows = [row for row in rows if row.verdict == "skipped"]
     common = [
         name
-        for name, value in (left_out[0].arguments if left_out else {}).items()
-        if all(row.arguments.get(name) == value for row in left_out)
+        for name, value in (skipped_rows[0].arguments if skipped_rows else {}).items()
+        if all(row.arguments.get(name) == value for row in skipped_rows)
     ]
     skipped: dict[str, list[str]] = {}
-    for row in left_out:
-        rest = DDPOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
-        skipped.setdefault(row.reason, []).append(row.title if row.label or rest == DEFAULTS else str(rest))
+    for row in skipped_rows:
+        options = DDPOptions({name: value for name, value in row.arguments.items() if name not in common}, row.hook)
+        skipped.setdefault(row.reason, []).append(row.title if row.label or options == DEFAULTS else str(options))
     return [
         *(row for row in rows if row.verdict != "skipped"),
         *(MatrixRow({}, "skipped", label="; ".join(titles), reason=reason) for reason, titles in skipped.items()),
@@ -118,5 +118,5 @@ def _verdict(row: MatrixRow) -> str:
         return f"skipped: {row.reason}"
     else:
         return f"{words(row.verdict, row.code)}: {reason}"
-    warned = [f.code for f in row.findings if f.severity is Severity.WARNING]
-    return f"{text}; warns of {', '.join(dict.fromkeys(warned))}" if warned else text
+    warnings = [finding.code for finding in row.findings if finding.severity is Severity.WARNING]
+    return f"{text}; warns of {', '.join(dict.fromkeys(warnings))}" if warnings else text

@@ -116,9 +116,9 @@ def options_of(report: Report | Matrix) -> dict[str, Any]:
 
 def options_in_words(report: Report | Matrix, only: Collection[str] = ()) -> list[str]:
     """Format the options of a report, most important first; `only` selects options."""
-    given = {key: value for key, value in options_of(report).items() if not only or (key in only and value)}
-    known = [phrase(given.pop(key)) for key, phrase in _PHRASES.items() if key in given]
-    return known + [f"{key} {value}" for key, value in sorted(given.items())]
+    options = {key: value for key, value in options_of(report).items() if not only or (key in only and value)}
+    phrases = [phrase(options.pop(key)) for key, phrase in _PHRASES.items() if key in options]
+    return phrases + [f"{key} {value}" for key, value in sorted(options.items())]
 
 
 def versions_of(report: Report | Matrix) -> list[str]:

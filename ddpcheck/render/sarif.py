@@ -31,7 +31,7 @@ class SarifRenderer(Renderer):
     """
 
     def render(self, report: Report) -> str:
-        accepted = {one.finding: one for one in report.accepted}
+        accepted = {item.finding: item for item in report.accepted}
         findings = [*sorted_findings(report), *accepted]
         codes = sorted({finding.code for finding in findings})
         shown = findings[:MOST_RESULTS]
@@ -71,8 +71,8 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
         notes.append(("warning", report.shortfall))
     if left_off:
         notes.append(("warning", f"{counted(left_off, 'finding')} of the least severe are left off"))
-    told = [{"level": level, "message": {"text": text}} for level, text in notes]
-    return {"executionSuccessful": report.error is None, "toolExecutionNotifications": told}
+    notifications = [{"level": level, "message": {"text": text}} for level, text in notes]
+    return {"executionSuccessful": report.error is None, "toolExecutionNotifications": notifications}
 
 
 def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding | None) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
     if finding.related:
-        result["relatedLocations"] = [_location(one.location, one.role) for one in finding.related]
+        result["relatedLocations"] = [_location(entry.location, entry.role) for entry in finding.related]
     if flows := _flows(finding.evidence) or _path(finding):
         result["codeFlows"] = [{"threadFlows": flows}]
     if accepted is not None:  # "external" in SARIF: not in the source
@@ -98,8 +98,8 @@ def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding
 def _location(location: Location, text: str = "") -> dict[str, Any]:
     path = PurePath(location.path)
     uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
-    place = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(location.line, 1)}}
-    return {"physicalLocation": place, **({"message": {"text": text}} if text else {})}
+    physical = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(location.line, 1)}}
+    return {"physicalLocation": physical, **({"message": {"text": text}} if text else {})}
 
 
 def _fingerprint(finding: Finding) -> str:
@@ -113,10 +113,10 @@ def _path(finding: Finding) -> list[dict[str, Any]]:
     path = finding.path
     if path is None or not path.steps:
         return []
-    made = next((one.location for one in finding.related if one.role == PARAMETER_MADE), finding.location)
-    told = [(made, path.parameter), *((step.location, step.operation) for step in path.steps)]
-    told.append((path.begins_at, f"{path.reason} begins here"))
-    locations = [{"location": _location(location, text)} for location, text in told if location is not None]
+    made_at = next((entry.location for entry in finding.related if entry.role == PARAMETER_MADE), finding.location)
+    path_lines = [(made_at, path.parameter), *((step.location, step.operation) for step in path.steps)]
+    path_lines.append((path.begins_at, f"{path.reason} begins here"))
+    locations = [{"location": _location(location, text)} for location, text in path_lines if location is not None]
     return [{"id": f"from {path.parameter} to where its path ends", "locations": locations}] if locations else []
 
 
@@ -124,7 +124,7 @@ def _flows(evidence: Sequence[str]) -> list[dict[str, Any]]:
     """Return one thread flow per rank with a line in the evidence."""
     places: dict[str, list[dict[str, Any]]] = {}
     for fact in evidence:
-        found = _ON_A_RANK.match(fact)
-        if found and (location := Location.parse(found[2])):
-            places.setdefault(f"rank {found[1]}", []).append({"location": _location(location, fact)})
+        match = _ON_A_RANK.match(fact)
+        if match and (location := Location.parse(match[2])):
+            places.setdefault(f"rank {match[1]}", []).append({"location": _location(location, fact)})
     return [{"id": rank, "locations": locations} for rank, locations in places.items()]

@@ -66,10 +66,10 @@ class TerminalRenderer(TextRenderer):
         if not report.accepted:
             return
         yield styled(("found, and not counted", "bold"))
-        for one in report.accepted[:MOST_FINDINGS]:
-            subjects = f"  {listed(one.finding.subjects)}" if one.finding.subjects else ""
-            yield indented(styled((parts.title_of(one.finding), "dim"), f"  {one.finding.severity.value}{subjects}"))
-            yield indented(labelled(f"{parts.why_accepted(one)}: ", one.reason), 4)
+        for item in report.accepted[:MOST_FINDINGS]:
+            subjects = f"  {listed(item.finding.subjects)}" if item.finding.subjects else ""
+            yield indented(styled((parts.title_of(item.finding), "dim"), f"  {item.finding.severity.value}{subjects}"))
+            yield indented(labelled(f"{parts.why_accepted(item)}: ", item.reason), 4)
         if len(report.accepted) > MOST_FINDINGS:
             yield indented(styled(f"and {len(report.accepted) - MOST_FINDINGS} more: see the JSON report"))
 
@@ -79,16 +79,16 @@ class TerminalRenderer(TextRenderer):
         yield styled(("gradients against each reference, worst parameter", "bold"))
         table = self.table()
         for heading in ("reference", "parameter", "step", "relative error", "allowed", "compared"):
-            number = heading not in ("reference", "parameter")
-            table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+            is_number = heading not in ("reference", "parameter")
+            table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
         table.show_header, table.header_style = True, "dim"
-        room = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
+        name_width = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entries in sorted(group_by(report.parity, lambda entry: entry.reference).items()):
             worst = max(entries, key=lambda entry: entry.excess)
             error = "inf" if worst.relative_error >= 1e30 else f"{worst.relative_error:.1e}"
             table.add_row(
                 styled(reference),
-                broken(worst.parameter, room),
+                broken(worst.parameter, name_width),
                 str(worst.step),
                 styled((error, "red" if worst.is_beyond else "green")),
                 f"{worst.tolerance:.1e}" if worst.tells else "any",
@@ -98,15 +98,15 @@ class TerminalRenderer(TextRenderer):
 
     def _verdict(self, report: Report) -> RenderableType:
         if report.error is not None:
-            before = f" ({counted(len(report.findings), 'finding')} until then)" if report.findings else ""
-            return styled(("stopped: ", "bold red"), f"{report.error.message}{before}")
+            suffix = f" ({counted(len(report.findings), 'finding')} until then)" if report.findings else ""
+            return styled(("stopped: ", "bold red"), f"{report.error.message}{suffix}")
         if report.findings:
             findings = parts.sorted_findings(report)
             codes = [*dict.fromkeys(finding.code for finding in findings)]
             advice = " ".join([*codes[:_MOST_EXPLAINED], *(["..."] if len(codes) > _MOST_EXPLAINED else [])])
             count = counted(len(findings), "finding")
-            found = report.summary.replace(count, f"{count} ({parts.severities_of(report)})", 1)
-            return styled((found, SEVERITY_STYLES[findings[0].severity]), f"; more on each: ddpcheck explain {advice}")
+            text = report.summary.replace(count, f"{count} ({parts.severities_of(report)})", 1)
+            return styled((text, SEVERITY_STYLES[findings[0].severity]), f"; more on each: ddpcheck explain {advice}")
         if report.status != "clean":
             return styled((report.summary, "bold yellow"))
         return styled(("clean: ", "bold green"), parts.passed_in_words(report))

@@ -105,22 +105,22 @@ def facts_in_text(
     for fact in facts_of(finding):
         if fact.kind in without:
             continue
-        lines, deeper = fact.lines, 0
+        lines, extra = fact.lines, 0
         if fact.kind == "subjects":
             lines = (", ".join(lines) if whole else listed(lines),)
         elif fact.kind == "evidence":
-            deeper, left = 2, len(lines) - MOST_EVIDENCE
-            if left > 0 and not whole:
-                lines = (*lines[:MOST_EVIDENCE], f"and {counted(left, 'more line')}")
+            extra, hidden = 2, len(lines) - MOST_EVIDENCE
+            if hidden > 0 and not whole:
+                lines = (*lines[:MOST_EVIDENCE], f"and {counted(hidden, 'more line')}")
         for line in lines:
             styled_line = styled((line, _STYLES.get(fact.kind, "")))
-            yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + deeper)
+            yield indented(labelled(f"{fact.label}: ", line) if fact.label else styled_line, columns + extra)
 
 
 def listed(names: Sequence[str]) -> str:
     """Join the first names, and the number of the rest."""
-    left = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {left} more" if left > 0 else "")
+    hidden = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def broken(name: str, columns: int) -> Text:

@@ -92,8 +92,8 @@ def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
     """Map environment variables with the ddpcheck prefix to their setting names."""
-    ours = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
-    return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in ours}
+    names = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
+    return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in names}
 
 
 def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
@@ -102,16 +102,16 @@ def misspelled_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     Args:
         environ: Environment variables; default: `os.environ`.
     """
-    said = []
+    msgs = []
     for variable, field in _fields_in(os.environ if environ is None else environ).items():
         if field in _PARSERS:
             continue
         ignored = f"environment variable {variable} is ignored"
         if field in _OF_ONE_COMMAND:
-            said.append(f"{ignored}: --{field} can only be given on the command line")
+            msgs.append(f"{ignored}: --{field} can only be given on the command line")
         elif near := _near(field):
-            said.append(f"{ignored}: ddpcheck has no such setting; did you mean {ENVIRONMENT_PREFIX + near.upper()!r}?")
-    return said
+            msgs.append(f"{ignored}: ddpcheck has no such setting; did you mean {ENVIRONMENT_PREFIX + near.upper()!r}?")
+    return msgs
 
 
 def _near(field: str) -> str:
@@ -131,17 +131,17 @@ def _from_pyproject(start: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key, value in table.items():
         field = key.replace("-", "_")
         if field not in _PARSERS:
             names = [name.replace("_", "-") for name in _PARSERS]
             hint = suggestion(field.replace("_", "-").lower(), names, "settings")
             raise ConfigError(f"{_shown(path)}: {TABLE} has no setting {key!r}; {hint}")
-        if field in found:
+        if field in chosen:
             raise ConfigError(f"{_shown(path)}: {TABLE} sets {field.replace('_', '-')!r} twice, with - and with _")
-        found[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
-    return found
+        chosen[field] = _parse(field, value, f"{key!r} in {TABLE} of {_shown(path)}", ConfigError)
+    return chosen
 
 
 def _shown(path: Path) -> str:
@@ -218,19 +218,19 @@ def _suppressions(value: Any) -> tuple[Suppression, ...]:
     """Parse the `[[tool.ddpcheck.suppress]]` tables."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
-    keys = [one.name for one in fields(Suppression)]
-    found = []
-    for number, one in enumerate(value, 1):
-        table = {"rule" if key == "code" else key: text for key, text in one.items()}  # key of earlier versions
+    keys = [field.name for field in fields(Suppression)]
+    suppressions = []
+    for number, entry in enumerate(value, 1):
+        table = {"rule" if key == "code" else key: text for key, text in entry.items()}  # key of earlier versions
         if unknown := next((key for key in table if key not in keys), None):
             raise UsageError(f"table {number} has no key {unknown!r}; {suggestion(unknown, keys, 'keys')}")
         if missing := next((key for key in ("rule", "reason") if key not in table), None):
             raise UsageError(f"table {number} needs a {missing!r}")
         try:
-            found.append(Suppression(**table))
+            suppressions.append(Suppression(**table))
         except UsageError as error:
             raise UsageError(f"table {number}: {error}") from None
-    return tuple(found)
+    return tuple(suppressions)
 
 
 def _one_of(*choices: str) -> Callable[[Any], str]:

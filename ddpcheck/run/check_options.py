@@ -40,15 +40,15 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     add("--check-ignore", action="append", default=[], metavar="RULES", help=f"do not report these rules, {rules}")
     levels = ["error", "warning", "note", "never"]
     add("--check-fail-on", choices=levels, help="exit with 1 from this severity on (default error)")
-    known = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
-    add("--check-baseline", metavar="REPORT.json", help=known)
+    baseline = "an earlier report, saved as JSON: its findings are shown as known, and only new ones count"
+    add("--check-baseline", metavar="REPORT.json", help=baseline)
     add("--check-output", action=Once, metavar="FILE", help="write the report to FILE instead of standard error")
     dumps = "write the last collectives of each rank to DIR, as Flight Recorder dumps (see ddpcheck hang)"
     add("--check-flight-recorder", metavar="DIR", help=dumps)
-    kept = "write the recorded run to FILE, without names, values and source, for a bug report (see ddpcheck render)"
-    add("--check-record", metavar="FILE", help=kept)
-    alone = "run the script again in a single process on the same samples, and compare"
-    add("--check-parity", action="store_true", help=alone)
+    record = "write the recorded run to FILE, without names, values and source, for a bug report (see ddpcheck render)"
+    add("--check-record", metavar="FILE", help=record)
+    parity = "run the script again in a single process on the same samples, and compare"
+    add("--check-parity", action="store_true", help=parity)
     steps = "compare N optimizer steps and the evaluation that follows (default: all)"
     add("--check-parity-steps", type=int, default=0, metavar="N", help=steps)
     batch = "give each rank at most B samples in a batch, in all runs, for a global batch that one process cannot hold"
@@ -60,7 +60,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     abbreviated: Any = parser._get_option_tuples
 
     def of_others(word: str) -> list[Any]:
-        return [found for found in abbreviated(word) if found[0] not in group._group_actions]
+        return [option for option in abbreviated(word) if option[0] not in group._group_actions]
 
     parser._get_option_tuples = of_others  # type: ignore[assignment]
 
@@ -70,23 +70,23 @@ def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tu
 
     argparse alone would parse the arguments of the script too, and reject ambiguous prefixes.
     """
-    at = 0
-    while at < len(words):
-        if words[at] == "--":
-            at += 1
+    index = 0
+    while index < len(words):
+        if words[index] == "--":
+            index += 1
             break
-        if not words[at].startswith("-"):
+        if not words[index].startswith("-"):
             break
-        at += 2 if _takes_next(parser, words[at]) else 1
-    return list(words[:at]), list(words[at:])
+        index += 2 if _takes_next(parser, words[index]) else 1
+    return list(words[:index]), list(words[index:])
 
 
 def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
     """Return True if the next word is the value of an option."""
-    known = parser._option_string_actions
-    if "=" in word or (word not in known and word[:2] in known):  # as in -r3
+    options = parser._option_string_actions
+    if "=" in word or (word not in options and word[:2] in options):  # as in -r3
         return False
-    actions = [known[word]] if word in known else [found[0] for found in parser._get_option_tuples(word)]
+    actions = [options[word]] if word in options else [option[0] for option in parser._get_option_tuples(word)]
     return bool(actions) and actions[0].nargs != 0
 
 

@@ -64,19 +64,19 @@ def check_script(
                 _end(process)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-        said = log.read_text(errors="replace").strip()
+        log_text = log.read_text(errors="replace").strip()
         if process.returncode < 0:
-            raise HangError(f"{script} has not come to its end in {timeout:.0f} s.", detail=said)
+            raise HangError(f"{script} has not come to its end in {timeout:.0f} s.", detail=log_text)
         if not output.exists():
-            raise TargetError(f"There is no report on {script}: {said.rpartition(chr(10))[2]}", detail=said)
+            raise TargetError(f"There is no report on {script}: {log_text.rpartition(chr(10))[2]}", detail=log_text)
         return Report.from_json(output.read_text("utf-8"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process group of a run, including the ranks."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signum in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE)
     process.returncode = -signal.SIGKILL

@@ -88,22 +88,22 @@ def judge_ending(
         return judge_meeting(ending.hang.joining, ending.hang.seconds)
     if not ranks:
         return judge_unmet(ending.unmet)
-    known = [one for one in known if one.severity is Severity.ERROR and one.code.startswith(_MAY_END)]
-    found = failures_of(ranks, ending)
+    known = [finding for finding in known if finding.severity is Severity.ERROR and finding.code.startswith(_MAY_END)]
+    failed = failures_of(ranks, ending)
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here
-    if not found:
+    if not failed:
         return [] if known else _judge_silent_mismatch(ranks, ending, source)
     threads = _ended_threads(ranks, ending)
-    if (ending.hang is not None or ending.interrupted) and (told_of := judge_threads(threads, found, len(ranks))):
-        return told_of
-    more = told_of_threads(threads)
+    if (ending.hang is not None or ending.interrupted) and (result := judge_threads(threads, failed, len(ranks))):
+        return result
+    evidence = told_of_threads(threads)
     for rank, dump in ({} if ending.hang is None else ending.hang.stacks).items():
-        more += [f"another thread of rank {rank} waits in {call}" for call in collectives_of_threads(dump)]
-    judged = _judge_failures(ranks, ending, known, found, source)
-    if in_thread := [cause for one in judged for cause in judge_left_by_thread(threads, one)]:
-        return in_thread
-    return [replace(one, evidence=(*one.evidence, *more)) for one in judged]
+        evidence += [f"another thread of rank {rank} waits in {call}" for call in collectives_of_threads(dump)]
+    judged = _judge_failures(ranks, ending, known, failed, source)
+    if findings := [cause for finding in judged for cause in judge_left_by_thread(threads, finding)]:
+        return findings
+    return [replace(finding, evidence=(*finding.evidence, *evidence)) for finding in judged]
 
 
 def _judge_failures(
@@ -117,12 +117,12 @@ def _judge_failures(
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # the DDP constructor raises on mismatches
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
-    if any("mp_policy" in one.subjects for one in known) and all(map(_is_of_gloo, ordered)):
+    if any("mp_policy" in finding.subjects for finding in known) and all(map(_is_of_gloo, ordered)):
         return []
     if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
-        told = {(one.code, which) for one in known for which in (one.location, one.subjects)}
-        return [one for one in raised if told.isdisjoint({(one.code, one.location), (one.code, one.subjects)})]
-    failed = {one.rank for one in found}
+        seen = {(finding.code, key) for finding in known for key in (finding.location, finding.subjects)}
+        return [item for item in raised if seen.isdisjoint({(item.code, item.location), (item.code, item.subjects)})]
+    failed = {failure.rank for failure in found}
     finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
     judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
     if ending.interrupted:
@@ -135,13 +135,13 @@ def _judge_failures(
 
 
 def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedThread]:
-    ended = []
+    threads = []
     for rank in ranks:
         dump = rank.stack if ending.hang is None else ending.hang.stacks.get(rank.started.rank, "")
-        waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
+        lock = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
         for error in rank.thread_errors:
-            ended.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), waits_in))
-    return ended
+            threads.append(EndedThread(error.thread, failures.raised(rank.started.rank, dict(error.reply)), lock))
+    return threads
 
 
 def _is_of_gloo(failure: RankFailure) -> bool:
@@ -152,22 +152,22 @@ def _is_of_gloo(failure: RankFailure) -> bool:
 def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
     """Return the facts about a raised exception and about ranks still computing."""
     first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
-    failed = {one.rank for one in ordered}
+    failed = {failure.rank for failure in ordered}
     at_work = {}
     for rank in ranks:
         stack = own_stack(rank.stack)
         if rank.started.rank not in failed and not rank.has_ended and stack and not waits_for_others(stack):
-            every = program_lines(rank.stack)
-            at_work[rank.started.rank] = [one for one in every if one.rpartition(":")[0] in first.files] or list(every)
+            locs = program_lines(rank.stack)
+            at_work[rank.started.rank] = [loc for loc in locs if loc.rpartition(":")[0] in first.files] or list(locs)
     return RaisedFacts(
         ordered,
         comparable_logs(ranks),
         [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         {rank: lines for rank, lines in at_work.items() if lines},
         source.ask(call_of, _CHECKPOINTS, first.files),
-        [one for one in first.entries if isinstance(one, ModuleChanged) and one.what == REPLACED],
-        [made for made in first.wrappers if made.context.sharded is not None],
-        next((one.reply.get("clipped", ()) for one in first.entries if isinstance(one, RankRaised)), ()),
+        [entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == REPLACED],
+        [wrapper for wrapper in first.wrappers if wrapper.context.sharded is not None],
+        next((entry.reply.get("clipped", ()) for entry in first.entries if isinstance(entry, RankRaised)), ()),
     )
 
 
@@ -184,19 +184,19 @@ def _story(
 ) -> list[Finding]:
     """Return findings on where ranks diverged, with the DDP403 message as evidence."""
     at_end = ranks_at_end(ranks, ending, source)
-    numbers = [one.message for one in judged if one.code == "DDP403"][:1]
+    messages = [finding.message for finding in judged if finding.code == "DDP403"][:1]
     return [
-        replace(story, evidence=(*filter(None, story.evidence), *numbers), tags=(*story.tags, *judged[0].tags))
+        replace(story, evidence=(*filter(None, story.evidence), *messages), tags=(*story.tags, *judged[0].tags))
         for story in judge_endings(at_end, _blocks(ranks, at_end, source))
     ]
 
 
 def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
     """Return the position of each rank when the job stopped."""
-    found = {one.rank: one for one in failures_of(ranks, ending)}
+    failures_by_rank = {failed.rank: failed for failed in failures_of(ranks, ending)}
     at_end = []
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
-        failure = found.get(rank.started.rank)
+        failure = failures_by_rank.get(rank.started.rank)
         exit_at, for_worker, waits_for = "", False, None
         stacks = ending.hang.stacks if ending.hang is not None else {}
         lines = program_lines(stacks.get(rank.started.rank, rank.stack))
@@ -226,14 +226,14 @@ def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSo
             doing = f"was in {described_call(log[-1])}" if log else "has reached no collective"
         if failure is not None and failure.kind != "stuck" and follows and log:
             doing = f"was in {described_call(log[-1])}, until it {doing.partition(':')[0]}"
-        earlier = max(one.first_call for one in ranks)
+        first_call = max(watched.first_call for watched in ranks)
         ended = (rank.has_ended or rank.exit is not None) and (failure is None or failure.kind != "stuck")
         waits = follows and not (failure is not None and failure.kind == "stuck" and not is_waiting(failure))
         number, passes = rank.started.rank, rank.passes
         dump = stacks.get(number, "")
         in_threads = tuple(collectives_of_threads(dump)) if waits_for_others(own_stack(dump)) else ()
-        story = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
-        at_end.append(RankAtEnd(number, log, earlier, *story, in_threads))
+        fields = (doing, lines, waits, ended, passes, exit_at, for_worker, rank.forwards, waits_for, rank.constructs)
+        at_end.append(RankAtEnd(number, log, first_call, *fields, in_threads))
     return at_end
 
 
@@ -251,14 +251,14 @@ def _exit_of(rank: WatchedRank, ending: Ending, source: ProgramSource) -> str:
 
 def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, ...]) -> Sequence[Call]:
     """Append an unlogged DDP forward pass in which a rank waits."""
-    before = [call for call in log if call.operation == DDP_BACKWARD]
+    backward_calls = [call for call in log if call.operation == DDP_BACKWARD]
     in_forward = failure.collective.startswith(FORWARD)
     if failure.kind == "raised" and follows_from_another_rank(failure):
         frames = traceback_stack(failure.traceback)
         in_forward = region_of(frames) == FORWARD and waits_for_others(frames)
-    if not in_forward or not before or not lines or log[-1].operation == DDP_FORWARD:
+    if not in_forward or not backward_calls or not lines or log[-1].operation == DDP_FORWARD:
         return log
-    return [*log, replace(before[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
+    return [*log, replace(backward_calls[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
 
 def _blocks(
@@ -267,8 +267,8 @@ def _blocks(
     """Return the code blocks around all lines at which ranks were."""
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
-    lines |= {str(one.location) for rank in at_end for one in rank.passes if one.location is not None}
-    return blocks_of_lines(lines, {shown: file for rank in ranks for shown, file in rank.files.items()}, source)
+    lines |= {str(entry.location) for rank in at_end for entry in rank.passes if entry.location is not None}
+    return blocks_of_lines(lines, {path: file for rank in ranks for path, file in rank.files.items()}, source)
 
 
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[Finding]:
@@ -277,44 +277,44 @@ def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source:
     Either the script finished anyway, or the processes were killed without an exception (gloo aborts on mismatched
     tensor sizes), so that only their logged calls are known.
     """
-    cut = [rank.started.rank for rank in ranks if not rank.has_ended]
-    if bool(cut) != bool(ending.exit_code):
+    unfinished = [rank.started.rank for rank in ranks if not rank.has_ended]
+    if bool(unfinished) != bool(ending.exit_code):
         return []
     how = "no rank failed, although calls do not match: they have the same size, do not wait, or their error was caught"
-    if cut:
-        how = f"{format_ranks(cut)} ended without a Python exception"
-    found = judge_collectives(comparable_logs(ranks), cut)
-    found = (found and _story(ranks, Ending(), found, source)) or found
-    return [replace(one, evidence=(*one.evidence, how)) for one in found]
+    if unfinished:
+        how = f"{format_ranks(unfinished)} ended without a Python exception"
+    findings = judge_collectives(comparable_logs(ranks), unfinished)
+    findings = (findings and _story(ranks, Ending(), findings, source)) or findings
+    return [replace(finding, evidence=(*finding.evidence, how)) for finding in findings]
 
 
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
     """Return the failures of the ranks, without the ranks that torchrun ended."""
-    found, silent = list[RankFailure](), list[RankFailure]()
+    failed, vanished = list[RankFailure](), list[RankFailure]()
     for rank in ranks:
         number = rank.started.rank
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
         code = ending.exit_codes.get(number)
         if ending.interrupted:
-            found.append(failures.stuck(number, 0.0, rank.stack, "", ""))
+            failed.append(failures.stuck(number, 0.0, rank.stack, "", ""))
         elif raised:
-            found.append(failures.raised(number, dict(raised[0].reply)))
+            failed.append(failures.raised(number, dict(raised[0].reply)))
         elif ending.hang is not None and number in ending.hang.stacks:
             stack = ending.hang.stacks[number]
-            found.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
+            failed.append(failures.stuck(number, 0.0, stack, "", call_of_ddp(rank, stack)))
         elif code is not None and rank.exit is not None and rank.exit.handled is not None:
-            found.append(failures.raised(number, dict(rank.exit.handled)))
+            failed.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
-            found.append(_died(rank, code))
+            failed.append(_died(rank, code))
         elif ending.exit_code and not ending.exit_codes and ending.hang is None and _left_no_word(rank):
-            silent.append(_with_last_call(failures.vanished(number), rank))
-    if len(silent) < len(ranks):  # if all ranks vanished, the first one is unknown
-        found = sorted([*found, *silent], key=lambda one: one.rank)
-    if ending.hang is None and all(one.kind == "died" and (one.exit_code or 0) > 0 for one in found):
+            vanished.append(_with_last_call(failures.vanished(number), rank))
+    if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
+        failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
+    if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
         return []  # the script ends its processes itself
-    known = {one.rank for one in found}
-    lost_alone = sum(one.kind == "died" for one in found) == 1 and len(known) == len(ranks)
-    return [one for one in found if not _was_ended(one, found, lost_alone=lost_alone)]
+    failed_ranks = {failure.rank for failure in failed}
+    lost_alone = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
+    return [failure for failure in failed if not _was_ended(failure, failed, lost_alone=lost_alone)]
 
 
 def _left_no_word(rank: WatchedRank) -> bool:
@@ -331,8 +331,8 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
     failure = _with_last_call(failures.died(number, code, 0.0, dump=rank.stack if code < 0 else ""), rank)
     if code < 0 or rank.exit is None or not rank.exit.lines:
         return failure
-    said = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
-    return replace(failure, message=said, location=rank.exit.lines[0])
+    message = f"rank {number} called {rank.exit.function}, and ended with exit code {code}"
+    return replace(failure, message=message, location=rank.exit.lines[0])
 
 
 def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
@@ -344,13 +344,13 @@ def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
 
 def call_of_ddp(rank: WatchedRank, stack: str) -> str:
     """Describe the DDP collective in which a rank waits; "" for other collectives."""
-    waits_in = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
+    operations = {"backward": DDP_BACKWARD, FORWARD: DDP_FORWARD}
     frames = own_stack(stack)
     region = region_of(frames)
     last = rank.calls[-1] if rank.calls else None
-    if last is not None and last.operation == waits_in.get(region):
+    if last is not None and last.operation == operations.get(region):
         return described_call(last)
-    if region not in (*waits_in, CONSTRUCTOR) or collective_of(frames):
+    if region not in (*operations, CONSTRUCTOR) or collective_of(frames):
         return ""
     if region != CONSTRUCTOR and not waits_for_others(frames):
         return ""
@@ -360,7 +360,7 @@ def call_of_ddp(rank: WatchedRank, stack: str) -> str:
 
 def still_in_a_call(ranks: Sequence[WatchedRank], ending: Ending) -> set[int]:
     """Return the ranks whose last collective is not known to have completed."""
-    killed_or_waiting = {one.rank for one in failures_of(ranks, ending) if follows_from_another_rank(one)}
+    killed_or_waiting = {failure.rank for failure in failures_of(ranks, ending) if follows_from_another_rank(failure)}
     return killed_or_waiting | {rank for rank, code in ending.exit_codes.items() if code < 0}
 
 
@@ -368,19 +368,19 @@ def timelines_of(
     ranks: Sequence[WatchedRank], ending: Ending, findings: Sequence[Finding]
 ) -> tuple[CollectiveTimeline, ...]:
     """Return the last collectives of the ranks if some ranks failed or diverged."""
-    found = failures_of(ranks, ending)
-    failed = {one.rank: describe_failure(one) for one in found}
-    here = {rank.started.rank for rank in ranks}
+    rank_failures = failures_of(ranks, ending)
+    failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
+    local = {rank.started.rank for rank in ranks}
     parted = any(place_of_parting(finding) is not None for finding in findings)
-    if not (failed or parted) or here != set(range(ranks[0].started.world_size)):  # other machines have no logs here
+    if not (failed or parted) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
-    at_work = {one.rank for one in found if one.kind == "stuck" and not is_waiting(one)}
+    at_work = {failure.rank for failure in rank_failures if failure.kind == "stuck" and not is_waiting(failure)}
     waiting = {rank for rank in still_in_a_call(ranks, ending) - at_work if logs[rank]}
-    open_ones = {(logs[rank][-1].group, rank) for rank in waiting}
+    open_calls = {(logs[rank][-1].group, rank) for rank in waiting}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
-    made = timelines(logs, open_ones, dict.fromkeys(ended, "had finished") | failed, at_work)
-    return made if ending.hang is not None else those_that_differ(made)
+    result = timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
+    return result if ending.hang is not None else those_that_differ(result)
 
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
@@ -388,10 +388,10 @@ def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone
 
     `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
     """
-    killed = [one for one in found if one.kind == "died" and one.exit_code in (-9, None)]
-    others = [one for one in found if one not in killed and one.exit_code != -15]
+    killed = [other for other in found if other.kind == "died" and other.exit_code in (-9, None)]
+    others = [other for other in found if other not in killed and other.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
-        return any(not follows_from_another_rank(one) for one in others)
+        return any(not follows_from_another_rank(other) for other in others)
     if others and lost_alone and all(map(failures.looks_fallen, others)):
         return False
     return failure.exit_code == -15 and len(others) + len(killed) > 0

@@ -139,7 +139,7 @@ class HangWatch:
                 if not ranks or seen != last:
                     progress, since, before, is_stuck = now, now, used(ranks), False
                 elif is_stuck and not all(
-                    one.may_wait for one in self._ranks.facts(ranks, before, now - since).values()
+                    state.may_wait for state in self._ranks.facts(ranks, before, now - since).values()
                 ):
                     since, before, is_stuck = now, used(ranks), False
                 elif now - since >= self._timeout or (
@@ -153,7 +153,7 @@ class HangWatch:
                     since, before = now, used(ranks)
                 if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
-                    ranks = {place: one.pid for place, one in enumerate(waiting)}
+                    ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
                     self.hang = Hang(self._limit, self._ranks.stacks(ranks))
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
@@ -171,8 +171,8 @@ class HangWatch:
             self._failed_since = time.monotonic()
         elif time.monotonic() - self._failed_since >= _GRACE:
             self._told_raised = True
-            gone = [log for log in read_logs(self._folder) if log.started.rank not in living]
-            raised = [(log.started.rank, one) for log in gone for one in log.entries if isinstance(one, RankRaised)]
+            logs = [log for log in read_logs(self._folder) if log.started.rank not in living]
+            raised = [(log.started.rank, item) for log in logs for item in log.entries if isinstance(item, RankRaised)]
             for rank, entry in raised[:1]:
                 failure = failures.raised(rank, dict(entry.reply))
                 where = f" at {failure.location}" if failure.location else ""
@@ -205,7 +205,7 @@ class HangWatch:
 
         `_stuck` if other nodes have ranks, which may still make progress.
         """
-        if not all(one.may_wait for one in facts.values()):
+        if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
         logs = {log.started.rank: log for log in read_logs(self._folder)}
@@ -262,19 +262,19 @@ class HangWatch:
         """Return True if a rank waits for a deadlocked data loader worker."""
         if region_of(own_stack(stack)) != WORKERS:
             return False
-        before = locked_children(pid)
-        self._over.wait(_LOCKED if before else 0.0)
-        return bool(before.items() & locked_children(pid).items())
+        locked = locked_children(pid)
+        self._over.wait(_LOCKED if locked else 0.0)
+        return bool(locked.items() & locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_lost_one: bool) -> bool:
         """Return True if the main thread waits for threads that all wait.
 
         Requires a thread that waits for other ranks, or a thread ended by an exception (`has_lost_one`).
         """
-        others = program_threads(stack)
-        if not lock_waited_for(own_stack(stack)) or not (has_lost_one or any(map(waits_for_others, others))):
+        threads = program_threads(stack)
+        if not lock_waited_for(own_stack(stack)) or not (has_lost_one or any(map(waits_for_others, threads))):
             return False
-        if not all(waits_for_others(other) or lock_waited_for(other) for other in others):
+        if not all(waits_for_others(thread) or lock_waited_for(thread) for thread in threads):
             return False
         before = switches(f"{pid}/task/{pid}")
         self._over.wait(_LOCKED)
@@ -304,8 +304,8 @@ class HangWatch:
     def _part_now(self, living: Collection[int]) -> bool:
         """Return True if a live rank's last collective is the first mismatch."""
         logs = comparable_logs(read_logs(self._folder))
-        before = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
-        return bool(judge_collectives(logs, living)) and not judge_collectives(before, living)
+        previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
+        return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
 
 
 def end_agent() -> None:

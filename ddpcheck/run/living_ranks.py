@@ -80,12 +80,12 @@ class LivingRanks:
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
-            earlier = before.get(pid, Used(0.0, 0.0))
+            previous = before.get(pid, Used(0.0, 0.0))
             spins = rank in spinning
             facts[rank] = RankFacts(
-                is_idle(earlier.whole, processor_seconds(pid), seconds),
+                is_idle(previous.whole, processor_seconds(pid), seconds),
                 spins,
-                spins and is_idle(earlier.beside_main, processor_seconds(pid, beside_main=True), seconds),
+                spins and is_idle(previous.beside_main, processor_seconds(pid, beside_main=True), seconds),
                 is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls"))),
                 parted,
             )
@@ -93,25 +93,25 @@ class LivingRanks:
 
     def progress(self) -> dict[str, bytes]:
         """Return the progress counters by file: steps, batches, collectives and log sizes."""
-        found = {}
+        counters = {}
         for path in sorted(self._folder.glob("*.*")):
             if path.suffix == ".log":
-                found[path.name] = str(path.stat().st_size).encode()
+                counters[path.name] = str(path.stat().st_size).encode()
             elif path.suffix in (".steps", ".batches", ".calls"):
-                found[path.name] = read_file(path, HEAD_SIZE if path.suffix == ".calls" else 256, head=True)
-        return found
+                counters[path.name] = read_file(path, HEAD_SIZE if path.suffix == ".calls" else 256, head=True)
+        return counters
 
     def stacks(self, ranks: dict[int, int]) -> dict[int, str]:
         """Return the stack dumps by rank, if the process handles the signal."""
         files = {rank: next(self._folder.glob(f"*-{rank}-*-{pid}.stack")) for rank, pid in ranks.items()}
-        asked = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
+        asked_pids = {rank: pid for rank, pid in ranks.items() if _catches_signal(pid) and is_held(files[rank], pid)}
 
         def ask() -> None:
-            for pid in asked.values():  # without a handler the signal would kill the process
+            for pid in asked_pids.values():  # without a handler the signal would kill the process
                 os.kill(pid, STACK_SIGNAL)
 
-        ask_for_stacks([files[rank] for rank in asked], ask, _FOR_STACKS, _QUIET)
-        stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked}
+        ask_for_stacks([files[rank] for rank in asked_pids], ask, _FOR_STACKS, _QUIET)
+        stacks = {rank: read_file(files[rank]).decode("utf-8", "replace") for rank in asked_pids}
         return {rank: _NO_INTERPRETER for rank, pid in ranks.items() if not _catches_signal(pid)} | stacks
 
 

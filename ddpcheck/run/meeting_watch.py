@@ -24,11 +24,11 @@ def unmet(folder: Path) -> tuple[Joining, ...]:
 
 
 def _notes(folder: Path, suffix: str) -> list[Joining]:
-    found = []
+    notes = []
     for file in folder.glob(f"*{suffix}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
-            found.append(msgspec.json.decode(file.read_bytes(), type=Joining))
-    return sorted(found, key=_by_rank)
+            notes.append(msgspec.json.decode(file.read_bytes(), type=Joining))
+    return sorted(notes, key=_by_rank)
 
 
 def _by_rank(one: Joining) -> tuple[int, int]:
@@ -45,20 +45,20 @@ class MeetingWatch:
 
     def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Return the processes that have waited in vain for `timeout` seconds, or ()."""
-        here = tuple(one for one in _notes(self._folder, SUFFIX) if lives(one.pid))
-        if self._before.keys() != {one.pid for one in here}:
-            self._begin(here, now)
-        if not here or now - self._since < timeout:
+        notes = tuple(note for note in _notes(self._folder, SUFFIX) if lives(note.pid))
+        if self._before.keys() != {note.pid for note in notes}:
+            self._begin(notes, now)
+        if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
-        waiting = all(is_idle(self._before[one.pid], processor_seconds(one.pid), seconds) for one in here)
-        self._begin(here, now)
-        enough = max(one.started or one.world_size for one in here)
-        missing = enough - len(here)
-        if missing > 0 and all(one.started for one in here):
-            pids = {one.pid for one in here}
+        waiting = all(is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes)
+        self._begin(notes, now)
+        needed = max(note.started or note.world_size for note in notes)
+        missing = needed - len(notes)
+        if missing > 0 and all(note.started for note in notes):
+            pids = {note.pid for note in notes}
             missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
-        return here if waiting and enough > 0 >= missing else ()
+        return notes if waiting and needed > 0 >= missing else ()
 
     def _begin(self, here: tuple[Joining, ...], now: float) -> None:
-        self._since, self._before = now, {one.pid: processor_seconds(one.pid) or 0.0 for one in here}
+        self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in here}

@@ -126,9 +126,9 @@ class NodeLink:
         with contextlib.suppress(AttributeError, RuntimeError):  # an etcd or file store, or no more threads
             host, port = meeting.address
             if number == 0:
-                self._others = {other: _Other(self._folder / f"node{other}") for other in range(1, size)}
-            for other in self._others.values():
-                shutil.rmtree(other.folder, ignore_errors=True)  # from an earlier start
+                self._others = {index: _Other(self._folder / f"node{index}") for index in range(1, size)}
+            for node in self._others.values():
+                shutil.rmtree(node.folder, ignore_errors=True)  # from an earlier start
             arguments = (self._over, meeting, host, port)
             self._thread = threading.Thread(target=self._run, args=arguments, name="ddpcheck-nodes", daemon=True)
             self._thread.start()
@@ -160,22 +160,22 @@ class NodeLink:
         self._collects = True
         with contextlib.suppress(KeyboardInterrupt):
             while not self._gone and any(
-                not other.is_done and time.monotonic() - max(since, other.part_at) < wait
-                for other in self._others.values()
+                not node.is_done and time.monotonic() - max(since, node.part_at) < wait
+                for node in self._others.values()
             ):
                 self.must_end()
                 time.sleep(_BUSY)
         why = "the store of torchrun's agents has ended" if self._gone else f"they have not come within {wait:g} s"
-        for other in self._others.values():
-            if other.ending is None:
-                other.refused = other.refused or why
-                shutil.rmtree(other.folder, ignore_errors=True)  # incomplete logs would be misleading
-        return {number: other.ending for number, other in self._others.items() if other.ending is not None}
+        for node in self._others.values():
+            if node.ending is None:
+                node.refused = node.refused or why
+                shutil.rmtree(node.folder, ignore_errors=True)  # incomplete logs would be misleading
+        return {number: node.ending for number, node in self._others.items() if node.ending is not None}
 
     @property
     def refused(self) -> dict[int, str]:
         """Return the reason by node for logs that were not accepted."""
-        return {number: other.refused for number, other in self._others.items() if other.refused}
+        return {number: node.refused for number, node in self._others.items() if node.refused}
 
     def hand_over(self, ending: bytes) -> int | None:
         """Send the logs to the first node; return the report's exit code.
@@ -213,18 +213,18 @@ class NodeLink:
 
     def _no_rank_gets_on(self) -> bool:
         """Return True if all ranks of the job are stuck or have ended."""
-        now, (standing, own, world_size) = time.monotonic(), self._standing
-        standings, ranks = {standing}, {*own}
-        for other in self._others.values():
-            if other.state is None:
+        now, (standing, own_ranks, world_size) = time.monotonic(), self._standing
+        standings, ranks = {standing}, {*own_ranks}
+        for node in self._others.values():
+            if node.state is None:
                 return False
-            ranks |= {*other.state.ranks}
-            quiet = now - other.heard_at
-            is_gone = other.is_done or other.state.has_left or quiet > WAIT
+            ranks |= {*node.state.ranks}
+            quiet = now - node.heard_at
+            is_gone = node.is_done or node.state.has_left or quiet > WAIT
             if not is_gone and quiet > _FRESH:
                 return False
-            standings.add("ended" if is_gone else other.state.standing)
-            world_size = max(world_size, other.state.world_size)
+            standings.add("ended" if is_gone else node.state.standing)
+            world_size = max(world_size, node.state.world_size)
         all_known = all(rank in ranks for rank in range(world_size))
         return "stuck" in standings and "on" not in standings and all_known
 
@@ -258,25 +258,25 @@ class NodeLink:
         while not meeting.has("run"):
             if over.wait(_LOOK):
                 return None
-        name, _, first = meeting.claimed("run").partition(" ")
+        name, _, host_name = meeting.claimed("run").partition(" ")
         self._has_met = True
-        self.host = "".join(filter(str.isprintable, first))[:80]
+        self.host = "".join(filter(str.isprintable, host_name))[:80]
         return LauncherStore(connect(host, port, WAIT), f"ddpcheck/{name}")
 
     def _turn_of_first(self, store: LauncherStore) -> None:
         self._beat += 1
         store.put("first", _encode(FirstState(self._beat, self._ends, self._collects, self._exit_code)))
-        for number, other in self._others.items():
-            if not other.is_done:
+        for number, node in self._others.items():
+            if not node.is_done:
                 try:
-                    self._take(store, number, other)
+                    self._take(store, number, node)
                 except (ValueError, OSError, msgspec.MsgspecError) as error:
-                    other.refused = str(error)
+                    node.refused = str(error)
             if store.has(f"state/{number}"):
                 with contextlib.suppress(ValueError, msgspec.MsgspecError):
                     state = _decoded(store.get(f"state/{number}"), NodeState)
-                    if other.state is None or state.beat != other.state.beat:
-                        other.state, other.heard_at = state, time.monotonic()
+                    if node.state is None or state.beat != node.state.beat:
+                        node.state, node.heard_at = state, time.monotonic()
 
     def _take(self, store: LauncherStore, number: int, other: _Other) -> None:
         """Receive the pending parts of another node."""
@@ -296,9 +296,9 @@ class NodeLink:
         self._beat += 1
         store.put(f"state/{self.number}", _encode(NodeState(self._beat, *self._standing, self._has_left)))
         if store.has("first"):
-            first = _decoded(store.get("first"), FirstState)
-            if self._first is None or first.beat != self._first.beat:
-                self._first, self._first_at = first, time.monotonic()
+            state = _decoded(store.get("first"), FirstState)
+            if self._first is None or state.beat != self._first.beat:
+                self._first, self._first_at = state, time.monotonic()
         while self._taken < self._put and not store.has(f"part/{self.number}/{self._taken}"):
             self._taken, self._taken_at = self._taken + 1, time.monotonic()
         while self._put - self._taken < _AHEAD and (part := next(self._parts, None)) is not None:

@@ -62,8 +62,8 @@ class ParityRuns:
         if ending.hang is not None:
             return "the ranks waited for each other"
         if ending.exit_code or ending.interrupted:
-            how = "was interrupted" if ending.interrupted else f"ended with exit code {ending.exit_code}"
-            return f"the run on ranks {how}"
+            reason = "was interrupted" if ending.interrupted else f"ended with exit code {ending.exit_code}"
+            return f"the run on ranks {reason}"
         if nodes > 1:
             return f"the ranks have run on {nodes} machines, and left their samples there"
         if not ranks or len(ranks) < ranks[0].started.world_size:
@@ -79,15 +79,15 @@ class ParityRuns:
 
     def begin(self, ranks: Sequence[WatchedRank]) -> str:
         """Set the time limit and return a message on the single-process run."""
-        took = time.time() - self._began
-        self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * took)
+        elapsed = time.time() - self._began
+        self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * elapsed)
         sizes = [
-            max((math.ceil(one.rows / max(1, one.batches)) for one in entries_of(rank, PassTaken)), default=0)
+            max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, PassTaken)), default=0)
             for rank in ranks
         ]
         holds = f"the batches of {len(ranks)} ranks together{f' (up to {sum(sizes)} samples)' if all(sizes) else ''}"
-        said = f"the script runs again in a single process, which holds {holds}"
-        return f"{said}, for {self._limit:.0f} s at most; its output is not shown"
+        message = f"the script runs again in a single process, which holds {holds}"
+        return f"{message}, for {self._limit:.0f} s at most; its output is not shown"
 
     def run(self, ranks: Sequence[WatchedRank], *, is_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
@@ -95,20 +95,20 @@ class ParityRuns:
         Run again with its own random numbers if the script fails with those of the ranks, or on one batch per rank in
         turn if the script accumulates more micro-batches in a smaller world.
         """
-        made = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
-        if any(end.why == IN_TURN for rank in made.ranks for end in entries_of(rank, ParityEnded)):
+        result = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+        if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
             self._in_turn = True
-            made = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
-        if made.has_raised and made.ranks and self._draws and not as_rank:
+            result = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+        if result.has_raised and result.ranks and self._draws and not as_rank:
             self._draws = False
-            again = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
-            made = made if again.has_raised else again
-        return made
+            retried = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+            result = result if retried.has_raised else retried
+        return result
 
     def _run_once(self, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
         try:
-            made = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
-            with made as folder, holding(Path(folder)):
+            temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
+            with temp_dir as folder, holding(Path(folder)):
                 return self._run_in(Path(folder), ranks, is_noise=is_noise, as_rank=as_rank)
         except OSError as error:
             return SingleRun(
@@ -117,7 +117,7 @@ class ParityRuns:
 
     def _run_in(self, folder: Path, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
         size = ranks[0].started.world_size
-        full = [one.full_at for rank in ranks for one in entries_of(rank, ParityEnded) if one.why_full]
+        full = [entry.full_at for rank in ranks for entry in entries_of(rank, ParityEnded) if entry.why_full]
         options = ParityOptions(
             samples=str(self._folder),
             world_size=size,
@@ -141,21 +141,21 @@ class ParityRuns:
         # Standard output first, then standard error.
         paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)
-        left = read_logs(folder)
-        why_not = _why_ended(ending, left, output, self._limit)
-        if not why_not and _trains(ranks) and not _trains(left):
+        logs = read_logs(folder)
+        why_not = _why_ended(ending, logs, output, self._limit)
+        if not why_not and _trains(ranks) and not _trains(logs):
             why_not = "no optimizer has stepped in it: the script may start its own processes"
         has_raised = ending.exit_code > 0 and not _signal_of(ending) and ending.hang is None and not ending.interrupted
-        return SingleRun(left, why_not, output, has_raised)
+        return SingleRun(logs, why_not, output, has_raised)
 
 
 def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
     """Return torchrun options for one local process with output in a file."""
-    alone = copy.copy(given)
-    alone.nproc_per_node, alone.nnodes, alone.node_rank, alone.standalone = "1", "1:1", 0, True
-    alone.max_restarts, alone.redirects, alone.tee, alone.log_dir = 0, "3", "0", str(folder / "output")
-    alone.local_ranks_filter = ""
-    return alone
+    options = copy.copy(given)
+    options.nproc_per_node, options.nnodes, options.node_rank, options.standalone = "1", "1:1", 0, True
+    options.max_restarts, options.redirects, options.tee, options.log_dir = 0, "3", "0", str(folder / "output")
+    options.local_ranks_filter = ""
+    return options
 
 
 def _signal_of(ending: Ending) -> int:
@@ -169,16 +169,16 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
         return INTERRUPTED
     if ending.hang is not None:
         where = _line_in(ending.hang.stacks.values())
-        how = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
-        return f"it {how} {ending.hang.seconds:.0f} s, and was stopped{where}"
-    if number := _signal_of(ending):
+        reason = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
+        return f"it {reason} {ending.hang.seconds:.0f} s, and was stopped{where}"
+    if signum := _signal_of(ending):
         where = _line_in(rank.stack for rank in left)  # faulthandler writes stacks at SIGSEGV etc.
-        return f"it was ended by signal {number}{where}{_MEMORY if number == signal.SIGKILL else ''}"
+        return f"it was ended by signal {signum}{where}{_MEMORY if signum == signal.SIGKILL else ''}"
     if ending.exit_code:
-        said = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
-        return said + (_MEMORY if _OF_MEMORY.search(said) else "")
-    if failed := [one for rank in left for one in entries_of(rank, WatchingFailed)]:
-        return f"{failed[0].recorder} of ddpcheck has failed in it: {failed[0].why}"
+        message = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
+        return message + (_MEMORY if _OF_MEMORY.search(message) else "")
+    if errors := [entry for rank in left for entry in entries_of(rank, WatchingFailed)]:
+        return f"{errors[0].recorder} of ddpcheck has failed in it: {errors[0].why}"
     return ""
 
 
@@ -192,11 +192,11 @@ def _line_in(stacks: Iterable[str]) -> str:
 
 def _last_words(left: Sequence[WatchedRank], output: str) -> str:
     """Return the exception that ended a process, or the last printed line."""
-    for entry in (one for rank in left for one in entries_of(rank, RankRaised)):
+    for entry in (item for rank in left for item in entries_of(rank, RankRaised)):
         failure = failures.raised(0, dict(entry.reply))
         text = failure.message.removeprefix("rank 0 raised ")
         return f"{text} at {failure.location}" if failure.location else text
     lines = [line.removeprefix("[rank0]: ") for line in output.splitlines() if line.strip()]
-    begins = [place for place, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    raised = [line for line in lines[begins[-1] + 1 :] if not line.startswith(" ")] if begins else lines[-1:]
-    return next(iter(raised), "").strip()
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    messages = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")] if starts else lines[-1:]
+    return next(iter(messages), "").strip()

@@ -45,12 +45,12 @@ def own_folders() -> list[Path]:
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[None]:
     """Own a folder while the block runs; remove folders without owner first."""
-    for other in own_folders():
+    for old_folder in own_folders():
         with contextlib.suppress(OSError):
             processes = list(Path("/proc").glob("[0-9]*"))  # empty if not on Linux
-            is_here = bool(processes) and read_file(other / _MACHINE, own=True).decode() == this_machine()
-            if is_here and other != folder and not any(_owns(process, other) for process in processes):
-                shutil.rmtree(other)
+            is_local = bool(processes) and read_file(old_folder / _MACHINE, own=True).decode() == this_machine()
+            if is_local and old_folder != folder and not any(_owns(process, old_folder) for process in processes):
+                shutil.rmtree(old_folder)
     with (folder / _MACHINE).open("w") as file:  # an open file marks the owner, which a PID cannot: PIDs are reused
         file.write(this_machine())
         file.flush()
@@ -60,9 +60,9 @@ def holding(folder: Path) -> Iterator[None]:
 def _owns(process: Path, folder: Path) -> bool:
     """Return True if a process of this user refers to a folder."""
     try:
-        named = folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        is_named = folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
         files = (os.readlink(file) for file in (process / "fd").iterdir())
         is_user = process.stat().st_uid == os.geteuid()
-        return is_user and (named or any(file.startswith(f"{folder.resolve()}/") for file in files))
+        return is_user and (is_named or any(file.startswith(f"{folder.resolve()}/") for file in files))
     except OSError:  # the process has just ended
         return False

@@ -91,7 +91,7 @@ def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
 
 
 def _marked(text: str) -> str:
-    folders = ((folder, name) for name, known in _folders(os.getcwd()).items() for folder in known)
+    folders = ((folder, name) for name, paths in _folders(os.getcwd()).items() for folder in paths)
     for folder, name in sorted(folders, key=lambda item: -len(item[0])):  # longest paths first
         text = text.replace(folder, f"{{{name}}}")
     return text
@@ -101,29 +101,29 @@ def _marked(text: str) -> str:
 def _folders(working: str) -> dict[str, list[str]]:
     """Return local folders by marker; `here` inserts the first of each list."""
     torch = importlib.util.find_spec("torch")
-    of_torch = [os.path.dirname(folder) for folder in (torch and torch.submodule_search_locations) or ()]
-    found = {
+    torch_folders = [os.path.dirname(folder) for folder in (torch and torch.submodule_search_locations) or ()]
+    folders = {
         "ddpcheck": [str(_OWN)],
-        "packages": [*of_torch, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
+        "packages": [*torch_folders, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
         "python": [sysconfig.get_path("stdlib")],
         "here": [working],
         "home": [str(Path.home())],
     }
-    for name, known in found.items():
-        both = [form(folder) for folder in known for form in (str, os.path.realpath)]
-        found[name] = [folder for folder in both if folder != os.sep] or [f"/{name}"]
-    return found
+    for name, paths in folders.items():
+        variants = [form(folder) for folder in paths for form in (str, os.path.realpath)]
+        folders[name] = [folder for folder in variants if folder != os.sep] or [f"/{name}"]
+    return folders
 
 
 @functools.cache
 def _known_words() -> frozenset[str]:
     """Return the words of Python, ddpcheck and the commonly used parts of torch."""
-    known = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *sys.stdlib_module_names}
+    words = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *sys.stdlib_module_names}
     for module in [name for name in sys.modules if name.partition(".")[0] in {"torch", "ddpcheck"}]:
-        known.update(module.split("."))
+        words.update(module.split("."))
     for path in _sources():
-        known.update(_WORD.findall(path.read_text(encoding="utf-8", errors="replace")))
-    return frozenset(known)
+        words.update(_WORD.findall(path.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(words)
 
 
 def _sources() -> Iterator[Path]:
@@ -148,7 +148,7 @@ def write_record(
     Raises:
         OSError: The file cannot be written.
     """
-    left = {
+    record = {
         "kind": "run",
         "ddpcheck": __version__,
         "script": next(iter(shlex.split(script)), ""),  # arguments may be secret
@@ -156,7 +156,7 @@ def write_record(
         "source": source.answers,
         "ranks": [_fields_of(rank) for rank in ranks],
     }
-    text = json.dumps(Pseudonyms().replaced(left), default=lambda data: b64encode(data).decode())
+    text = json.dumps(Pseudonyms().replaced(record), default=lambda data: b64encode(data).decode())
     path.write_bytes(compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
     return judge_record(text)
 
@@ -196,8 +196,8 @@ def judge_record(text: str) -> Report:
 
 def _fields_of(rank: WatchedRank) -> dict[str, Any]:
     """Convert a rank to builtin types, with the type name of each entry."""
-    others = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
-    fields: dict[str, Any] = msgspec.to_builtins(others)
+    values = {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "entries"}
+    fields: dict[str, Any] = msgspec.to_builtins(values)
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}
 
 
@@ -208,10 +208,10 @@ def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     hints = get_type_hints(WatchedRank)
     known = {name: value for name, value in fields.items() if name in hints and name != "entries"}
     rank = {name: msgspec.convert(value, hints[name], str_keys=True) for name, value in known.items()}
-    entries = [entry_from_fields(kind, of_kind) for kind, of_kind in fields["entries"]]
-    read = [entry for entry in entries if entry is not None]
-    rank["unknown"] = rank.get("unknown", 0) + len(entries) - len(read)
-    return WatchedRank(entries=read, **rank)
+    entries = [entry_from_fields(kind, entry_fields) for kind, entry_fields in fields["entries"]]
+    readable = [entry for entry in entries if entry is not None]
+    rank["unknown"] = rank.get("unknown", 0) + len(entries) - len(readable)
+    return WatchedRank(entries=readable, **rank)
 
 
 _VERSION = "2.10"  # version of Flight Recorder in torch 2.13
@@ -239,10 +239,10 @@ def prepare(folder: Path) -> None:
 
 def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
     """Write the last collectives of each rank as a Flight Recorder dump (`rank_0`)."""
-    open_ones = still_in_a_call(ranks, ending)
+    open_ranks = still_in_a_call(ranks, ending)
     for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
         number = rank.started.rank
-        dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ones)
+        dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ranks)
         with (folder / f"rank_{number}").open("xb") as file:  # "x": do not follow a symlink planted there
             pickle.dump(dump, file, protocol=2)
 
@@ -251,16 +251,16 @@ def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) 
     groups = {call.group or DEFAULT_GROUP: call.members or tuple(range(world_size)) for call in log}
     counts = dict.fromkeys(groups, 0)
     entries = []
-    for record, call in enumerate(log):
+    for index, call in enumerate(log):
         group = call.group or DEFAULT_GROUP
         counts[group] += 1
-        ended = not is_open or record < len(log) - 1
+        ended = not is_open or index < len(log) - 1
         entries.append(
             {
                 **_sizes(call, len(groups[group]), backend),
                 **dict.fromkeys(("time_created_ns", "p2p_seq_id", "timeout_ms"), 0),
                 **dict.fromkeys(("time_discovered_started_ns", "time_discovered_completed_ns")),
-                "record_id": record,
+                "record_id": index,
                 "pg_id": list(groups).index(group),
                 "process_group": (group, _description(group)),
                 "collective_seq_id": counts[group],
@@ -288,19 +288,19 @@ def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
     operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
     if call.operation.startswith("DistributedDataParallel."):
         operation = "all_reduce"
-    found = _PAYLOAD.search(call.payload)
-    shape = [int(size) for size in re.findall(r"\d+", found[2])] if found else [1]
-    dtype = _RECORDED_DTYPES.get(found[1], found[1].capitalize()) if found else "Float"
-    whole = [members, *shape]
+    match = _PAYLOAD.search(call.payload)
+    shape = [int(size) for size in re.findall(r"\d+", match[2])] if match else [1]
+    dtype = _RECORDED_DTYPES.get(match[1], match[1].capitalize()) if match else "Float"
+    full_shape = [members, *shape]
     return {
         "profiling_name": f"{backend}:{operation}",
-        "input_sizes": [whole if operation == "reduce_scatter" else shape],
-        "output_sizes": [whole if operation == "all_gather" else shape],
+        "input_sizes": [full_shape if operation == "reduce_scatter" else shape],
+        "output_sizes": [full_shape if operation == "all_gather" else shape],
         "input_dtypes": [dtype],
         "output_dtypes": [dtype],
     }
 
 
 def _frames(call: Call) -> list[dict[str, Any]]:
-    lines = map(Location.parse, call.callers or (call.location,))
-    return [{"name": "<unknown>", "filename": one.path, "line": one.line} for one in lines if one is not None]
+    locations = map(Location.parse, call.callers or (call.location,))
+    return [{"name": "<unknown>", "filename": loc.path, "line": loc.line} for loc in locations if loc is not None]

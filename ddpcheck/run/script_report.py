@@ -78,11 +78,11 @@ def report_on_script(
     comparison = _comparison(ranks, singles)
     parity = _parity(comparison, singles)
     chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)
-    told = ""
+    cause = ""
     equal = {} if comparison is None or isinstance(parity, Exception) else confirmed(comparison)
     if isinstance(parity, Verdict) and parity.findings:
-        told = join_names(codes_that_explain(parity.findings[0], chosen.kept))
-        judged = judged.adding("parity", [] if told else parity.findings)
+        cause = join_names(codes_that_explain(parity.findings[0], chosen.kept))
+        judged = judged.adding("parity", [] if cause else parity.findings)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts) if ranks else _none_entered(ending)
@@ -93,25 +93,25 @@ def report_on_script(
         checks.insert(0, _goes_on(ending))
     elif cut_short := _why_ended(ranks, ending):
         checks.insert(0, CheckResult("script", "error", detail=cut_short))
-    said: tuple[CheckStatus, str] | None
+    check: tuple[CheckStatus, str] | None
     for heading in HEADINGS:
         if (why := facts.unwatched.get(heading)) is not None:
-            said = "error", why
+            check = "error", why
         elif heading == "parity":
-            said = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, told)
+            check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
         elif heading == "collectives":
-            said = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
+            check = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
         elif (error := judged.errors.get(heading)) is not None:
-            said = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
+            check = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
         else:
-            said = judged.status_of(heading, chosen.kept)
-            before, _, rest = said[1].partition("not compared") if said is not None else ("", "", "")
+            check = judged.status_of(heading, chosen.kept)
+            before, _, rest = check[1].partition("not compared") if check is not None else ("", "", "")
             if rest and ";" not in rest and heading in equal:
-                said = "passed", before + equal[heading]
-        if said is not None:
+                check = "passed", before + equal[heading]
+        if check is not None:
             codes = {code for row in ROWS if heading in row.headings for code in row.codes} or {"DDP314"}
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
-            checks.append(CheckResult(heading, said[0], detail=said[1], asked=asked))
+            checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
     world: dict[str, Any] = {
         "world_size": facts.world_size,
         "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
@@ -138,7 +138,7 @@ def report_on_script(
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
         curves=() if comparison is None else curves(comparison),
-        modules=next((made.modules for rank in ranks[:1] for made in rank.wrappers), ()),
+        modules=next((wrapper.modules for rank in ranks[:1] for wrapper in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
 
@@ -178,11 +178,11 @@ def _of_parity(
 
 def _goes_on(ending: Ending) -> CheckResult:
     """Return the check line of a running script."""
-    said = "; ".join(told_together(ending.doing.items()))
+    activities = "; ".join(told_together(ending.doing.items()))
     if ending.hang is None:
-        return CheckResult("script", "skipped", detail=f"it is still running: {said}")
+        return CheckResult("script", "skipped", detail=f"it is still running: {activities}")
     waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
-    return CheckResult("script", "error", detail=f"{waited}: {said}")
+    return CheckResult("script", "error", detail=f"{waited}: {activities}")
 
 
 def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
@@ -190,8 +190,8 @@ def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:
     if ending.hang is not None:
         return f"its ranks waited for each other, without progress for {ending.hang.seconds:.0f} s, and were ended"
     if ending.interrupted:
-        where = "; ".join(failure.message for failure in failures_of(ranks, ending))
-        return f"it was interrupted: {where or 'no rank was there'}"
+        messages = "; ".join(failure.message for failure in failures_of(ranks, ending))
+        return f"it was interrupted: {messages or 'no rank was there'}"
     if ending.exit_code < 0:
         return "a rank was killed, or ended without a Python exception"
     if ending.exit_code and (aborted := _aborted_at_exit(ranks, ending)):
@@ -225,8 +225,8 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
     if not ending.exit_codes:  # exit code 0, interrupted, or the agent stopped
         return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
     by_signal = ending.exit_code not in ending.exit_codes.values()
-    how = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
-    return "skipped", f"the script {how} before a rank {joined}; see the script's own error"
+    end = f"was ended by signal {ending.exit_code - 128}" if by_signal else f"ended with exit code {ending.exit_code}"
+    return "skipped", f"the script {end} before a rank {joined}; see the script's own error"
 
 
 def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
@@ -242,15 +242,15 @@ def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
         if all(rank.started.schema == SCHEMA for rank in ranks):
             return "error", f"{parts} of their logs could not be read; {BUG}"
         return "skipped", f"another version of ddpcheck wrote their logs: {parts} of them were not judged"
-    reasons = {one.wrapper: one.why for rank in ranks for one in entries_of(rank, NotCompared)}
+    reasons = {entry.wrapper: entry.why for rank in ranks for entry in entries_of(rank, NotCompared)}
     if UNNUMBERED in reasons:
         return "skipped", f"{reasons[UNNUMBERED]}: use plain DDP under ddpcheck run"
     if facts.wrappers and not facts.steps:
         names = ", ".join(dict.fromkeys(wrapper.made.module for wrapper in facts.wrappers))
         if reasons:
             return "skipped", f"no step of {names} was compared: {'; '.join(sorted({*reasons.values()}))}"
-        but = f", in {counted(steps, 'optimizer step')}" if steps else ""
-        return "skipped", f"no backward pass of {names} was averaged{but}"
+        suffix = f", in {counted(steps, 'optimizer step')}" if steps else ""
+        return "skipped", f"no backward pass of {names} was averaged{suffix}"
     if not facts.wrappers and not steps:
         why = "no DistributedDataParallel was constructed, and no optimizer has stepped: nothing to compare"
         if any(rank.constructs for rank in ranks):
@@ -264,8 +264,8 @@ def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
 
 def _wrappers(facts: ScriptFacts) -> str:
     """Describe the DDP wrappers and their step counts."""
-    said = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
-    return ", ".join(f"{times} times {one}" if times > 1 else one for one, times in said.items())
+    counts = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
+    return ", ".join(f"{times} times {name}" if times > 1 else name for name, times in counts.items())
 
 
 def _of_collectives(
@@ -276,8 +276,8 @@ def _of_collectives(
     if not calls and not told:
         return None
     lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not reached the end of the script")
-    held = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
-    return status_of(Verdict((), held, lacking), told, kept)
+    passed = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
+    return status_of(Verdict((), passed, lacking), told, kept)
 
 
 _BETWEEN = 3.0  # seconds between the two samples
@@ -293,19 +293,19 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
     Raises:
         UsageError: No live rank has a log in `folder`.
     """
-    look = LivingRanks(folder)
-    before, since, progress = used(look.living()[0]), time.monotonic(), look.progress()
+    processes = LivingRanks(folder)
+    before, since, progress = used(processes.living()[0]), time.monotonic(), processes.progress()
     time.sleep(_BETWEEN)
-    ranks, are_all_here = look.living()
+    ranks, are_all_here = processes.living()
     if not ranks:
         raise UsageError(f"no live rank has a log in {folder}: is it the folder of a `ddpcheck run`?")
     seconds = time.monotonic() - since
-    facts, stacks = look.facts(ranks, before, seconds), look.stacks(ranks)
-    got_on = {int(name.split("-")[1]) for name, state in look.progress().items() if progress.get(name) != state}
+    facts, stacks = processes.facts(ranks, before, seconds), processes.stacks(ranks)
+    moving = {int(name.split("-")[1]) for name, state in processes.progress().items() if progress.get(name) != state}
     logs = read_logs(folder)
     waiting = {rank: stacks.get(rank, "") for rank in ranks if facts[rank].waits(own_stack(stacks.get(rank, "")))}
-    hangs = are_all_here and not got_on and len(waiting) == len(ranks)
-    doing = {log.started.rank: _doing(log, stacks, got_on, waiting) for log in logs if log.started.rank in ranks}
+    hangs = are_all_here and not moving and len(waiting) == len(ranks)
+    doing = {log.started.rank: _doing(log, stacks, moving, waiting) for log in logs if log.started.rank in ranks}
     ending = Ending(hang=Hang(seconds, waiting) if hangs else None, doing=doing)
     return report_on_script((folder / SCRIPT).read_text(), ending, logs, settings)
 
@@ -314,14 +314,14 @@ def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: 
     """Describe the activity of a rank, such as "is at train.py:12"."""
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
-    at = f" at {lines[0]}" if lines else " in code of a library"
+    place = f" at {lines[0]}" if lines else " in code of a library"
     steps = f", after {counted(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
     if rank in got_on:
-        return f"was{at}, and made progress{steps}"
+        return f"was{place}, and made progress{steps}"
     if rank in waiting:
         stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
         return f"{describe_failure(stuck)}{steps}"
-    return f"is{at}{steps}"
+    return f"is{place}{steps}"
 
 
 def the_run(given: str | None) -> Path:
@@ -336,11 +336,11 @@ def the_run(given: str | None) -> Path:
         if not is_own_folder(Path(given)) or not (Path(given) / SCRIPT).is_file():
             raise UsageError(f"{given} is not the folder of an active `ddpcheck run`")
         return Path(given)
-    found = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
-    if len(found) == 1:
-        return found[0]
+    runs = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
+    if len(runs) == 1:
+        return runs[0]
     where = f"{tempfile.gettempdir()}/{FOLDER}*"
-    if not found:
+    if not runs:
         raise UsageError(f"no active `ddpcheck run` of user {getpass.getuser()} found ({where})")
-    each = "; ".join(f"{path} ({(path / SCRIPT).read_text()})" for path in found)
-    raise UsageError(f"{len(found)} active runs; name the folder of one: {each}")
+    listing = "; ".join(f"{path} ({(path / SCRIPT).read_text()})" for path in runs)
+    raise UsageError(f"{len(runs)} active runs; name the folder of one: {listing}")

@@ -26,8 +26,8 @@ def _plain(value: Any) -> Any:
     """Convert a subclass instance of str, int or float, or a numpy number."""
     if isinstance(value, Sketch):
         return value.tobytes()
-    exactly = next((made for kind, made in _EXACTLY.items() if isinstance(value, kind)), None)
-    return value.item() if exactly is None else exactly(value)
+    convert = next((function for kind, function in _EXACTLY.items() if isinstance(value, kind)), None)
+    return value.item() if convert is None else convert(value)
 
 
 _kind_and_fields = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode

@@ -39,8 +39,8 @@ _PLACE = re.compile(
 
 def place_of_backward(forward: int, line: Location | str | None, unsynced: int, batch: str) -> str:
     """Return the `place` of a backward pass: its forward pass, line and batch."""
-    under = f" ({unsynced} under no_sync)" if unsynced else ""
-    return f"forward pass {forward}{under}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
+    no_sync_text = f" ({unsynced} under no_sync)" if unsynced else ""
+    return f"forward pass {forward}{no_sync_text}{f' at {line}' if line else ''}{f', {batch}' if batch else ''}"
 
 
 _HANDLING = re.compile(r"handling (?P<kind>\S+?)(?: of (?P<line>\S+:\d+))?(?:: (?P<text>.*))?", re.DOTALL)

@@ -43,11 +43,11 @@ class HeldFile:
         """
         if self._identity is None or _identity(self._number) != self._identity:
             number = _under_high_number(os.open(self._path, _FLAGS))
-            found = _identity(number)
-            if self._identity not in (None, found):
+            identity = _identity(number)
+            if self._identity not in (None, identity):
                 os.close(number)
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._path)
-            self._number, self._identity = number, found
+            self._number, self._identity = number, identity
             if self._on_open is not None:
                 self._on_open(number)
         return self._number
@@ -110,11 +110,11 @@ def _under_high_number(number: int) -> int:
         return number
     import fcntl
 
-    for least in _HIGH:
+    for minimum in _HIGH:
         with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
-            high = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
+            new_number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, minimum)
             os.close(number)
-            return high
+            return new_number
     return number
 
 
@@ -164,8 +164,8 @@ class CallRing:
 
     def add(self, call: Call, callers: int) -> None:
         """Write a call before execution; `callers`: number of its call stack."""
-        whence = str(callers), call.location, call.place, call.thread
-        words = _SEPARATOR.join((call.operation, call.group, call.payload, *whence))
+        source = str(callers), call.location, call.place, call.thread
+        words = _SEPARATOR.join((call.operation, call.group, call.payload, *source))
         start = _HEAD.size + self._count % _KEPT * _WIDTH
         self._memory[start : start + _WIDTH] = words.encode("utf-8", "replace")[:_WIDTH].ljust(_WIDTH, b"\0")
         self._count += 1
@@ -209,10 +209,10 @@ def read_calls(
     for number in range(first, count):
         start = _HEAD.size + number % _KEPT * _WIDTH
         words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
-        operation, group, payload, lines, location, place, thread = (*words, *[""] * 7)[:7]
-        whence = callers.get(lines, ())
-        used = groups.get(group)
-        members, of = ((), "") if used is None else (used.members, used.words)
-        call = Call(operation, group, members, payload, place, location, callers=whence, group_words=of, thread=thread)
+        operation, group, payload, stack_id, line, place, thread = (*words, *[""] * 7)[:7]
+        stack = callers.get(stack_id, ())
+        entry = groups.get(group)
+        members, label = ((), "") if entry is None else (entry.members, entry.words)
+        call = Call(operation, group, members, payload, place, line, callers=stack, group_words=label, thread=thread)
         calls.append(call)
     return first, calls

@@ -83,30 +83,30 @@ class Ledger:
     @property
     def lost(self) -> list[Contribution]:
         """Return gradients that were zeroed before a step used them, if not excused."""
-        return [one for one in self.contributions if one.fate == "discarded" and not one.excused]
+        return [entry for entry in self.contributions if entry.fate == "discarded" and not entry.excused]
 
     @property
     def used_unreduced(self) -> list[Contribution]:
         """Return gradients that a step used without averaging."""
-        return [one for one in self.contributions if one.fate == "used" and not one.reduced]
+        return [entry for entry in self.contributions if entry.fate == "used" and not entry.reduced]
 
     @property
     def unpaired(self) -> list[Contribution]:
         """Return unreduced gradients without a forward pass, added after the reduction."""
-        return [one for one in self.contributions if one.after is not None and not one.reduced]
+        return [entry for entry in self.contributions if entry.after is not None and not entry.reduced]
 
     @property
     def unreduced(self) -> bool:
         """Return True if there are gradients that were not averaged."""
-        for one in self.open:  # not a generator, for speed in each step
-            if not one.reduced:
+        for contribution in self.open:  # not a generator, for speed in each step
+            if not contribution.reduced:
                 return True
         return False
 
     @property
     def put_off(self) -> bool:
         """Return True if later reductions may average unreduced gradients of a forward pass."""
-        return any(not one.reduced and one.forward is not None for one in self.open)
+        return any(not contribution.reduced and contribution.forward is not None for contribution in self.open)
 
     def add(self, event: LoopEvent) -> None:
         self.events.append(event)
@@ -118,8 +118,8 @@ class Ledger:
             if event.synchronises:
                 self.prepared = event
             else:
-                under = None if self._no_sync is None else self._no_sync.location or None
-                self.waiting.append((event, under))
+                no_sync_line = None if self._no_sync is None else self._no_sync.location or None
+                self.waiting.append((event, no_sync_line))
         elif kind == "backward":
             self._backward(event)
         elif kind == "reduction":
@@ -144,40 +144,40 @@ class Ledger:
             self._no_sync = None
 
     def _backward(self, event: LoopEvent) -> None:
-        made = self._contribute(event)
+        contribution = self._contribute(event)
         if self.prepared is not None:
-            made.forward, self.prepared, self._reducing = self.prepared, None, event
+            contribution.forward, self.prepared, self._reducing = self.prepared, None, event
             if self._no_sync is not None and not self._forwards_inside:
                 self.around_backward.append(self._no_sync)
             self._reduce()
         elif self.waiting:
-            made.forward, made.under = self.waiting.popleft()
+            contribution.forward, contribution.under = self.waiting.popleft()
         else:
-            made.after = self._reducing
+            contribution.after = self._reducing
 
     def _contribute(self, event: LoopEvent) -> Contribution:
-        made = Contribution(self._number, event)
-        self.contributions.append(made)
-        self.open.append(made)
-        return made
+        contribution = Contribution(self._number, event)
+        self.contributions.append(contribution)
+        self.open.append(contribution)
+        return contribution
 
     def _reduce(self) -> None:
         self.waiting.clear()
-        for one in self.open:
-            one.reduced = True
+        for contribution in self.open:
+            contribution.reduced = True
 
     def _discard(self, event: LoopEvent) -> None:
         if not self.open:  # the backward pass was before these events
             self._contribute(LoopEvent("backward"))
-        excused = event.resting or any(one.backward.others for one in self.open)
-        for one in self.open:
-            one.excused = excused
+        excused = event.resting or any(contribution.backward.others for contribution in self.open)
+        for contribution in self.open:
+            contribution.excused = excused
         self._end("discarded", event)
 
     def _end(self, fate: Literal["used", "discarded"], event: LoopEvent) -> None:
         for _ in range(len(self.open)):
-            one = self.open.popleft()
-            if event.spares_unreduced and not one.reduced:
-                self.open.append(one)
+            contribution = self.open.popleft()
+            if event.spares_unreduced and not contribution.reduced:
+                self.open.append(contribution)
             else:
-                one.fate, one.ended, one.ended_by = fate, self._number, event
+                contribution.fate, contribution.ended, contribution.ended_by = fate, self._number, event

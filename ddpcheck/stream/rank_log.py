@@ -207,24 +207,24 @@ class WatchedRank(Struct, frozen=True):
     @property
     def constructs(self) -> bool:
         """Return True if the rank is inside the constructor of a wrapper."""
-        around = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
-        return bool(around) and isinstance(around[-1], WrapperBegun)
+        entries = [entry for entry in self.entries if isinstance(entry, WrapperBegun | WrapperMade)]
+        return bool(entries) and isinstance(entries[-1], WrapperBegun)
 
     @property
     def files(self) -> dict[str, str]:
         """Return the file of each program path in the call stacks of collectives."""
-        seen = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
-        pairs = (pair for entry in seen for pair in zip(entry.lines, entry.files, strict=True))
+        entries = [entry for entry in self.entries if isinstance(entry, CallersSeen)]
+        pairs = (pair for entry in entries for pair in zip(entry.lines, entry.files, strict=True))
         return {line.rpartition(":")[0]: file for line, file in pairs}
 
     @property
     def passes(self) -> list[LoaderPass]:
         """Return the data loader passes with their last batch counts."""
-        found = {(one.loader, one.number): one for one in self.entries if isinstance(one, LoaderPass)}
+        passes = {(entry.loader, entry.number): entry for entry in self.entries if isinstance(entry, LoaderPass)}
         for loader, (number, batches) in enumerate(self.batches):
-            if (one := found.get((loader, number))) is not None and one.batches < batches:
-                found[loader, number] = replace(one, batches=batches)
-        return list(found.values())
+            if (entry := passes.get((loader, number))) is not None and entry.batches < batches:
+                passes[loader, number] = replace(entry, batches=batches)
+        return list(passes.values())
 
     @property
     def has_ended(self) -> bool:
@@ -261,8 +261,8 @@ class WatchedRank(Struct, frozen=True):
 def rank_processes(folder: Path) -> dict[int, int]:
     """Return the process id of each rank of the last start."""
     names = [tuple(map(int, path.stem.split("-"))) for path in folder.glob("*.log") if _NAME.fullmatch(path.name)]
-    last = max((restart for restart, *_ in names), default=0)
-    return {rank: pid for restart, rank, _, pid in names if restart == last}
+    latest = max((restart for restart, *_ in names), default=0)
+    return {rank: pid for restart, rank, _, pid in names if restart == latest}
 
 
 def last_restart(folder: Path) -> int:
@@ -273,15 +273,15 @@ def last_restart(folder: Path) -> int:
 def read_logs(folder: Path) -> list[WatchedRank]:
     """Return the logs of the last start, by rank (other nodes in subfolders)."""
     nodes = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    ranks = {one.started.rank: one for node in reversed(nodes) for one in _read_node(node)}
+    ranks = {log.started.rank: log for node in reversed(nodes) for log in _read_node(node)}
     return [ranks[rank] for rank in sorted(ranks)]
 
 
 def _read_node(folder: Path) -> list[WatchedRank]:
-    logs = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
-    found = [one for path in logs if (one := _read(path)) is not None]
-    last = max((one.started.restart for one in found), default=0)  # nodes may count restarts independently
-    return [one for one in found if one.started.restart == last]
+    paths = (path for path in sorted(folder.glob("*.log")) if _NAME.fullmatch(path.name))
+    logs = [log for path in paths if (log := _read(path)) is not None]
+    latest = max((log.started.restart for log in logs), default=0)  # nodes may count restarts independently
+    return [log for log in logs if log.started.restart == latest]
 
 
 def comparable_logs(ranks: Sequence[WatchedRank]) -> list[Sequence[Call]]:
@@ -304,7 +304,7 @@ def _read(path: Path) -> WatchedRank | None:
     first, calls = read_calls(path.with_suffix(".calls"), groups, callers)
     stack = path.with_suffix(".stack")
     text = read_file(stack).decode("utf-8", "replace") if stack.exists() else ""
-    lines = [line for line, made in forwards if made]
+    lines = [line for line, count in forwards if count]
     return WatchedRank(
         entries[0],
         entries[1:],
@@ -313,7 +313,7 @@ def _read(path: Path) -> WatchedRank | None:
         calls,
         text,
         batches,
-        {line: made for line, made in forwards if lines.count(line) == 1},
+        {line: count for line, count in forwards if lines.count(line) == 1},
         unknown,
         read_wait(path.with_suffix(".calls")),
     )

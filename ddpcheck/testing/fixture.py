@@ -112,12 +112,12 @@ class DDPWorld:
         __tracebackhide__ = True
         from ddpcheck.report.checking.check import check
 
-        ours = {name: getattr(self._settings, name) for name in _CHECKED}
-        ours |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
-        ours["backend"] = self._settings.backend  # `None`: chosen by the check
+        preset = {name: getattr(self._settings, name) for name in _CHECKED}
+        preset |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
+        preset["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
-            report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**ours, **options}))
+            report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
         return self._good_enough(report)
@@ -165,8 +165,8 @@ class DDPWorld:
             path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
             page = f"as a page: {path}\n" if path is not None else ""
             # pytest's summary shows only the first line
-            why = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
-            pytest.fail(f"{why}\n\n{as_text(report)}{page}", pytrace=False)
+            reason = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
+            pytest.fail(f"{reason}\n\n{as_text(report)}{page}", pytrace=False)
         return report
 
 

@@ -64,10 +64,10 @@ def give_up_coverage(plugin: Any) -> bytes:
     """Stop pytest-cov in this process and return the coverage data for rank 0."""
     coverage = plugin.cov_controller.cov
     coverage.stop()
-    found = coverage.get_data()
-    data: bytes = found.dumps()
-    found.close()
-    Path(found.data_filename()).unlink(missing_ok=True)  # the data is sent to rank 0 instead
+    cov_data = coverage.get_data()
+    data: bytes = cov_data.dumps()
+    cov_data.close()
+    Path(cov_data.data_filename()).unlink(missing_ok=True)  # the data is sent to rank 0 instead
     plugin.cov_controller = None
     plugin.options.cov_report, plugin.options.cov_fail_under = {}, None
     return data
@@ -131,13 +131,13 @@ class LaunchedWorld:
 
         A failure raises the same error on every rank; also raises `UsageError` if there are too few ranks.
         """
-        asked, seconds = self._asked, self._asked.timeout if timeout is None else timeout
+        options, seconds = self._asked, self._asked.timeout if timeout is None else timeout
         validation.check_seconds("timeout", seconds)
         self.failed = True
-        here = f"run({asked.world_size}, {asked.backend}, {asked.device}, {seconds:g})"
-        told = self._session.gather("a run", (here, starting.process_context()), timeout=asked.startup_timeout)
-        self._session.check_in_step([at for at, _ in told])
-        contexts = [context for _, context in told[: self.world_size]]
+        call = f"run({options.world_size}, {options.backend}, {options.device}, {seconds:g})"
+        entries = self._session.gather("a run", (call, starting.process_context()), timeout=options.startup_timeout)
+        self._session.check_in_step([point for point, _ in entries])
+        contexts = [context for _, context in entries[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
         with self._session.working():  # report before the launcher kills all ranks after a crash
             results, error, self._left = once(self._session, "the results of a run", work)
@@ -183,10 +183,10 @@ def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
     if session.rank == 0:
         with session.working():
             try:
-                done = (True, work())
+                reply = (True, work())
             except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
-                done = (False, error)
-            data = _travelling(*done)
+                reply = (False, error)
+            data = _travelling(*reply)
     succeeded, value = wire.loads(session.gather(what, data, timeout=PATIENCE)[0])
     if not succeeded:
         raise value
@@ -197,6 +197,6 @@ def _travelling(succeeded: bool, value: Any) -> bytes:
     try:
         wire.loads(data := wire.dumps((succeeded, value)))
     except Exception as error:  # mostly exceptions with a custom `__init__`
-        what = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
-        return wire.dumps((False, RankError(what)))
+        reason = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
+        return wire.dumps((False, RankError(reason)))
     return data

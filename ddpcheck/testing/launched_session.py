@@ -79,8 +79,8 @@ class InStep:
             self._settings = marks.settings(self._config, self._options)
         except DDPCheckError:
             return  # reported by the tests that need the settings
-        wanted = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
-        if self._settings.launcher == "off" or not (wanted or self._settings.launcher == "on"):
+        needs_ranks = any(map(self._is_ours, items)) or any(map(self._may_be_ours, self._uncollected))
+        if self._settings.launcher == "off" or not (needs_ranks or self._settings.launcher == "on"):
             return
         if self._config.getoption("usepdb", False) or self._config.getoption("trace", False):
             raise pytest.UsageError(
@@ -120,9 +120,9 @@ class InStep:
         one_machine = launched.leader is not None and launched.leader.one_machine
         factory = getattr(self._config, "_tmp_path_factory", None) if one_machine else None
         base = "" if factory is None else str(factory.getbasetemp())
-        said = launched.gather("the first test", (digest, base), timeout=STARTUP)
-        launched_ranks.share_temporary_folders(self._config, said[0][1])
-        if len({digest for digest, _ in said}) == 1:
+        entries = launched.gather("the first test", (digest, base), timeout=STARTUP)
+        launched_ranks.share_temporary_folders(self._config, entries[0][1])
+        if len({digest for digest, _ in entries}) == 1:
             return ""
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
         return _say_difference(self._launch.launcher, lists)
@@ -160,7 +160,7 @@ class InStep:
             return (yield)
         launched.begin(f"{item.nodeid} ({when})")
         result: object = None
-        own: BaseException | None = None
+        local_error: BaseException | None = None
         try:
             result = yield
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
@@ -168,34 +168,34 @@ class InStep:
             launched.announce(str(error) or type(error).__name__)
             raise
         except BaseException as error:
-            own = error
-        other = self._agreed(launched, item, when, own)
-        if other is not None:
-            raise other
+            local_error = error
+        shared_error = self._agreed(launched, item, when, local_error)
+        if shared_error is not None:
+            raise shared_error
         return result
 
     def _agreed(
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """Return the common exception of this phase; `own`: this rank's exception."""
-        mine = _told(item, own, fell=launched.epoch.out_of_step is not None)
+        local_end = _told(item, own, fell=launched.epoch.out_of_step is not None)
         try:
-            told: list[_Told] = launched.end(mine, timeout=self._patience(item))
+            ends: list[_Told] = launched.end(local_end, timeout=self._patience(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
-        if len({one.same_as for one in told}) == 1:
+        if len({end.same_as for end in ends}) == 1:
             return own
-        caused = any(one.reply is not None and not one.fell for one in told)
-        found = [_failure(rank, one, caused) for rank, one in enumerate(told) if one.reply is not None]
-        error = failures.error(found) if found else None
-        verdict = judge({rank: one.ended for rank, one in enumerate(told) if one.ended is not None}, error)
+        caused = any(end.reply is not None and not end.fell for end in ends)
+        rank_failures = [_failure(rank, end, caused) for rank, end in enumerate(ends) if end.reply is not None]
+        error = failures.error(rank_failures) if rank_failures else None
+        verdict = judge({rank: end.ended for rank, end in enumerate(ends) if end.ended is not None}, error)
         if verdict.how == "xfailed":
             return pytest.xfail.Exception(verdict.headline)
-        shown = {rank: RankArtifacts(failure=wire.loads(one.shown)) for rank, one in enumerate(told) if one.shown}
-        item.stash[_SHOWN] = (when, as_pytest_shows(verdict, shown, item.location))
-        for rank, one in enumerate(told):
-            for key, text in one.output if rank != launched.rank else ():
+        reprs = {rank: RankArtifacts(failure=wire.loads(end.shown)) for rank, end in enumerate(ends) if end.shown}
+        item.stash[_SHOWN] = (when, as_pytest_shows(verdict, reprs, item.location))
+        for rank, end in enumerate(ends):
+            for key, text in end.output if rank != launched.rank else ():
                 item.add_report_section(when, f"{key} of rank {rank} of {launched.world_size}", text)
         return to_raise(verdict, error, marks.expected_failure(item))
 
@@ -203,10 +203,10 @@ class InStep:
         if not self._is_ours(item):
             return PATIENCE
         try:
-            asked = marks.read(item).get("timeout", self._settings.timeout)
+            timeout = marks.read(item).get("timeout", self._settings.timeout)
         except UsageError:
-            asked = self._settings.timeout
-        return float(asked) + STARTUP
+            timeout = self._settings.timeout
+        return float(timeout) + STARTUP
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -214,9 +214,9 @@ class InStep:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Show the failure of another rank as reported there."""
         report = yield
-        when, shown = item.stash.get(_SHOWN, ("", None))
+        when, longrepr = item.stash.get(_SHOWN, ("", None))
         if when == call.when and report.failed and call.excinfo is not None:
-            report.longrepr = shown
+            report.longrepr = longrepr
         return report
 
     # --- The end -----------------------------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ class InStep:
         plugin = self._config.pluginmanager.getplugin("_cov")
         if self._launched is None or plugin is None or getattr(plugin.cov_controller, "cov", None) is None:
             return
-        mine = launched_ranks.give_up_coverage(plugin) if self._launch.rank else b""
+        local_data = launched_ranks.give_up_coverage(plugin) if self._launch.rank else b""
         if self._going or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")
         try:
-            for data in self._launched.end(mine, timeout=STARTUP)[1:]:
+            for data in self._launched.end(local_data, timeout=STARTUP)[1:]:
                 if self._launch.rank == 0:
                     add_coverage(data)
         except RankError as error:
@@ -292,17 +292,17 @@ def _told(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _Tol
         return _Told(Ended("skipped", error.msg or ""))
     if isinstance(error, pytest.xfail.Exception):
         return _Told(Ended("xfailed", error.msg or ""))
-    own = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
-    return _Told(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), own)
+    output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
+    return _Told(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
 
 
 def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
     try:
-        shown = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
-        wire.loads(data := wire.dumps(shown))
+        longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+        wire.loads(data := wire.dumps(longrepr))
     except Exception:  # user objects may raise in __repr__
         return b""
-    return data if hasattr(shown, "reprcrash") else b""
+    return data if hasattr(longrepr, "reprcrash") else b""
 
 
 def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
@@ -317,23 +317,23 @@ def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
 def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
     """Describe the first difference between the tests of rank 0 and another rank."""
     tests, uncollected = lists[0]
-    ranks = [rank for rank, each in enumerate(lists) if each != lists[0]]
+    ranks = [rank for rank, pair in enumerate(lists) if pair != lists[0]]
     other_tests, other_uncollected = lists[ranks[0]]
     start = "The ranks have not collected the same tests, so they cannot run them in step: "
     if uncollected != other_uncollected:
-        bad, what = (ranks[0], other_uncollected) if other_uncollected else (0, uncollected)
-        return f"{start}rank {bad} could not collect {what[0]}"
-    at = next((n for n, (one, other) in enumerate(zip(tests, other_tests, strict=False)) if one != other), None)
-    if at is None:
-        at = min(len(tests), len(other_tests))
-    first, second = (each[at] if at < len(each) else "nothing" for each in (tests, other_tests))
+        failed_rank, errors = (ranks[0], other_uncollected) if other_uncollected else (0, uncollected)
+        return f"{start}rank {failed_rank} could not collect {errors[0]}"
+    index = next((n for n, (test, peer) in enumerate(zip(tests, other_tests, strict=False)) if test != peer), None)
+    if index is None:
+        index = min(len(tests), len(other_tests))
+    first, second = (names[index] if index < len(names) else "nothing" for names in (tests, other_tests))
     reason = (
         "the order differs; give every rank the same seed"
         if sorted(tests) == sorted(other_tests)
         else (f"rank 0 has {len(tests)}, rank {ranks[0]} has {len(other_tests)}")
     )
     return (
-        f"{start}test {at + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
+        f"{start}test {index + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
         f"Every rank that {launcher} starts must be given the same options and see the same files."
     )
 

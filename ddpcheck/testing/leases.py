@@ -98,8 +98,8 @@ class JoinedRanks(Ranks):
         if size > self._launched.world_size:
             reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
             raise pytest.skip.Exception(reason, _use_item_location=True)
-        asked = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
-        return LaunchedWorld(self._launched, asked, watch)
+        world_options = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
+        return LaunchedWorld(self._launched, world_options, watch)
 
     def release(self, world: Lent, *, broken: bool) -> None:
         assert isinstance(world, LaunchedWorld)
@@ -141,21 +141,21 @@ class Record:
     def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
         """Return the artifacts of the ranks; merge their coverage and re-issue their warnings."""
         attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
-        found: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
-        for rank, attachment in found.items():
+        artifacts: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
+        for rank, attachment in artifacts.items():
             if attachment.coverage:
                 add_coverage(attachment.coverage)
             self.add_section("log", rank, world, attachment.log)
-            known = self.item.user_properties
-            known += [each for each in attachment.properties if each not in known]
+            properties = self.item.user_properties
+            properties += [item for item in attachment.properties if item not in properties]
             self.quitting |= attachment.quitting
-        for attachment in found.values():
+        for attachment in artifacts.values():
             for message, category, file, line in attachment.warnings:
                 key = (str(message), category, file, line)
                 if key not in self._warned:  # usually the same on every rank
                     self._warned.add(key)
                     warnings.warn_explicit(message, category, file, line)
-        return found
+        return artifacts
 
     def add_section(self, what: str, rank: int, world: Lent, text: str) -> None:
         """Add non-empty text of a rank to the report."""
@@ -168,8 +168,8 @@ def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
     if error is None or not isinstance(world, World):
         return None
     logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
-    found = judge_failure(error.failures, logs, world.world_size, error.results)
-    return next((one for one in found if one.code == "DDP403"), None)
+    findings = judge_failure(error.failures, logs, world.world_size, error.results)
+    return next((finding for finding in findings if finding.code == "DDP403"), None)
 
 
 class WorldLease:
@@ -216,7 +216,7 @@ class WorldLease:
         finally:
             self._show(world, last=True)
             self.attachment = self._record.unpack(world)
-        ended = {rank: one if isinstance(one, Ended) else Ended("passed") for rank, one in returned.items()}
+        ended = {rank: value if isinstance(value, Ended) else Ended("passed") for rank, value in returned.items()}
         return returned, judge(ended, error, _mismatch(world, error)), error
 
     def explained(self, error: RankError, verdict: TestOutcome) -> RankError:

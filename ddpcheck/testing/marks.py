@@ -46,7 +46,7 @@ def read(item: pytest.Item) -> dict[str, Any]:
     Raises:
         UsageError: A mark has an invalid option.
     """
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for mark in item.iter_markers(MARKER):
         if len(mark.args) > 1:
             raise UsageError(
@@ -61,8 +61,8 @@ def read(item: pytest.Item) -> dict[str, Any]:
             raise UsageError("@pytest.mark.ddp: world_size is an empty list; name at least one number of ranks.")
         for size in sizes if isinstance(sizes, list | tuple) else [sizes]:
             check_options({**options, "world_size": size}, "@pytest.mark.ddp")
-        found = {**options, **found}
-    return found
+        merged = {**options, **merged}
+    return merged
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -85,9 +85,9 @@ def expected_failure(item: pytest.Item) -> Any:
 
 def check_options(options: Mapping[str, Any], whose: str, more: Iterable[str] = ()) -> None:
     """Raise `UsageError` for unknown options (`more` are also allowed) and invalid values."""
-    known = (*OPTIONS, *more)
+    allowed = (*OPTIONS, *more)
     for name, value in options.items():
-        if name not in known:
-            raise UsageError(f"{whose} has no option {name!r}; {suggestion(name, known, 'options')}")
+        if name not in allowed:
+            raise UsageError(f"{whose} has no option {name!r}; {suggestion(name, allowed, 'options')}")
         if name in _CHECKS:
             _CHECKS[name](f"{name} of {whose}", value)

@@ -66,26 +66,26 @@ def judge(ended: Mapping[int, Ended], error: RankError | None, mismatch: Finding
     """Merge the outcomes of passed ranks (`ended`) and failed ranks (`error`)."""
     ended = dict(ended)
     failures = list(error.failures) if error is not None else []
-    for one in list(failures):  # module-level skip during import on a rank
-        if isinstance(one.exception, pytest.skip.Exception):
-            ended[one.rank] = Ended("skipped", one.exception.msg or "")
-            failures.remove(one)
+    for failure in list(failures):  # module-level skip during import on a rank
+        if isinstance(failure.exception, pytest.skip.Exception):
+            ended[failure.rank] = Ended("skipped", failure.exception.msg or "")
+            failures.remove(failure)
     if error is not None and (failures or not error.failures):
-        skipped = any(one.how == "skipped" for one in ended.values())
-        waiting = all(one.kind in ("stuck", "fell") for one in failures)
+        skipped = any(outcome.how == "skipped" for outcome in ended.values())
+        waiting = all(failure.kind in ("stuck", "fell") for failure in failures)
         headline = f"{_disagreement(ended)}; {error}" if skipped and waiting else str(error)
         if mismatch is not None and not skipped:
-            said, (first, other, *_) = mismatch.message.rstrip("."), mismatch.evidence
-            calls = "" if first.partition(": ")[2] in said else f": {first}; {other}"
-            headline = f"{mismatch.code}: {said}{calls}; {headline}"
+            text, (first, second, *_) = mismatch.message.rstrip("."), mismatch.evidence
+            calls = "" if first.partition(": ")[2] in text else f": {first}; {second}"
+            headline = f"{mismatch.code}: {text}{calls}; {headline}"
         return TestOutcome("failed", headline, _lines(ended, failures), failures[0] if failures else None, mismatch)
-    hows = {one.how for one in ended.values()}
-    if hows <= {"passed"}:
+    kinds = {outcome.how for outcome in ended.values()}
+    if kinds <= {"passed"}:
         return TestOutcome("passed")
-    if hows <= {"skipped"}:
+    if kinds <= {"skipped"}:
         return TestOutcome("skipped", ended[min(ended)].reason)
-    if "skipped" not in hows:
-        expected = {rank: one for rank, one in ended.items() if one.how == "xfailed"}
+    if "skipped" not in kinds:
+        expected = {rank: outcome for rank, outcome in ended.items() if outcome.how == "xfailed"}
         return TestOutcome("xfailed", expected[min(expected)].reason)
     return TestOutcome("failed", _disagreement(ended), _lines(ended, []))
 
@@ -97,7 +97,7 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
     """
     first = verdict.first
     if expected is not None and error is not None:
-        others = [one for one in error.failures if one.kind == "raised" and not isinstance(one.exception, expected)]
+        others = [item for item in error.failures if item.kind == "raised" and not isinstance(item.exception, expected)]
         first = others[0] if others else first
     if first is None or error is None:
         return pytest.fail.Exception(verdict.headline, pytrace=False)
@@ -110,8 +110,8 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
 
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:
-    in_order = sorted(ended.items(), key=lambda each: (each[1].how == "passed", each[0]))
-    return f"ranks disagree: {', '.join(told_together((rank, _said(one)) for rank, one in in_order))}"
+    ordered = sorted(ended.items(), key=lambda pair: (pair[1].how == "passed", pair[0]))
+    return f"ranks disagree: {', '.join(told_together((rank, _said(outcome)) for rank, outcome in ordered))}"
 
 
 def _said(one: Ended) -> str:
@@ -124,14 +124,14 @@ def _said(one: Ended) -> str:
 def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
     """Return one line per group of equal outcomes, failures first."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for one in failures:
-        where = f" at {one.location}" if one.location and one.location not in one.message else ""
-        groups.setdefault((phrase(one) + where, one.stack), []).append(one.rank)
-    for rank, each in sorted(ended.items()):
-        groups.setdefault((_said(each), ""), []).append(rank)
+    for failure in failures:
+        place = f" at {failure.location}" if failure.location and failure.location not in failure.message else ""
+        groups.setdefault((phrase(failure) + place, failure.stack), []).append(failure.rank)
+    for rank, outcome in sorted(ended.items()):
+        groups.setdefault((_said(outcome), ""), []).append(rank)
     return tuple(
-        f"{format_ranks(ranks)} {agreeing(said, ranks)}" + (f"\n{stack}" if stack else "")
-        for (said, stack), ranks in groups.items()
+        f"{format_ranks(ranks)} {agreeing(text, ranks)}" + (f"\n{stack}" if stack else "")
+        for (text, stack), ranks in groups.items()
     )
 
 
@@ -141,10 +141,10 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
     """Return report sections on the failures, if the first has a pytest representation."""
     first = verdict.first
-    shown = attachment[first.rank].failure if first is not None and first.rank in attachment else None
-    if first is None or shown is None:
+    longrepr = attachment[first.rank].failure if first is not None and first.rank in attachment else None
+    if first is None or longrepr is None:
         return []
-    return [(f"rank {first.rank}", text_of(shown)), ("ranks", "\n".join(verdict.lines))]
+    return [(f"rank {first.rank}", text_of(longrepr)), ("ranks", "\n".join(verdict.lines))]
 
 
 def as_pytest_shows(
@@ -155,22 +155,22 @@ def as_pytest_shows(
     `test` is the location of the test, as in `pytest.Item.location`.
     """
     first = verdict.first
-    shown = None
-    of_one = first is not None and first.kind not in ("stuck", "died") and verdict.mismatch is None
-    if first is not None and first.rank in attachment and of_one:
-        shown = copy.copy(attachment[first.rank].failure)
-    if shown is None:
-        shown = _from_text(verdict, test)
-    elif shown.reprcrash is not None:
-        shown.reprcrash = copy.copy(shown.reprcrash)
+    longrepr = None
+    is_single = first is not None and first.kind not in ("stuck", "died") and verdict.mismatch is None
+    if first is not None and first.rank in attachment and is_single:
+        longrepr = copy.copy(attachment[first.rank].failure)
+    if longrepr is None:
+        longrepr = _from_text(verdict, test)
+    elif longrepr.reprcrash is not None:
+        longrepr.reprcrash = copy.copy(longrepr.reprcrash)
         assert first is not None
-        shown.reprcrash.message = f"rank {first.rank}: {shown.reprcrash.message}"
-        if chain := getattr(shown, "chain", None):  # serialized by pytest-xdist
-            shown.chain = [*chain[:-1], (chain[-1][0], shown.reprcrash, chain[-1][2])]
-    if verdict.lines != (verdict.headline,) and hasattr(shown, "addsection"):
-        shown.sections = list(shown.sections)
-        shown.addsection("ranks", "\n".join(verdict.lines))
-    return shown
+        longrepr.reprcrash.message = f"rank {first.rank}: {longrepr.reprcrash.message}"
+        if chain := getattr(longrepr, "chain", None):  # serialized by pytest-xdist
+            longrepr.chain = [*chain[:-1], (chain[-1][0], longrepr.reprcrash, chain[-1][2])]
+    if verdict.lines != (verdict.headline,) and hasattr(longrepr, "addsection"):
+        longrepr.sections = list(longrepr.sections)
+        longrepr.addsection("ranks", "\n".join(verdict.lines))
+    return longrepr
 
 
 def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
@@ -181,8 +181,8 @@ def _from_text(verdict: TestOutcome, test: tuple[str, int | None, str]) -> Any:
     try:
         from _pytest._code import code
 
-        places = [one.location for one in (verdict.mismatch, verdict.first) if one is not None and one.location]
-        path, _, line = str(next(iter(places), "")).rpartition(":")
+        locations = [item.location for item in (verdict.mismatch, verdict.first) if item is not None and item.location]
+        path, _, line = str(next(iter(locations), "")).rpartition(":")
         if not path:
             path, line = test[0], str((test[1] or 0) + 1)
         return code.ReprExceptionInfo(

@@ -62,13 +62,13 @@ class TestConditions:
     def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
         """Return the conditions of this process."""
         config = item.config
-        by_test = config.getoption("cov_context", None) == "test"
+        per_test = config.getoption("cov_context", None) == "test"
         return cls(
             filters=tuple(warnings.filters),
             log_level=logging.getLogger().level,
             log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
             seeds=changed_since(since),
-            coverage=CoverageOptions.now(f"{item.nodeid}|run" if by_test else ""),
+            coverage=CoverageOptions.now(f"{item.nodeid}|run" if per_test else ""),
             style=Style(
                 config.getoption("tbstyle", "auto"),
                 bool(config.getoption("showlocals", False)),
@@ -143,19 +143,19 @@ def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[
         return
     import coverage
 
-    ours = coverage.Coverage(data_file=None, config_file=how.file or False, messages=False)
+    cov = coverage.Coverage(data_file=None, config_file=how.file or False, messages=False)
     for name, value in how.options.items():
         with contextlib.suppress(Exception):
-            ours.set_option(name, value)
-    ours.set_option("run:disable_warnings", list(_NEEDLESS))
-    ours.start()
+            cov.set_option(name, value)
+    cov.set_option("run:disable_warnings", list(_NEEDLESS))
+    cov.start()
     try:
         if how.context:
-            ours.switch_context(how.context)
+            cov.switch_context(how.context)
         yield
     finally:
-        ours.stop()
-        artifacts.coverage = ours.get_data().dumps()
+        cov.stop()
+        artifacts.coverage = cov.get_data().dumps()
 
 
 def add_coverage(data: bytes) -> None:
@@ -165,9 +165,9 @@ def add_coverage(data: bytes) -> None:
         return
     import coverage
 
-    theirs = coverage.CoverageData(no_disk=True)
-    theirs.loads(data)
-    current.get_data().update(theirs)
+    rank_data = coverage.CoverageData(no_disk=True)
+    rank_data.loads(data)
+    current.get_data().update(rank_data)
 
 
 def _current_coverage() -> Any:

@@ -198,19 +198,19 @@ def _rank_values() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    here = this_rank.current()
+    context = this_rank.current()
     return {
-        "rank": here.rank,
-        "world_size": here.world_size,
-        "device": torch.device(here.device),
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "device": torch.device(context.device),
         "process_group": dist.group.WORLD,
     }
 
 
 @contextlib.contextmanager
 def _generated(name: str, steps: Generator[Any, None, None]) -> Iterator[Any]:
-    nothing = object()
-    if (value := next(steps, nothing)) is nothing:
+    missing = object()
+    if (value := next(steps, missing)) is missing:
         raise UsageError(f"The fixture {name!r} did not yield a value.")
     try:
         yield value

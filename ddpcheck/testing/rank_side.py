@@ -125,7 +125,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
                 raise
     finally:
         attachment.log = log.getvalue()
-        attachment.warnings = [(one.message, one.category, one.filename, one.lineno) for one in caught]  # type: ignore[misc]
+        attachment.warnings = [(entry.message, entry.category, entry.filename, entry.lineno) for entry in caught]  # type: ignore[misc]
         this_rank.save_attachment(_packed(attachment))
 
 
@@ -140,13 +140,13 @@ def _log_collectives() -> None:
 @contextlib.contextmanager
 def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
     """Collect unhandled thread and unraisable exceptions as the same warnings that pytest issues."""
-    found: list[tuple[Warning, str, int]] = []
+    caught: list[tuple[Warning, str, int]] = []
     hooks = threading.excepthook, sys.unraisablehook
 
     def note(kind: type[Warning], what: str, args: Any) -> None:
         text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(args.exc_traceback)]
-        found.append((kind(f"{what}\n\n{text}"), *(frames[-1] if frames else ("", 0))))
+        caught.append((kind(f"{what}\n\n{text}"), *(frames[-1] if frames else ("", 0))))
 
     def in_thread(args: Any) -> None:
         name = args.thread.name if args.thread is not None else "<unknown>"
@@ -155,12 +155,12 @@ def _unhandled() -> Iterator[list[tuple[Warning, str, int]]]:
             this_rank.save_thread_error(name, args.exc_value)
 
     def unraisable(args: Any) -> None:
-        what = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
-        note(pytest.PytestUnraisableExceptionWarning, what, args)
+        title = f"{args.err_msg or 'Exception ignored in'}: {args.object!r}"
+        note(pytest.PytestUnraisableExceptionWarning, title, args)
 
     threading.excepthook, sys.unraisablehook = in_thread, unraisable
     try:
-        yield found
+        yield caught
     finally:
         threading.excepthook, sys.unraisablehook = hooks
 
@@ -203,24 +203,24 @@ def _as_pytest_shows(error: BaseException, style: Style) -> Any:
     if isinstance(error, DDPCheckError) and not _theirs(info):
         return None
     try:
-        how = "long" if style.traceback == "auto" or style.full else style.traceback
+        repr_style = "long" if style.traceback == "auto" or style.full else style.traceback
         if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
-            how = "value"
-        if how == "native" and not style.full:  # `tbfilter` is ignored by style "native"
+            repr_style = "value"
+        if repr_style == "native" and not style.full:  # `tbfilter` is ignored by style "native"
             info.traceback = _theirs(info)
-        shown = info.getrepr(
+        longrepr = info.getrepr(
             showlocals=style.show_locals,
-            style=how,  # type: ignore[arg-type]
+            style=repr_style,  # type: ignore[arg-type]
             abspath=os.getcwd() != style.directory,
             tbfilter=False if style.full else lambda info: _users(info, style),
             funcargs=True,
             truncate_locals=style.verbosity <= 1,
             chain=True,
         )
-        wire.loads(wire.dumps(shown))
+        wire.loads(wire.dumps(longrepr))
     except Exception:  # user objects may raise in __repr__
         return None
-    return shown
+    return longrepr
 
 
 def text_of(shown: Any) -> str:
@@ -239,14 +239,14 @@ def text_of(shown: Any) -> str:
 
 def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
     """Filter a traceback to user frames, as pytest's `Function._traceback_filter` does."""
-    whole = info.traceback
-    kept = _theirs(info).filter(info) or whole
-    if style.traceback == "auto" and len(kept) > 2:
-        return type(whole)((kept[0], *(entry.with_repr_style("short") for entry in kept[1:-1]), kept[-1]))
-    return kept
+    frames = info.traceback
+    shown = _theirs(info).filter(info) or frames
+    if style.traceback == "auto" and len(shown) > 2:
+        return type(frames)((shown[0], *(entry.with_repr_style("short") for entry in shown[1:-1]), shown[-1]))
+    return shown
 
 
 def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
     """Return the traceback without ddpcheck frames."""
-    ours = (_PACKAGE, str(contextlib.__file__))  # fixtures run in context managers
-    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(ours))
+    prefixes = (_PACKAGE, str(contextlib.__file__))  # fixtures run in context managers
+    return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(prefixes))

@@ -57,10 +57,10 @@ class _Pdb(pdb.Pdb):
         self.use_rawinput = False
 
     def interaction(self, *args: Any, **kwargs: Any) -> Any:
-        here = this_rank.current()
-        self.prompt = f"(rank {here.rank}) "
+        context = this_rank.current()
+        self.prompt = f"(rank {context.rank}) "
         self._calls += 1
-        place = here.directory / f"rank{here.rank}.{self._calls}.pdb"
+        place = context.directory / f"rank{context.rank}.{self._calls}.pdb"
         try:
             with Listener(str(place), "AF_UNIX") as listener, listener.accept() as connection:
                 terminal: Any = _Terminal(connection)
@@ -75,7 +75,7 @@ class _Pdb(pdb.Pdb):
 @contextlib.contextmanager
 def available(terminal: bool) -> Iterator[None]:
     """Enable `breakpoint()` and `pdb.set_trace()` on a rank; raise without a terminal."""
-    before = sys.breakpointhook, pdb.set_trace
+    hooks = sys.breakpointhook, pdb.set_trace
     debugger: list[_Pdb] = []
 
     def stop(*_: object, **__: object) -> None:
@@ -84,16 +84,16 @@ def available(terminal: bool) -> Iterator[None]:
                 "breakpoint() on a rank needs pytest in a terminal; run it without pytest-xdist (-n 0), "
                 "and without torchrun or mpirun."
             )
-        here = this_rank.current()
+        context = this_rank.current()
         if not debugger:
-            debugger.append(_Pdb(f"\n>>> breakpoint() on rank {here.rank} of {here.world_size}\n"))
+            debugger.append(_Pdb(f"\n>>> breakpoint() on rank {context.rank} of {context.world_size}\n"))
         debugger[0].set_trace(sys._getframe(1))
 
     sys.breakpointhook = pdb.set_trace = stop
     try:
         yield
     finally:
-        sys.breakpointhook, pdb.set_trace = before
+        sys.breakpointhook, pdb.set_trace = hooks
         sys.settrace(None) if debugger else None
 
 
@@ -101,8 +101,8 @@ def post_mortem(error: BaseException, shown: str) -> bool:
     """Debug the frame that raised `error`; return True if the user quit."""
     if isinstance(error, bdb.BdbQuit):
         return True
-    here = this_rank.current()
-    debugger = _Pdb(f"\n{shown}\n>>> post mortem on rank {here.rank} of {here.world_size}\n")
+    context = this_rank.current()
+    debugger = _Pdb(f"\n{shown}\n>>> post mortem on rank {context.rank} of {context.world_size}\n")
     trace: TracebackType | None = error.__traceback__
     debugger.reset()
     debugger.interaction(None, trace)
@@ -144,8 +144,8 @@ class PdbTerminal:
             self._rank = rank
             with self._terminal() as terminal:
                 while True:
-                    if (said := connection.recv()) is not None:
-                        terminal.write(said)
+                    if (output := connection.recv()) is not None:
+                        terminal.write(output)
                         terminal.flush()
                     else:  # empty at end of input: pdb quits
                         connection.send(_typed().decode("utf-8", "replace"))

@@ -102,9 +102,9 @@ class Session:
             rent = functools.partial(WorldLease, self._ranks, record)
             yield DDPWorld(self._settings, rent, self._options(item), keep)
         finally:
-            with contextlib.ExitStack() as ending:  # release every world even if one release raises
+            with contextlib.ExitStack() as stack:  # release every world even if one release raises
                 for lease in record.leases:
-                    ending.callback(lease.close)
+                    stack.callback(lease.close)
 
     def run_marked(self, item: pytest.Function) -> None:
         """Run a test body on every rank; raise on failure, skip or xfail."""
@@ -112,8 +112,8 @@ class Session:
         with contextlib.closing(WorldLease(self._ranks, record, self._options(item))) as lease:
             try:
                 ended, verdict, error = lease.run(rank_side.perform, _packed(item, record))
-            except UsageError as wrong:
-                _refuse(str(wrong))
+            except UsageError as usage_error:
+                _refuse(str(usage_error))
             if verdict.how == "passed":
                 _warn_of_results(item, ended)
             elif verdict.how == "skipped":
@@ -128,16 +128,16 @@ class Session:
     def _options(self, item: pytest.Item) -> dict[str, Any]:
         """Return the world options of a test: marks first, then settings."""
         try:
-            asked = marks.read(item)
+            test_options = marks.read(item)
             parameters = getattr(getattr(item, "callspec", None), "params", {})
             if "world_size" in parameters:
-                asked["world_size"] = parameters["world_size"]
-                marks.check_options(asked, "@pytest.mark.ddp")
-        except UsageError as wrong:
-            _refuse(str(wrong))
+                test_options["world_size"] = parameters["world_size"]
+                marks.check_options(test_options, "@pytest.mark.ddp")
+        except UsageError as error:
+            _refuse(str(error))
         # gloo supports every device and any number of ranks
-        usual = {"backend": self._settings.backend or "gloo"}
-        return {**usual, **{name: getattr(self._settings, name) for name in _OPTIONS}, **asked}
+        defaults = {"backend": self._settings.backend or "gloo"}
+        return {**defaults, **{name: getattr(self._settings, name) for name in _OPTIONS}, **test_options}
 
     # --- After a test ----------------------------------------------------------------------------------------------
 
@@ -157,14 +157,14 @@ class Session:
         if call.when == "call" and record.shown is not None and report.failed:
             report.longrepr = record.shown
         error = call.excinfo.value if call.excinfo is not None else None
-        explained, said = record.explained
-        said = said if error is explained else []
+        explained_error, sections = record.explained
+        sections = sections if error is explained_error else []
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
-        for title, text in said:
+        for title, text in sections:
             add(title, text)  # also included in a JUnit report
-        if not said and record.shown is None and isinstance(error, DDPCheckError) and error.detail:
+        if not sections and record.shown is None and isinstance(error, DDPCheckError) and error.detail:
             report.sections.append(("ddpcheck", error.detail))
-        if (said or record.shown is not None) and item.config.getoption("usepdb", False):
+        if (sections or record.shown is not None) and item.config.getoption("usepdb", False):
             call.excinfo = None  # already debugged on the rank
         return report
 
@@ -208,8 +208,8 @@ def _packed(item: pytest.Function, record: Record) -> bytes:
         _refuse(
             f"--trace stops in pytest's own process, and {item.name} runs on ranks; put breakpoint() in it instead."
         )
-    taken = item._fixtureinfo.argnames
-    arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in taken}
+    names = item._fixtureinfo.argnames
+    arguments = {name: rank_fixtures.converted(name, item.funcargs[name]) for name in names}
     return rank_fixtures.pack(item.name, arguments, function, record.setups)
 
 
@@ -224,7 +224,7 @@ def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -
 
 
 def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
-    returned = next((one.returned for one in ended.values() if one.returned), "")
+    returned = next((outcome.returned for outcome in ended.values() if outcome.returned), "")
     if returned:
         warning = pytest.PytestReturnNotNoneWarning(
             f"Test functions should return None, but {item.nodeid} returned {returned} on its ranks; did you mean "

@@ -53,13 +53,13 @@ def _kind(options: Mapping[str, Any]) -> Kind:
     Raises:
         UsageError: An option is invalid.
     """
-    asked = validation.WorldOptions(**options)
-    own = asked.env or {}
-    environment = {**starting.inherited_environment(), **own}
-    early = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
-    fixed = {field.name: getattr(asked, field.name) for field in fields(asked) if field.name not in _LATE}
-    fixed["threads"] = asked.threads or validation.threads(asked.world_size)
-    return repr(fixed), early, frozenset(name for name in own if name.startswith(_EARLY))
+    checked = validation.WorldOptions(**options)
+    env = checked.env or {}
+    environment = {**starting.inherited_environment(), **env}
+    early_vars = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
+    fixed = {field.name: getattr(checked, field.name) for field in fields(checked) if field.name not in _LATE}
+    fixed["threads"] = checked.threads or validation.threads(checked.world_size)
+    return repr(fixed), early_vars, frozenset(name for name in env if name.startswith(_EARLY))
 
 
 class WorldPool:
@@ -105,8 +105,8 @@ class WorldPool:
         idle = self._idle.setdefault(key, [])
         world = None
         while idle and world is None:
-            one = idle.pop()
-            world = self._updated(one, one.wait_ready(_PATIENCE), options)
+            candidate = idle.pop()
+            world = self._updated(candidate, candidate.wait_ready(_PATIENCE), options)
         world = world or self._prepared(kind, options) or start_world(**options)
         self._leased[id(world)] = (world, key)
         return world
@@ -139,8 +139,8 @@ class WorldPool:
         """Close every world, including leased worlds, and wait until all ranks have exited."""
         self._enter()
         self._prepare(None)
-        held = [world for world, _ in self._leased.values()]
-        for world in [*held, *(world for idle in self._idle.values() for world in idle)]:
+        leased = [world for world, _ in self._leased.values()]
+        for world in [*leased, *(world for idle in self._idle.values() for world in idle)]:
             self._begin_close(world)
         self._leased.clear()
         self._idle.clear()

@@ -29,7 +29,7 @@ def _hook() -> Any:
     from _pytest.assertion import rewrite
 
     config: Any = SimpleNamespace(stash=pytest.Stash(), getini=lambda name: ())
-    config.stash[rewrite.assertstate_key] = SimpleNamespace(trace=lambda said: None)
+    config.stash[rewrite.assertstate_key] = SimpleNamespace(trace=lambda message: None)
     hook = rewrite.AssertionRewritingHook(config)
     sys.meta_path.insert(0, hook)
     explain_comparisons()
@@ -39,8 +39,8 @@ def _hook() -> Any:
 def rewrite_on_import(names: Iterable[str]) -> None:
     """Rewrite the assertions of these modules on import; called on ranks."""
     with contextlib.suppress(Exception):  # another version of pytest
-        if new := set(names) - sys.modules.keys():
-            _hook().mark_rewrite(*new)
+        if new_names := set(names) - sys.modules.keys():
+            _hook().mark_rewrite(*new_names)
 
 
 def explain_comparisons(verbosity: int = 0, ini: Mapping[str, Any] | None = None) -> None:

@@ -57,15 +57,15 @@ def watch_compiling(tell: Callable[[float, float], None]) -> None:
     @functools.wraps(original)
     @passes_on
     def compile(*args: Any, **kwargs: Any) -> Any:
-        inside = _is_of_torch(sys._getframe(1), torch)
-        _state.asked |= not inside
+        is_internal = _is_of_torch(sys._getframe(1), torch)
+        _state.asked |= not is_internal
         _begun()
         try:  # the first call imports the compiler, which takes seconds
             _settle()
             compiled = original(*args, **kwargs)
         finally:
             _ended()
-        return _compiled_all_the_same(compiled) if inside else compiled
+        return _compiled_all_the_same(compiled) if is_internal else compiled
 
     torch.compile = compile
 
@@ -98,10 +98,10 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
     No effect if torch has no stances (before 2.6) or inside a compiled region.
     """
     torch: Any = sys.modules["torch"]
-    with contextlib.ExitStack() as block:
+    with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
             with contextlib.suppress(RuntimeError):  # in a compiled region
-                block.enter_context(torch.compiler.set_stance(name))
+                stack.enter_context(torch.compiler.set_stance(name))
         yield
 
 
@@ -135,8 +135,8 @@ def _ended(_arguments: Any = None) -> None:
 def _is_of_torch(caller: FrameType, torch: Any) -> bool:
     """Return True for internal calls of torch, such as control flow and flex attention."""
     file = caller.f_code.co_filename
-    ours = caller.f_code.co_name in ("compile", "fn")  # `Module.compile`, and `torch.compile` as a decorator
-    return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not ours
+    is_wrapper = caller.f_code.co_name in ("compile", "fn")  # `Module.compile`, and `torch.compile` as a decorator
+    return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not is_wrapper
 
 
 def _compiled_all_the_same(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,8 +32,8 @@ class DeadlockDetector:
 
     def __init__(self, processes: RankProcesses, device: str) -> None:
         self._processes = processes
-        several = len(processes.ranks) > 1 and processes.one_machine
-        self._possible = sys.platform == "linux" and device == "cpu" and several
+        multiple_ranks = len(processes.ranks) > 1 and processes.one_machine
+        self._possible = sys.platform == "linux" and device == "cpu" and multiple_ranks
         self._next = 0.0
         self.reset()
 
@@ -52,11 +52,11 @@ class DeadlockDetector:
         if self.wait(now) > 0.0:
             return ""
         self._next = now + INTERVAL
-        used = self._processor_seconds()
-        if self._since is None or used is None or not self._is_still(used, now - self._since):
+        cpu_seconds = self._processor_seconds()
+        if self._since is None or cpu_seconds is None or not self._is_still(cpu_seconds, now - self._since):
             self.reset()
-            if used is not None:
-                self._since, self._used = now, used
+            if cpu_seconds is not None:
+                self._since, self._used = now, cpu_seconds
             return ""
         if now - self._since < _SECONDS:
             return ""
@@ -81,12 +81,12 @@ class DeadlockDetector:
 
     def _processor_seconds(self) -> list[float] | None:
         """Return the CPU seconds per rank, or `None` if any is running or exited."""
-        used = []
+        cpu_seconds = []
         for rank in self._processes.ranks:
             if rank.pid is None or rank.ended is not None or (seconds := processor_seconds(rank.pid)) is None:
                 return None
-            used.append(seconds)
-        return used
+            cpu_seconds.append(seconds)
+        return cpu_seconds
 
     def _waiting_stacks(self) -> dict[int, tuple[Frame, ...]]:
         """Return the stacks of the unfinished ranks, or {} unless all wait."""
@@ -104,12 +104,12 @@ def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
     `beside_main` excludes the main thread.
     """
     try:
-        awake = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
-        for glance in range(_GLANCES):
-            if glance:
+        threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
+        for attempt in range(_GLANCES):
+            if attempt:
                 time.sleep(_BETWEEN)
-            awake = [thread for thread in awake if process_stat(f"{pid}/task/{thread}")[0] != "S"]
-            if not awake:
+            threads = [thread for thread in threads if process_stat(f"{pid}/task/{thread}")[0] != "S"]
+            if not threads:
                 ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if beside_main else 0)
                 return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):  # the process has exited
@@ -158,17 +158,17 @@ def locked_children(pid: int) -> dict[int, int]:
 
     Excludes a child with any thread that computes, sleeps, reads or waits for the network.
     """
-    found = {}
+    children = {}
     for child in children_of(pid):
         threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
-        waits = {thread: _read(f"{thread}/wchan") for thread in threads}
-        main = waits.get(f"{child}/task/{child}", "")
-        if "futex" in main and all("futex" in one or one == _LOCAL_SOCKET for one in waits.values()):
-            found[child] = sum(map(switches, threads))
-    return found
+        wchans = {thread: _read(f"{thread}/wchan") for thread in threads}
+        main_wchan = wchans.get(f"{child}/task/{child}", "")
+        if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
+            children[child] = sum(map(switches, threads))
+    return children
 
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of the child processes, possibly including just exited children."""
-    lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
-    return [int(child) for children in lists for child in children.split()]
+    pid_lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
+    return [int(child) for children in pid_lists for child in children.split()]

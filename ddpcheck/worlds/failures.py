@@ -62,12 +62,12 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
     if (original := original_of(error)) is not None:
         noticed = f"raised {original.where}{f', for which {where} waited' if where else ''}"
         name, text, where = original.type, original.text, original.location or where
-    first, cause = _first_of(error), ""
-    if first is not error:
+    root, cause = _first_of(error), ""
+    if root is not error:
         with contextlib.suppress(Exception):  # __str__ may raise
-            cause = shortened(f"{type(first).__qualname__}: {first}", LONGEST_TRACEBACK)
-        if cause and not noticed and (began := exception_location(first)) not in (None, where):
-            noticed = f"raised in the handling of {_first_line(cause)}, at {began}"
+            cause = shortened(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
+        if cause and not noticed and (cause_location := exception_location(root)) not in (None, where):
+            noticed = f"raised in the handling of {_first_line(cause)}, at {cause_location}"
     bug = as_bug(error, place) if is_ours(error) and not _FELL.search(f"{name} {text}") else None
     return {
         "when": when,
@@ -89,13 +89,13 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
 
 def _first_of(error: BaseException) -> BaseException:
     """Return the root of the exception chain of `error` (`__cause__` or `__context__`)."""
-    seen = [error]
+    chain = [error]
     while True:
-        last = seen[-1]
-        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if before is None or any(before is one for one in seen):
-            return last
-        seen.append(before)
+        current = chain[-1]
+        cause = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        if cause is None or any(cause is link for link in chain):
+            return current
+        chain.append(cause)
 
 
 def _format(error: BaseException) -> str:
@@ -125,13 +125,13 @@ def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
         message = f"rank {rank} raised {reply['type']}" + (f": {text}" if text else "")
     if reply["bug"]:
         message = f"rank {rank} met a bug: {_first_line(reply['bug'])}"
-    as_told = ("kind", "when", "type", "traceback", "place", "collective", "location", "exit_code", "bug", "noticed")
+    fields = ("kind", "when", "type", "traceback", "place", "collective", "location", "exit_code", "bug", "noticed")
     return RankFailure(
         rank,
         message=message,
         exception=exception if isinstance(exception, BaseException) else None,
         cause=reply.get("cause", ""),
-        **{name: reply[name] for name in as_told},
+        **{name: reply[name] for name in fields},
     )
 
 
@@ -151,8 +151,8 @@ def died(rank: int, code: int | None, when: float, output: str = "", dump: str =
         message = f"rank {rank} was killed by {name}"
         if -code == signal.SIGKILL:
             message += " (not by ddpcheck; the system does that when memory runs out)"
-        elif said := re.search(r"^ *what\(\): *(.+)$", output, re.MULTILINE):
-            message += f": {_first_line(said[1])}"
+        elif match := re.search(r"^ *what\(\): *(.+)$", output, re.MULTILINE):
+            message += f": {_first_line(match[1])}"
     else:
         message = f"rank {rank} ended with exit code {code} before its work was done, without a Python exception"
     return RankFailure(
@@ -171,17 +171,17 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
     frames = own_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
-        what = f"waits in {collective}" + (f" ({place})" if place else "")
+        state = f"waits in {collective}" + (f" ({place})" if place else "")
     elif place:
         inner = place_of(frames)
-        what = f"is in {place}" + (f" ({inner})" if inner else "")
+        state = f"is in {place}" + (f" ({inner})" if inner else "")
     else:
         called = ", called from " if (region := region_of(frames)) else ""
-        what = f"is in {region}{called}{place_of(frames) or 'an unknown place'}"
+        state = f"is in {region}{called}{place_of(frames) or 'an unknown place'}"
     return RankFailure(
         rank,
         "stuck",
-        f"rank {rank} {what}",
+        f"rank {rank} {state}",
         when,
         place=place,
         collective=collective,
@@ -203,8 +203,8 @@ def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
         return None
     name, reply = json.loads(error)
     failure = raised(rank, reply)
-    said = failure.message.removeprefix(f"rank {rank} ")
-    return replace(failure, message=f"rank {rank} waits in {waits_in} for a thread ({name}) that {said}")
+    message = failure.message.removeprefix(f"rank {rank} ")
+    return replace(failure, message=f"rank {rank} waits in {waits_in} for a thread ({name}) that {message}")
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
@@ -212,15 +212,15 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
 
     The time of a dead rank is when its exit was detected, which may be later than the failures that it caused.
     """
-    causes = [one for one in failures if one.kind != "stuck" and not looks_fallen(one)]
+    causes = [failure for failure in failures if failure.kind != "stuck" and not looks_fallen(failure)]
     marked = []
-    for one in failures:
-        if looks_fallen(one) and any(cause.kind == "died" or cause.when <= one.when + 0.5 for cause in causes):
-            message = one.message.replace(f"rank {one.rank} raised", f"rank {one.rank} fell with it:", 1)
-            one = replace(one, kind="fell", message=message)
-        marked.append(one)
-    late = ("stuck", "fell")
-    return sorted(marked, key=lambda one: (one.kind in late and bool(causes), one.when, one.rank))
+    for failure in failures:
+        if looks_fallen(failure) and any(cause.kind == "died" or cause.when <= failure.when + 0.5 for cause in causes):
+            message = failure.message.replace(f"rank {failure.rank} raised", f"rank {failure.rank} fell with it:", 1)
+            failure = replace(failure, kind="fell", message=message)
+        marked.append(failure)
+    effects = ("stuck", "fell")
+    return sorted(marked, key=lambda failure: (failure.kind in effects and bool(causes), failure.when, failure.rank))
 
 
 def looks_fallen(failure: RankFailure) -> bool:
@@ -237,51 +237,51 @@ def error(failures: Sequence[RankFailure]) -> RankError:
     """Return the exception for a world with failed ranks."""
     ordered = in_order(failures)
     headline = phrase(ordered[0])
-    same = [one for one in ordered if one.kind == ordered[0].kind and phrase(one) == headline]
+    same = [failure for failure in ordered if failure.kind == ordered[0].kind and phrase(failure) == headline]
     if len(same) > 1:  # by rank, for a deterministic message
-        ordered = sorted(same, key=lambda one: one.rank) + [one for one in ordered if one not in same]
-    others = _summary(ordered[len(same) :])
-    ranks = [one.rank for one in same]
-    message = f"{format_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({others})" if others else "")
+        ordered = sorted(same, key=lambda item: item.rank) + [item for item in ordered if item not in same]
+    summary = _summary(ordered[len(same) :])
+    ranks = [failure.rank for failure in same]
+    message = f"{format_ranks(ranks)} {agreeing(headline, ranks)}" + (f" ({summary})" if summary else "")
     return RankError(message, ordered, detail=_detail(ordered))
 
 
 def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
     """Return the exception for ranks that did not finish."""
-    ordered = sorted(failures, key=lambda one: (one.when, one.rank))
-    waiting = "; ".join(told_together((one.rank, phrase(one)) for one in ordered))
+    ordered = sorted(failures, key=lambda failure: (failure.when, failure.rank))
+    waiting = "; ".join(told_together((failure.rank, phrase(failure)) for failure in ordered))
     message = f"{headline}: {waiting}" if waiting else headline
     return HangError(message, ordered, detail=_detail(ordered))
 
 
 def _summary(rest: Sequence[RankFailure]) -> str:
     """Summarize the failures outside the headline, with equal failures grouped."""
-    said = []
-    for one in rest:
-        what = phrase(one)
-        if one.kind == "fell":
-            what = "fell with it"
-        elif one.kind == "stuck":
-            where = one.collective and f"waiting in {one.collective}"
-            what = "was still " + (where or f"in {one.place or what.removeprefix('is in ')}")
-        said.append((one.rank, what))
-    return "; ".join(told_together(said))
+    phrases = []
+    for failure in rest:
+        text = phrase(failure)
+        if failure.kind == "fell":
+            text = "fell with it"
+        elif failure.kind == "stuck":
+            where = failure.collective and f"waiting in {failure.collective}"
+            text = "was still " + (where or f"in {failure.place or text.removeprefix('is in ')}")
+        phrases.append((failure.rank, text))
+    return "; ".join(told_together(phrases))
 
 
 def _detail(failures: Sequence[RankFailure]) -> str:
     """Return traceback, stack and output of each rank, with equal failures grouped."""
-    groups = group_by(failures, lambda one: (phrase(one), one.traceback, one.stack))
+    groups = group_by(failures, lambda failure: (phrase(failure), failure.traceback, failure.stack))
     lines = []
-    for (said, traceback, stack), group in groups.items():
-        ranks = [one.rank for one in group]
-        told = bool(traceback) and group[0].kind == "raised"  # the last line of the traceback repeats it
-        lines.append(f"[{format_ranks(ranks)}]" if told else f"[{format_ranks(ranks)}] {agreeing(said, ranks)}")
+    for (text, traceback, stack), group in groups.items():
+        ranks = [failure.rank for failure in group]
+        is_shown = bool(traceback) and group[0].kind == "raised"  # the last line of the traceback repeats it
+        lines.append(f"[{format_ranks(ranks)}]" if is_shown else f"[{format_ranks(ranks)}] {agreeing(text, ranks)}")
         lines += [traceback.rstrip("\n")] if traceback else []
         lines += ["stack, most recent call first:", stack.rstrip("\n")] if stack else []
-        outputs = {one.output.rstrip("\n") for one in group}
-        for one in group[:1] if len(outputs) == 1 else group:
-            whose = "output:" if len(outputs) == 1 else f"output of rank {one.rank}:"
-            lines += [whose, one.output.rstrip("\n")] if one.output else []
+        outputs = {failure.output.rstrip("\n") for failure in group}
+        for failure in group[:1] if len(outputs) == 1 else group:
+            title = "output:" if len(outputs) == 1 else f"output of rank {failure.rank}:"
+            lines += [title, failure.output.rstrip("\n")] if failure.output else []
     return "\n".join(lines)
 
 
@@ -302,5 +302,5 @@ def tail(path: Path) -> str:
             data = file.read()
     except OSError:
         return ""
-    last = data.decode("utf-8", "replace").splitlines()[-20:]
-    return "\n".join(line if len(line) <= _WIDEST else line[:_WIDEST] + "..." for line in last)
+    last_lines = data.decode("utf-8", "replace").splitlines()[-20:]
+    return "\n".join(line if len(line) <= _WIDEST else line[:_WIDEST] + "..." for line in last_lines)

@@ -138,31 +138,31 @@ class Server:
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to reap orphaned descendants of ranks
         wake_read, wake_write = socket.socketpair()
         self._wake = (wake_read, wake_write)
-        for end in self._wake:
-            end.setblocking(False)
+        for sock in self._wake:
+            sock.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         gc.freeze()
         chores = self._chores()
-        more: bool | None = True  # None once all work is done
+        has_chores: bool | None = True  # None once all work is done
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._sock, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             ready: list[Any] = []
             while self._attend(self._sock in ready):
-                while order := next((each for each in self._orders if self._complete or not each.ahead), None):
+                while order := next((entry for entry in self._orders if self._complete or not entry.ahead), None):
                     self._orders.remove(order)
                     self._open(order)
-                ready = [key.fileobj for key, _ in selector.select(0 if more else _TICK)]
+                ready = [key.fileobj for key, _ in selector.select(0 if has_chores else _TICK)]
                 if wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
                         while wake_read.recv(4096):
                             pass
-                    more = more is not None  # ranks may have exited
-                elif more is not None and not ready:
+                    has_chores = has_chores is not None  # ranks may have exited
+                elif has_chores is not None and not ready:
                     with self._interrupted():
-                        more = next(chores, None)
+                        has_chores = next(chores, None)
         self._end()
 
     def _attend(self, asked: bool) -> bool:
@@ -182,8 +182,8 @@ class Server:
         def look(*_: object) -> None:
             if not self._importing:  # signal pending at the end of the block
                 return
-            asked = bool(select.select([self._sock], [], [], 0)[0])
-            if not self._attend(asked):
+            has_request = bool(select.select([self._sock], [], [], 0)[0])
+            if not self._attend(has_request):
                 self._end()
                 preloading.clean_up()
                 os._exit(0)
@@ -242,9 +242,9 @@ class Server:
                 gc.freeze()
                 count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
                 if count > 1:  # fork copies only one thread, but also locks held by the others
-                    many = "a thread" if count == 2 else f"{count - 1} threads"
+                    threads = "a thread" if count == 2 else f"{count - 1} threads"
                     self._unsafe = (
-                        f"preload: importing {name!r} leaves {many} running, and such a process cannot "
+                        f"preload: importing {name!r} leaves {threads} running, and such a process cannot "
                         "be forked; do not preload it"
                     )
             if self._refusals[name]:
@@ -282,8 +282,8 @@ class Server:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._selector.close()
-            for end in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
-                end.close()
+            for sock in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
+                sock.close()
             for fd in (*siblings, *(fd for order in self._orders for fd in order.fds)):
                 if fd != own:
                     os.close(fd)
@@ -301,19 +301,19 @@ class Server:
             if info is None:
                 return
             pid = info.si_pid
-            known = self._ranks.pop(pid, None)
-            if known is not None:
+            entry = self._ranks.pop(pid, None)
+            if entry is not None:
                 _kill(pid, signal.SIGKILL)  # the group, e.g. data loader workers; the zombie keeps the pid reserved
             _, status = os.waitpid(pid, 0)
-            if known is not None:
-                number, rank = known
+            if entry is not None:
+                number, rank = entry
                 self._worlds[number].tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
                 self._drop_if_over(number)
 
     def _drop_if_over(self, number: int) -> None:
         world = self._worlds[number]
-        lives = any(of == number for of, _ in self._ranks.values())
-        if not lives and not world.awaited and not world.outbox:
+        has_ranks = any(world_number == number for world_number, _ in self._ranks.values())
+        if not has_ranks and not world.awaited and not world.outbox:
             world.notify.close()
             del self._worlds[number]
 
@@ -322,8 +322,8 @@ class Server:
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
             _kill(pid, signal.SIGKILL)
-        while (left := _children()) and time.monotonic() < deadline:
-            for pid in left:
+        while (pids := _children()) and time.monotonic() < deadline:
+            for pid in pids:
                 if pid not in self._ranks:
                     _kill(pid, signal.SIGKILL)  # descendants in their own session
             self._reap()
@@ -335,8 +335,8 @@ class Server:
 def _kill(pid: int, number: int) -> None:
     """Signal an unreaped child; SIGKILL goes to the whole process group."""
     with contextlib.suppress(OSError):
-        whole = number == signal.SIGKILL and os.getpgid(pid) == pid
-        (os.killpg if whole else os.kill)(pid, number)
+        is_group = number == signal.SIGKILL and os.getpgid(pid) == pid
+        (os.killpg if is_group else os.kill)(pid, number)
 
 
 def _children() -> list[int]:
@@ -358,8 +358,8 @@ def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
-    for addresses, rights, _, _, _, *name in (line.split(maxsplit=5) for line in lines):
-        if rights == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # private anonymous memory
+    for addresses, perms, _, _, _, *name in (line.split(maxsplit=5) for line in lines):
+        if perms == "rw-p" and (not name or name[0].startswith(("[heap]", "[anon"))):  # private anonymous memory
             start, end = (int(word, 16) for word in addresses.split("-"))
             start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
             for address in range(start, end, _PART):

@@ -10,16 +10,16 @@ from typing import Any
 
 def generators(*, thorough: bool) -> dict[str, Any]:
     """Return the states of torch's generators; `thorough` adds Python's and numpy's."""
-    torch, numpy, found = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
+    torch, numpy, states = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
     if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
-        found["torch"] = torch.get_rng_state()
+        states["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
+            states["cuda"] = torch.cuda.get_rng_state()
     if thorough:
-        found["random"] = random.getstate()
+        states["random"] = random.getstate()
         if numpy is not None:
-            found["numpy"] = numpy.get_state()
-    return found
+            states["numpy"] = numpy.get_state()
+    return states
 
 
 def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:

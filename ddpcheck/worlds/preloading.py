@@ -49,8 +49,8 @@ def import_named(name: str) -> str:
         if name in DDP and isinstance(error, ModuleNotFoundError) and error.name == name:
             return ""  # missing in some versions of torch
         lines = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        return f"preload: the module {name!r} cannot be imported: {said}"
+        message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return f"preload: the module {name!r} cannot be imported: {message}"
     return ""
 
 

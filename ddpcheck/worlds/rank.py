@@ -200,7 +200,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     set_collective("")
     compilation.forget_time()
     _task = _Task(sock, run)
-    own = os.getpid()
+    pid = os.getpid()
     try:
         data = _perform(payload)
     except BaseException as error:  # pytest.skip and pytest.fail derive from BaseException
@@ -211,7 +211,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     finally:
         _task = None
     _flush()
-    if os.getpid() != own:  # a child forked by user code, not the rank
+    if os.getpid() != pid:  # a child forked by user code, not the rank
         os._exit(0)
     return reply
 

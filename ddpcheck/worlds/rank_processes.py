@@ -67,27 +67,27 @@ class RankProcesses:
 
         With `ahead`, other worlds may start first. Raises `OSError` if the system is out of resources.
         """
-        theirs = []
+        peers = []
         try:
             for config in configs:
-                ours, other = socket.socketpair()
-                theirs.append(other)
-                ours.setblocking(False)
-                rank = Rank(config.rank, ours)
+                rank_sock, peer = socket.socketpair()
+                peers.append(peer)
+                rank_sock.setblocking(False)
+                rank = Rank(config.rank, rank_sock)
                 self.ranks.append(rank)
-                self._selector.register(ours, selectors.EVENT_READ, rank)
-            ways = list(zip(starters, hash_seeds, strict=True))
-            for start, seed in dict.fromkeys(ways):
-                fds = {rank: end.fileno() for rank, end in enumerate(theirs) if ways[rank] == (start, seed)}
-                self._launches.append(start(str(self._directory), fds, seed, configs[0].preload, ahead))
+                self._selector.register(rank_sock, selectors.EVENT_READ, rank)
+            starts = list(zip(starters, hash_seeds, strict=True))
+            for starter, seed in dict.fromkeys(starts):
+                fds = {rank: end.fileno() for rank, end in enumerate(peers) if starts[rank] == (starter, seed)}
+                self._launches.append(starter(str(self._directory), fds, seed, configs[0].preload, ahead))
                 for number in fds:
                     self.ranks[number].launch = self._launches[-1]
         finally:
-            for other in theirs:
-                other.close()
-        for started in self._launches:
-            if started.channel is not None:
-                self._selector.register(started.channel, selectors.EVENT_READ, None)
+            for peer in peers:
+                peer.close()
+        for launch in self._launches:
+            if launch.channel is not None:
+                self._selector.register(launch.channel, selectors.EVENT_READ, None)
         for rank, config in zip(self.ranks, configs, strict=True):
             self.post(rank, wire.pack(("config", config)))
 
@@ -142,8 +142,8 @@ class RankProcesses:
         """Send a packed message to a rank; `poll` sends the remainder."""
         if rank.connected:
             rank.outbox.send(rank.sock, data)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
-            self._selector.modify(rank.sock, wanted, rank)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
+            self._selector.modify(rank.sock, events, rank)
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for messages and events, and record them."""
@@ -168,14 +168,14 @@ class RankProcesses:
         if not rank.connected:
             return
         messages, alive = rank.inbox.drain(rank.sock)
-        for kind, *rest in messages:
+        for kind, *fields in messages:
             if kind == "ready":
-                if rest[1] == self.group_resets:
-                    rank.ready = rest[0]
+                if fields[1] == self.group_resets:
+                    rank.ready = fields[0]
             elif kind == "failing":
-                rank.failing = rest[1] if rest[0] == self.run else None
-            elif rest[0] in (0, self.run):  # 0: failure during startup
-                rank.answer = (kind, rest[1])
+                rank.failing = fields[1] if fields[0] == self.run else None
+            elif fields[0] in (0, self.run):  # 0: failure during startup
+                rank.answer = (kind, fields[1])
         if not alive:
             rank.connected = False
             self._selector.unregister(rank.sock)
@@ -214,16 +214,16 @@ class RankProcesses:
 
     def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for launch in self._launches:
-            if theirs := [rank for rank in ranks if self.ranks[rank].launch is launch]:
-                launch.signal(theirs, number)
+            if launch_ranks := [rank for rank in ranks if self.ranks[rank].launch is launch]:
+                launch.signal(launch_ranks, number)
 
     def _await_ends(self) -> bool:
         deadline = time.monotonic() + _DEATH
         while awaited := [rank.launch for rank in self.ranks if rank.ended is None]:
-            left = deadline - time.monotonic()
-            if left <= 0 or all(launch is None or launch.over for launch in awaited):
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or all(launch is None or launch.over for launch in awaited):
                 return False
-            self.poll(left)
+            self.poll(seconds_left)
         return True
 
     def request_exit(self, idle: bool) -> None:

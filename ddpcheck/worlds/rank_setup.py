@@ -31,10 +31,10 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
     if one_machine:
         return _loopback()
     try:
-        known = [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)]
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
-        known = []
-    if not all(map(_leads_nowhere, known)):
+        addresses = []
+    if not all(map(_leads_nowhere, addresses)):
         return ""
     names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
     return next(filter(None, names), "")
@@ -96,8 +96,8 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
         wire.NO_LAUNCH: "0",
     }
     if "GLOO_SOCKET_IFNAME" not in environment:
-        own, _ = route(*config.store) if config.store else ("", "")
-        if interface := gloo_interface(config.store is None, own, config.masters):
+        address, _ = route(*config.store) if config.store else ("", "")
+        if interface := gloo_interface(config.store is None, address, config.masters):
             environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]

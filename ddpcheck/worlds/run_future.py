@@ -116,8 +116,8 @@ class RunFuture(Generic[Result]):
             self._settle()
             return 0.0
         running = frozenset(rank.number for rank in ranks if rank.answer is None and rank.ended is None)
-        bad = any(rank.ended is not None if rank.answer is None else rank.answer[0] == "failure" for rank in ranks)
-        if bad or self._processes.error:
+        failed = any(rank.ended is not None if rank.answer is None else rank.answer[0] == "failure" for rank in ranks)
+        if failed or self._processes.error:
             if self._failed_at is None:
                 self._failed_at = now
             grace = self._failed_at + (_LOST if self._processes.has_lost_one else _GRACE) - now
@@ -154,9 +154,9 @@ class RunFuture(Generic[Result]):
         for rank in self._processes.ranks:
             if rank.ready is None:
                 seconds, born = self._world.startup_timeout, self._processes.born
-                owes, why = self._processes.server_owes
-                deadline = max(min(born, owes) + seconds, born + min(seconds, _LAST_CHANCE)) + self._allowed
-                return deadline, f"{{ranks}} did not start within {seconds:g} s{why}"
+                oldest, reason = self._processes.server_owes
+                deadline = max(min(born, oldest) + seconds, born + min(seconds, _LAST_CHANCE)) + self._allowed
+                return deadline, f"{{ranks}} did not start within {seconds:g} s{reason}"
             started = max(started, rank.ready)
         deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
         if got_on > deadline + _FIRST:  # progress extends the deadline by `timeout`
@@ -202,7 +202,7 @@ class RunFuture(Generic[Result]):
         now = time.monotonic()
         replies = {rank.number: rank.failing for rank in processes.ranks if rank.answer is None}
         processes.kill()
-        found = []
+        records = []
         for rank in processes.ranks:
             place, collective = slots[rank.number].place, slots[rank.number].collective
             output = failures.tail(processes.path(rank.number, "out"))
@@ -223,10 +223,10 @@ class RunFuture(Generic[Result]):
                 dump = dumps.get(rank.number, "")
                 by_thread = failures.in_thread(rank.number, dump, processes.read(rank.number, "thread"))
                 failure = by_thread or failures.stuck(rank.number, now, dump, place, collective)
-            found.append(replace(failure, output=output))
+            records.append(replace(failure, output=output))
         if headline is not None:
-            late = [one.rank for one in found if one.kind == "stuck"] or [rank.number for rank in processes.ranks]
-            return failures.hang(found, headline.replace("{ranks}", format_ranks(late)))
-        if not found or (processes.error and all(one.kind == "stuck" for one in found)):
-            return RankError(f"The ranks could not continue: {processes.error or 'they ended during a call'}.", found)
-        return failures.error(found)
+            stuck = [item.rank for item in records if item.kind == "stuck"] or [rank.number for rank in processes.ranks]
+            return failures.hang(records, headline.replace("{ranks}", format_ranks(stuck)))
+        if not records or (processes.error and all(item.kind == "stuck" for item in records)):
+            return RankError(f"The ranks could not continue: {processes.error or 'they ended during a call'}.", records)
+        return failures.error(records)

@@ -120,9 +120,9 @@ def process_context(asked_for: Mapping[str, str] | None = None) -> wire.ProcessC
 
 def hash_seeds(world_size: int, *, own: bool) -> list[str]:
     """Return `PYTHONHASHSEED` per rank; with `own`, odd ranks differ unless set by the user."""
-    given = os.environ.get("PYTHONHASHSEED", "random")
-    if given not in ("", "random"):
-        return [given] * world_size
+    hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+    if hash_seed not in ("", "random"):
+        return [hash_seed] * world_size
     return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
 
 
@@ -147,13 +147,13 @@ class _ForkServer:
         self.asked_at: float | None = None  # time of the oldest unanswered request
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # closed with the server
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path, more = json.dumps(import_path()), json.dumps([name for name in _IN_TESTS if name in sys.modules])
-        with theirs:
+        self._sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path, modules = json.dumps(import_path()), json.dumps([name for name in _IN_TESTS if name in sys.modules])
+        with child_sock:
             self.process = subprocess.Popen(
-                [*interpreter(), "-c", _SERVER_CODE, str(theirs.fileno()), str(os.getpid()), path, more],
+                [*interpreter(), "-c", _SERVER_CODE, str(child_sock.fileno()), str(os.getpid()), path, modules],
                 env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_sock.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
@@ -258,11 +258,11 @@ class ForkedRanks:
         for attempt in (1, 2):
             self._server = _fork_server(hash_seed)
             self._number = next(_numbers)
-            self._socket, theirs = socket.socketpair()
+            self._socket, child_sock = socket.socketpair()
             self._socket.setblocking(False)
             try:
-                with theirs:
-                    self._open(directory, theirs.fileno(), list(fds.values()), preload, ahead)
+                with child_sock:
+                    self._open(directory, child_sock.fileno(), list(fds.values()), preload, ahead)
                 break
             except OSError as error:  # the server died meanwhile: retry once with a new server
                 self._socket.close()
@@ -272,11 +272,11 @@ class ForkedRanks:
         self.channel: socket.socket | None = self._socket
 
     def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str], ahead: bool) -> None:
-        more = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
-        request = {**more, "operation": "open", "directory": directory, "ranks": list(self._awaited)}
+        more_request = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
+        request = {**more_request, "operation": "open", "directory": directory, "ranks": list(self._awaited)}
         self._server.send(request, [notify, *fds[: wire.MAX_FDS]])
-        for first in range(wire.MAX_FDS, len(fds), wire.MAX_FDS):
-            self._server.send(more, fds[first : first + wire.MAX_FDS])
+        for start in range(wire.MAX_FDS, len(fds), wire.MAX_FDS):
+            self._server.send(more_request, fds[start : start + wire.MAX_FDS])
         self._server.asked_at = self._server.asked_at or time.monotonic()
 
     @property
@@ -290,12 +290,12 @@ class ForkedRanks:
         if self.over:
             return []
         events, alive = self._inbox.drain(self._socket)
-        for kind, what, *rest in events:
+        for kind, data, *rest in events:
             self._server.asked_at = None
             if kind == "forked":
-                self._awaited.update(what)
+                self._awaited.update(data)
             elif kind == "exit":
-                self._awaited.pop(what, None)
+                self._awaited.pop(data, None)
             else:
                 self._awaited.clear()  # the event has the error message
                 if kind == "refused" and rest[0]:
@@ -304,8 +304,8 @@ class ForkedRanks:
             self._ran_at = time.monotonic()
         elif time.monotonic() - self._ran_at > _STOPPED:
             self._awaited.clear()
-            said = f"{self._server} was stopped by a signal and cannot fork ranks; the next world starts a new one"
-            events.append(("error", said))
+            message = f"{self._server} was stopped by a signal and cannot fork ranks; the next world starts a new one"
+            events.append(("error", message))
             _discard(self._server)
         if not alive:
             self.over = True

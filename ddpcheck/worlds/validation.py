@@ -141,9 +141,9 @@ def pack_task(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         named |= {f"Argument {index}": value for index, value in enumerate(args)}
         named |= {f"Argument {key!r}": value for key, value in kwargs.items()}
         for name, value, reason in wire.unsendable(named):
-            what = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
+            subject = _part_that_stays(value) or f"{name} of {whose}, a {type(value).__qualname__},"
             raise UsageError(
-                f"{what} cannot be sent to the ranks "
+                f"{subject} cannot be sent to the ranks "
                 f"({type(reason).__name__}: {reason}); make it inside the function that runs there."
             ) from error
         raise UsageError(f"The arguments of {whose} cannot be sent to the ranks ({error}).") from error
@@ -154,5 +154,5 @@ def _part_that_stays(value: object) -> str:
     if isinstance(value, partial):
         return next(filter(None, map(_part_that_stays, (*value.args, *value.keywords.values()))), "")
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    left = wire.unsendable({field.name: getattr(value, field.name) for field in fields})
-    return next((f"{name} of the {type(value).__qualname__}" for name, _, _ in left), "")
+    failed = wire.unsendable({field.name: getattr(value, field.name) for field in fields})
+    return next((f"{name} of the {type(value).__qualname__}" for name, _, _ in failed), "")

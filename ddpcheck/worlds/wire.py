@@ -129,7 +129,7 @@ class Inbox:
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
         """Return complete messages without waiting, and False if disconnected."""
-        alive = True
+        connected = True
         while True:
             try:
                 chunk = sock.recv(_CHUNK)
@@ -138,10 +138,10 @@ class Inbox:
             except OSError:
                 chunk = b""
             if not chunk:
-                alive = False
+                connected = False
                 break
             self._data += chunk
-        return list(self._messages()), alive
+        return list(self._messages()), connected
 
     def _messages(self) -> Iterator[Any]:
         while len(self._data) >= _HEADER.size:
@@ -273,9 +273,9 @@ def put_value(put: Callable[[str, bytes], object], name: str, data: bytes) -> No
 
 def get_value(get: Callable[[str], bytes], name: str) -> bytes:
     """Read a value that exists."""
-    first = bytes(get(name))
-    more = range(1, int.from_bytes(first[:_COUNT], "big"))
-    return b"".join([first[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in more)])
+    head = bytes(get(name))
+    indices = range(1, int.from_bytes(head[:_COUNT], "big"))
+    return b"".join([head[_COUNT:], *(bytes(get(f"{name}#{index}")) for index in indices)])
 
 
 def remove_value(delete: Callable[[str], bool], name: str) -> None:

@@ -36,8 +36,8 @@ def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]])
         options: All options, one mapping per rank.
     """
     fixed_buckets = any(
-        of_rank.get("find_unused_parameters") == "True" or of_rank.get("bucket_cap_mb_list", "None") != "None"
-        for of_rank in options
+        rank_options.get("find_unused_parameters") == "True" or rank_options.get("bucket_cap_mb_list", "None") != "None"
+        for rank_options in options
     )
     return all(
         name in _LOCAL or name.endswith(" order") or (name == _OF_BUCKETS and not fixed_buckets) for name in differing

@@ -256,7 +256,7 @@ class ShardedStep(DdpStepEvidence, frozen=True):
     @property
     def updated_alone(self) -> frozenset[str]:
         """Parameters whose shard was updated as if the shard were the whole parameter."""
-        return frozenset(one.name for one in self.against_shard if not one.bad)
+        return frozenset(difference.name for difference in self.against_shard if not difference.bad)
 
 
 class CompiledStep(Struct, frozen=True):

@@ -51,8 +51,8 @@ def gradient_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
     if not any(tensor.requires_grad for tensor in tensors):
         return [None] * len(tensors)
     with torch.enable_grad():
-        made: Any = _Nodes.apply(*tensors)  # type: ignore[no-untyped-call]
-    return [node for node, _ in made.grad_fn.next_functions]
+        output: Any = _Nodes.apply(*tensors)  # type: ignore[no-untyped-call]
+    return [node for node, _ in output.grad_fn.next_functions]
 
 
 def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
@@ -79,7 +79,7 @@ def running_node() -> Any:
 
 def made_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
     """Return the output shapes of a node's operation; empty before torch 2.6."""
-    return tuple(tuple(one.shape) for one in getattr(node, "_input_metadata", None) or ())
+    return tuple(tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", None) or ())
 
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -113,8 +113,8 @@ def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
     if raw is None or getattr(raw, "unpack_hook", None) is not None:
         return None
     with contextlib.suppress(RuntimeError):
-        kept = getattr(node, f"_saved_{name}")
-        return kept if isinstance(kept, torch.Tensor) else None
+        tensor = getattr(node, f"_saved_{name}")
+        return tensor if isinstance(tensor, torch.Tensor) else None
     return None
 
 

@@ -33,22 +33,22 @@ def running_functions(frame: FrameType | None) -> set[type]:
 
     There are several if Functions inherit one forward that takes no context.
     """
-    for one in itertools.islice(frames_from(frame), _MOST_FRAMES):
-        first = one.f_code.co_varnames[:1]
-        context = variables_of(one).get(first[0]) if first else None
+    for caller in itertools.islice(frames_from(frame), _MOST_FRAMES):
+        first = caller.f_code.co_varnames[:1]
+        context = variables_of(caller).get(first[0]) if first else None
         if isinstance(context, FunctionCtx | BackwardCFunction):
             return {type(context)}
-        if one.f_code.co_name == "forward" and (found := _without_context(one.f_code)):
-            return found
+        if caller.f_code.co_name == "forward" and (classes := _without_context(caller.f_code)):
+            return classes
     return set()
 
 
 def _without_context(forward: CodeType) -> set[type]:
     """Return node classes of Functions with this forward that use `setup_context`."""
     return {
-        one._backward_cls
-        for one in subclasses_of(Function)
-        if one.setup_context is not Function.setup_context and code_of(one.forward) is forward
+        cls._backward_cls
+        for cls in subclasses_of(Function)
+        if cls.setup_context is not Function.setup_context and code_of(cls.forward) is forward
     }
 
 

@@ -34,8 +34,8 @@ def record_hooks() -> None:
 def _registers(kind: str, _owner: Any, hook: Any, *_args: Any, **_kwargs: Any) -> None:
     caller = sys._getframe(CALLER)
     if is_user_file(caller.f_code.co_filename):  # neither DDP's nor ddpcheck's hooks
-        where = user_location(caller)
-        _seen.setdefault(str(where), GradientHook(f"{kind} ({_name_of(hook)})", where))
+        location = user_location(caller)
+        _seen.setdefault(str(location), GradientHook(f"{kind} ({_name_of(hook)})", location))
 
 
 def _name_of(hook: Any) -> str:
@@ -52,18 +52,18 @@ def recorded_hooks() -> tuple[GradientHook, ...]:
 def hooks_on(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield the gradient hooks of leaves; none if private torch attributes are missing."""
     for tensor in tensors:
-        for held in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            yield from (getattr(tensor, held, None) or {}).values()
+        for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            yield from (getattr(tensor, attribute, None) or {}).values()
 
 
 def own_functions(node_names: Collection[str]) -> tuple[GradientHook, ...]:
     """Return user autograd Functions in the graph, located at their backward methods."""
-    found = []
+    hooks = []
     for cls in subclasses_of(torch.autograd.Function):
         code = code_of(cls.backward)
         if f"{cls.__name__}Backward" in node_names and code is not None and is_user_file(code.co_filename):
-            found.append(GradientHook(f"the backward of {cls.__qualname__}", defined_at(cls.backward)))
-    return tuple(found)
+            hooks.append(GradientHook(f"the backward of {cls.__qualname__}", defined_at(cls.backward)))
+    return tuple(hooks)
 
 
 def subclasses_of(cls: type) -> Iterator[Any]:

@@ -48,8 +48,8 @@ class OperationPath:
     def told_in(self, end: PathEnd) -> PathEnd:
         """Return `end` with the steps of this path."""
         more = min(self.length - len(self.first), _MOST_STEPS)
-        both = (*self.first, *self.last[len(self.last) - more :])
-        steps = tuple(PathStep(one.reason, one.module, one.location) for one in both)
+        events = (*self.first, *self.last[len(self.last) - more :])
+        steps = tuple(PathStep(event.reason, event.module, event.location) for event in events)
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
@@ -169,9 +169,9 @@ class PathRecorder(TensorRecorder):
         parameters = list(inspect.signature(original).parameters)
 
         def told(_result: Any, *args: Any, **kwargs: Any) -> None:
-            given = dict(zip(parameters, args, strict=False)) | kwargs
-            filled = list(tree_tensors(given.pop(parameters[_FILLS[name]], None)))
-            inputs = list(tree_tensors(list(given.values())))
+            bound = dict(zip(parameters, args, strict=False)) | kwargs
+            filled = list(tree_tensors(bound.pop(parameters[_FILLS[name]], None)))
+            inputs = list(tree_tensors(list(bound.values())))
             if before := self._merged(inputs):
                 use = self._event(f"{name}()")
                 cut = self._event(f"{name}(), through which no gradient flows")
@@ -179,8 +179,8 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        made: Callable[..., Any] = accompanied(original, _afterwards(told))
-        return made
+        replacement: Callable[..., Any] = accompanied(original, _afterwards(told))
+        return replacement
 
     @passes_on
     def __torch_function__(
@@ -209,9 +209,9 @@ class PathRecorder(TensorRecorder):
         if not tensor.requires_grad:
             generic = PathEnd("cut", "a path that autograd does not record", None, self._modules[-1])
             taint = {index: event or generic for index, event in taint.items()}
-        own = self._index.get(id(tensor))
-        if own is not None:
-            taint[own] = None
+        own_index = self._index.get(id(tensor))
+        if own_index is not None:
+            taint[own_index] = None
         return taint
 
     def _merged(self, tensors: Iterable[torch.Tensor]) -> _Taint:
@@ -246,13 +246,13 @@ class PathRecorder(TensorRecorder):
             return
         event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
         paths = self._go_on(inputs, before, event)
-        given = {id(tensor) for tensor in tree_tensors((args, kwargs))}
+        input_ids = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
-            whole = output.requires_grad and (not output.is_leaf or id(output) in given)
-            own = before
-            if len(outputs) > 1 and (seen := [one for one in inputs if _storage_key(one) == _storage_key(output)]):
-                own = self._merged(seen)  # a view of one input (`broadcast_tensors`) depends only on that input
-            self._follow([output], own, paths, None if whole else self._event(cut_reason(name, output)))
+            is_whole = output.requires_grad and (not output.is_leaf or id(output) in input_ids)
+            taint = before
+            if len(outputs) > 1 and (bases := [t for t in inputs if _storage_key(t) == _storage_key(output)]):
+                taint = self._merged(bases)  # a view of one input (`broadcast_tensors`) depends only on that input
+            self._follow([output], taint, paths, None if is_whole else self._event(cut_reason(name, output)))
         for target in written:
             self._written.setdefault(_storage_key(target), {}).update(before)
 
@@ -261,13 +261,13 @@ class PathRecorder(TensorRecorder):
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
-            if (own := self._index.get(id(tensor))) is not None:
-                known[own] = _NO_OPERATION
+            if (own_index := self._index.get(id(tensor))) is not None:
+                known[own_index] = _NO_OPERATION
         longer: dict[int, OperationPath] = {}  # by id: extend a path shared by many suspects once
         paths = {}
         for index in before:  # an input without a path is a view of a tensor written in place
-            here = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
-            paths[index] = longer.get(id(here)) or longer.setdefault(id(here), here.to(use))
+            path = known.get(index) or self._last_paths.get(index, _NO_OPERATION)
+            paths[index] = longer.get(id(path)) or longer.setdefault(id(path), path.to(use))
         self._last_paths |= paths
         return paths
 
@@ -348,8 +348,8 @@ def function_name(func: Callable[..., Any]) -> str:
     """Return the name of a function or property seen by a `TorchFunctionMode`."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        held = getattr(func, "__self__", None)  # a C descriptor has a name, a `property` has an `fget` with a name
-        return getattr(getattr(held, "fget", held), "__name__", name)
+        owner = getattr(func, "__self__", None)  # a C descriptor has a name, a `property` has an `fget` with a name
+        return getattr(getattr(owner, "fget", owner), "__name__", name)
     return name
 
 
@@ -379,8 +379,8 @@ def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> Pa
     functions = functions_before(roots, parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
-    where = defined_at(functions[0].backward) if len(functions) == 1 else None
-    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), where)
+    location = defined_at(functions[0].backward) if len(functions) == 1 else None
+    return PathEnd("lost", " or ".join(f"{function.__qualname__}.backward()" for function in functions), location)
 
 
 @dataclass(slots=True)

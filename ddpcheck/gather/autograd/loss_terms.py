@@ -45,21 +45,21 @@ class Edge:
 def split_loss(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Edge]:
     """Return the ends of the terms of `total`, the sum of `parts`."""
     root = total.grad_fn
-    of_part = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
-    found: list[Edge] = []
-    pending: list[tuple[Any, int, Any, int]] = [(None, 0, root, of_part.get(root, 0))]
+    part_by_node = {part.grad_fn: number for number, part in enumerate(parts)} if len(parts) > 1 else {}
+    edges: list[Edge] = []
+    pending: list[tuple[Any, int, Any, int]] = [(None, 0, root, part_by_node.get(root, 0))]
     visited = 0
     while pending:
         parent, index, node, part = pending.pop()
-        part = of_part.get(node, part)
+        part = part_by_node.get(node, part)
         inputs = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         kind = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])  # "AddBackward0" is "Add"
         visited += 1
         if visited < _MOST_NODES and inputs and (kind in _LINEAR or (kind in _OFF_BY_FACTOR and len(inputs) == 1)):
             pending.extend((node, i, child, part) for i, child in reversed(inputs))
         else:
-            found.append(Edge(parent, index, kind, line_of(node), part))
-    return found
+            edges.append(Edge(parent, index, kind, line_of(node), part))
+    return edges
 
 
 _NEAR = 64  # nodes
@@ -70,7 +70,7 @@ def head_of(node: Any) -> Any:
 
     Terms with the same nearest parameter come e.g. from the samples of one batch.
     """
-    return next((one for one in nodes_behind([node], _NEAR) if one.name().endswith("AccumulateGrad")), None)
+    return next((n for n in nodes_behind([node], _NEAR) if n.name().endswith("AccumulateGrad")), None)
 
 
 _Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation
@@ -124,10 +124,10 @@ def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) 
     """Differentiate only the terms ending at `of`, among all `edges`; keep the graph."""
     if not of:
         return  # the term is missing in this run
-    kept = {(edge.node, edge.index) for edge in of}
+    kept_edges = {(edge.node, edge.index) for edge in of}
     closed: dict[Any, set[int]] = {}
     for edge in edges:
-        if (edge.node, edge.index) not in kept:
+        if (edge.node, edge.index) not in kept_edges:
             closed.setdefault(edge.node, set()).add(edge.index)
     with contextlib.ExitStack() as stack:
         for node, indices in closed.items():

@@ -42,12 +42,12 @@ def unregistered_leaves(
     if before is None:
         before = {id(leaf): leaf for leaf in strange if isinstance(leaf, nn.Parameter)}
         before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
-    found = []
+    unregistered = []
     for leaf in strange:
         if id(leaf) in before:
             name, kind = names.get(id(leaf), (f"a tensor of shape {tuple(leaf.shape)}", ""))
-            found.append(UnregisteredTensor(name, tuple(leaf.shape), kind=kind))
-    return tuple(sorted(found, key=lambda item: item.name))
+            unregistered.append(UnregisteredTensor(name, tuple(leaf.shape), kind=kind))
+    return tuple(sorted(unregistered, key=lambda item: item.name))
 
 
 def lasting_tensors(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
@@ -57,8 +57,8 @@ def lasting_tensors(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor
 
 def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[Held]:
     """Return non-parameter tensors with their holders' names; the module's own names come last."""
-    own = [*module.named_buffers(), *unregistered_tensors(module)]
-    return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in own)]
+    named = [*module.named_buffers(), *unregistered_tensors(module)]
+    return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 
 
 def held_by_functions(loss: Any, module: nn.Module) -> Iterator[Held]:
@@ -84,8 +84,8 @@ def held_by_functions(loss: Any, module: nn.Module) -> Iterator[Held]:
             yield from search(value.__self__, name, kind, depth + 1)
         elif isinstance(value, functools.partial):
             yield from search(value.func, name, kind, depth + 1)
-            given = {**{f"argument {place}": item for place, item in enumerate(value.args)}, **value.keywords}
-            for key, item in given.items():
+            arguments = {**{f"argument {index}": item for index, item in enumerate(value.args)}, **value.keywords}
+            for key, item in arguments.items():
                 yield from search(item, key, "bound argument", depth + 1)
         elif isinstance(value, type | ModuleType):
             kind = "class attribute" if isinstance(value, type) else "global variable"

@@ -79,10 +79,10 @@ def allreduce_params(
     _kinds_over_ranks(tensors, tensors, group)
     counted = [not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
     # Sum with zeros on all ranks except the first: a broadcast, coalesced with the other tensors.
-    given = [
+    inputs = [
         torch.zeros_like(tensor) if whole and rank else tensor for tensor, whole in zip(tensors, counted, strict=True)
     ]
-    for index, mean in _means(given, tensors, [_DENSE] * len(tensors), limit, group):
+    for index, mean in _means(inputs, tensors, [_DENSE] * len(tensors), limit, group):
         tensors[index].copy_(mean)
 
 
@@ -139,12 +139,12 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
     if not isinstance(params, Iterable):
         raise WrongTypeError(f"{takes}; got {params!r}.")
     tensors = []
-    for index, one in enumerate(params):
-        if not isinstance(one, torch.Tensor):
-            pair = isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], torch.Tensor)
+    for index, item in enumerate(params):
+        if not isinstance(item, torch.Tensor):
+            pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)
             hint = "; pass .parameters() instead of .named_parameters(), or the second of each pair" if pair else ""
-            raise WrongTypeError(f"{takes}, but number {index} (from 0) is a {type(one).__name__}{hint}.")
-        tensors.append(one)
+            raise WrongTypeError(f"{takes}, but number {index} (from 0) is a {type(item).__name__}{hint}.")
+        tensors.append(item)
     return tensors
 
 
@@ -162,11 +162,11 @@ def _kinds_over_ranks(
     _check_same(like, device, group)
     if not kinds:
         return []
-    held = torch.tensor([[kind == _DENSE, kind == _SPARSE] for kind in kinds], dtype=torch.int32, device=device)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
+    present = torch.tensor([[kind == _DENSE, kind == _SPARSE] for kind in kinds], dtype=torch.int32, device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     return [
-        {kind for kind, there in ((_DENSE, dense), (_SPARSE, sparse)) if there} or {_MISSING}
-        for dense, sparse in held.tolist()
+        {kind for kind, is_present in ((_DENSE, dense), (_SPARSE, sparse)) if is_present} or {_MISSING}
+        for dense, sparse in present.tolist()
     ]
 
 
@@ -174,8 +174,8 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
     """Raise on every rank if positions differ between ranks (mismatch or hang)."""
     described = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in like])
     digest = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
-    mine = [len(like), digest]
-    most = torch.tensor([*mine, *(-number for number in mine)], dtype=torch.int64, device=device)
+    local = [len(like), digest]
+    most = torch.tensor([*local, *(-number for number in local)], dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     count, last, fewest, first = most.tolist()
     if count != -fewest:
@@ -205,9 +205,9 @@ def _means(
     """Yield the contiguous dense mean of each non-missing position; integers are summed only."""
     _, world_size = get_dist_info(group)
     for dtype, indices in _buckets(like, kinds, limit):
-        own = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
+        reuse = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
         parts = [_dense(tensors[index], like[index]).to(_wide(dtype)).reshape(-1) for index in indices]
-        flat = parts[0] if own else torch.cat(parts)
+        flat = parts[0] if reuse else torch.cat(parts)
         if world_size > 1:
             dist.all_reduce(flat, group=group)
             if flat.is_floating_point() or flat.is_complex():

@@ -155,10 +155,10 @@ def replace_functions(names: Iterable[str], make: Callable[[str, Any], Any]) -> 
     stack = contextlib.ExitStack()
     for name in names:
         if (original := getattr(distributed_c10d, name, None)) is not None:
-            made = make(name, original)
+            wrapped = make(name, original)
             for holder in (distributed_c10d, dist):
                 if getattr(holder, name, None) is original:
-                    stack.enter_context(Patch(holder, name, lambda _original: made))  # noqa: B023 - called at once
+                    stack.enter_context(Patch(holder, name, lambda _original: wrapped))  # noqa: B023 - called at once
     return stack
 
 
@@ -201,8 +201,8 @@ def note_collective(
     if _sink is not None and not _thread.depth:
         name, members, words = known or named_group(group)
         place = place or this_rank.own_slots().place
-        where, lines = line_and_lines(sys._getframe(1))
-        _sink(Call(operation, name, members, payload, place, where, callers=lines, group_words=words))
+        location, lines = line_and_lines(sys._getframe(1))
+        _sink(Call(operation, name, members, payload, place, location, callers=lines, group_words=words))
 
 
 @contextlib.contextmanager
@@ -278,29 +278,29 @@ def logged(
     def call_logged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.depth:
             return original(*args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if name == "new_group" and given.get("use_local_synchronization"):
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if name == "new_group" and arguments.get("use_local_synchronization"):
             result = original(*args, **kwargs)  # only the members call it
             _note_made(result, str(user_location(sys._getframe(1)) or ""))
             return result
         backward = functional and (name.endswith("_autograd") or _has_backward(name))
-        call = _described(operation, given, backward=backward)
+        call = _described(operation, arguments, backward=backward)
         if call is None:
             return original(*args, **kwargs)
         if _thread.standing is not None:
-            return _thread.standing(operation, given, call)
+            return _thread.standing(operation, arguments, call)
         if matched and _sink is not None:
             _sink(call)
             for sink in _on_given:
-                sink(call, given)
+                sink(call, arguments)
         with _inside(str(call)), unlogged():
             result = original(*args, **kwargs)
         if name == "new_group":
             _note_made(result, call.location)
         if _on_overwritten is not None and name in _IN_PLACE:
-            _on_overwritten(call, given)
-        if _on_started is not None and matched and given.get("async_op") and result is not None:
-            _on_started(call, given, result)
+            _on_overwritten(call, arguments)
+        if _on_started is not None and matched and arguments.get("async_op") and result is not None:
+            _on_started(call, arguments, result)
         return result
 
     return call_logged
@@ -352,7 +352,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
     if root is not None:
         payload.append(f"root {root}")
     group = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
-    where, lines = line_and_lines(sys._getframe(3))
+    location, lines = line_and_lines(sys._getframe(3))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(
         operation=name,
@@ -360,7 +360,7 @@ def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Ca
         members=group[1],
         payload=", ".join(payload),
         place=_place_in_join(sys._getframe(3)) or this_rank.own_slots().place,
-        location=where,
+        location=location,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,
         differentiable=(backward and carries) or bool(running_functions(sys._getframe(3))),
@@ -376,11 +376,11 @@ _MOST_FRAMES_OF_JOIN = 8
 
 def _place_in_join(frame: FrameType | None) -> str:
     """Return `JOINED` (out of batches) or `JOINING` for `Join` collectives, else ''."""
-    of_torch = []
-    for one in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
-        module = one.f_globals.get("__name__", "")
-        if module == _JOIN and one.f_code.co_name == "__exit__":
+    modules = []
+    for caller in itertools.islice(frames_from(frame), _MOST_FRAMES_OF_JOIN):
+        module = caller.f_globals.get("__name__", "")
+        if module == _JOIN and caller.f_code.co_name == "__exit__":
             return JOINED
         if not module.startswith("ddpcheck."):
-            of_torch.append(module)
-    return JOINING if of_torch and of_torch[0] in (_JOIN, _OF_DDP) else ""
+            modules.append(module)
+    return JOINING if modules and modules[0] in (_JOIN, _OF_DDP) else ""

@@ -43,15 +43,15 @@ class Done(_Work):  # type: ignore[misc]
 @passes_on
 def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
     """Return or write the result of a collective if all ranks contribute equally."""
-    mine = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
+    tensor = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
     if "output" not in given and "tensor_list" not in given and ("self" in given or "group_name" in given):
         size = int(given.get("group_size", 1))
-        if "gather" in operation and isinstance(mine, torch.Tensor):
-            return torch.cat([mine] * (size or 1), int(given.get("gather_dim", 0)))
-        return mine
+        if "gather" in operation and isinstance(tensor, torch.Tensor):
+            return torch.cat([tensor] * (size or 1), int(given.get("gather_dim", 0)))
+        return tensor
     with torch.no_grad():
         for target in given.get("tensor_list") or given.get("gather_list") or ():
-            target.copy_(mine)
+            target.copy_(tensor)
         for index, _ in enumerate(given.get("object_list") or () if operation == "all_gather_object" else ()):
             given["object_list"][index] = given.get("obj")
     return Done() if given.get("async_op") else None

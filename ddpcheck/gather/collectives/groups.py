@@ -64,10 +64,10 @@ def _words_of(name: str) -> str:
     import torch.distributed as dist
 
     if name in _made:
-        where, words = _made[name]
-        of_line = [other for other, made in _made.items() if made[0] == where]
-        number = f" (number {of_line.index(name) + 1} of that line)" if len(of_line) > 1 else ""
-        return f"the process group{f' {words!r}' if words else ''} of {where}{number}"
+        location, words = _made[name]
+        names = [group for group, entry in _made.items() if entry[0] == location]
+        number = f" (number {names.index(name) + 1} of that line)" if len(names) > 1 else ""
+        return f"the process group{f' {words!r}' if words else ''} of {location}{number}"
     is_default = dist.is_initialized() and name == name_of_group(dist.group.WORLD)
     return "the default process group" if is_default else ""
 

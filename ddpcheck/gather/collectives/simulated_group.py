@@ -60,8 +60,8 @@ class SimulatedAnswers:
         small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _LARGEST
         calls[-1].append([tensor.detach().clone() for tensor in tensors] if small else None)
         with contextlib.suppress(OSError, IndexError):
-            of_ranks: list[list[_Tensors]] = torch.load(self._folder / _file_of(name, len(calls) - 1))
-            sent = [parts[len(calls[-1]) - 1] for parts in of_ranks]
+            calls_by_rank: list[list[_Tensors]] = torch.load(self._folder / _file_of(name, len(calls) - 1))
+            sent = [parts[len(calls[-1]) - 1] for parts in calls_by_rank]
             if list(map(_form, sent[members.index(self._rank)])) == list(map(_form, tensors)):
                 return sent
         return None
@@ -73,19 +73,19 @@ class SimulatedAnswers:
 
 def _is_made_by_torch(frame: FrameType | None) -> bool:
     """Return True if torch itself (e.g. `fully_shard`) calls, so no user branch depends."""
-    modules = (str(one.f_globals.get("__name__", "")) for one in frames_from(frame))
+    modules = (str(caller.f_globals.get("__name__", "")) for caller in frames_from(frame))
     return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
 
 
 def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
     """Reduce the tensors of all ranks; None for an unknown operation."""
-    how = next((how for name, how in _REDUCED_BY.items() if operation == getattr(dist.ReduceOp, name)), "")
-    if not how:
+    method = next((method for name, method in _REDUCED_BY.items() if operation == getattr(dist.ReduceOp, name)), "")
+    if not method:
         return None
     stacked = torch.stack(sent)
-    wide = stacked if stacked.is_floating_point() or stacked.is_complex() or how != "mean" else stacked.double()
-    found: torch.Tensor = getattr(wide, how)(0)
-    return found
+    wide = stacked if stacked.is_floating_point() or stacked.is_complex() or method != "mean" else stacked.double()
+    result: torch.Tensor = getattr(wide, method)(0)
+    return result
 
 
 def combine(world_size: int, folder: Path) -> str:
@@ -99,37 +99,37 @@ def combine(world_size: int, folder: Path) -> str:
         for name, (members, calls) in torch.load(folder / f"given-{rank}").items():
             for number, parts in enumerate(calls):
                 sent.setdefault((name, members, number), []).append(parts)
-    seen = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     differ = False
-    for key, of_ranks in sent.items():
-        said = [
-            repr([None if part is None else [(_form(one), one.tolist()) for one in part] for part in parts])
-            for parts in of_ranks
+    for key, parts_by_rank in sent.items():
+        reprs = [
+            repr([None if part is None else [(_form(tensor), tensor.tolist()) for tensor in part] for part in parts])
+            for parts in parts_by_rank
         ]
-        if len(set(said)) > 1:
+        if len(set(reprs)) > 1:
             differ = True
-            seen.update(repr((key, said)).encode())
+            digest.update(repr((key, reprs)).encode())
         name, members, number = key
-        if len(of_ranks) == len(members) and (alike := _made_alike(of_ranks)) is not None:
-            torch.save(alike, folder / _file_of(name, number))
-    return seen.hexdigest() if differ else ""
+        if len(parts_by_rank) == len(members) and (aligned := _made_alike(parts_by_rank)) is not None:
+            torch.save(aligned, folder / _file_of(name, number))
+    return digest.hexdigest() if differ else ""
 
 
 def _made_alike(of_ranks: list[_Parts]) -> list[list[_Tensors]] | None:
     """Return one call's tensors by rank if they match, with object bytes padded."""
-    found: list[list[_Tensors]] = [[] for _ in of_ranks]
+    aligned: list[list[_Tensors]] = [[] for _ in of_ranks]
     if len({len(parts) for parts in of_ranks}) > 1:
         return None
-    for same in zip(*of_ranks, strict=True):
-        known = [part for part in same if part is not None]
+    for rank_parts in zip(*of_ranks, strict=True):
+        known = [part for part in rank_parts if part is not None]
         longest = max((len(part[0]) for part in known if _is_object(part)), default=0)
         if longest and all(map(_is_object, known)):
             known = [[torch.nn.functional.pad(part[0], (0, longest - len(part[0])))] for part in known]
-        if len(known) < len(same) or len({tuple(map(_form, part)) for part in known}) > 1:
+        if len(known) < len(rank_parts) or len({tuple(map(_form, part)) for part in known}) > 1:
             return None
-        for parts, part in zip(found, known, strict=True):
+        for parts, part in zip(aligned, known, strict=True):
             parts.append(part)
-    return found
+    return aligned
 
 
 def _is_object(part: _Tensors) -> bool:
@@ -175,8 +175,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             return
         with contextlib.suppress(OSError, RuntimeError, EOFError):
             sent = torch.load(file)
-            own = [sent[self.rank()]] if operation == "scatter" else sent
-            for tensor, value in zip(tensors, own, strict=True):
+            values = [sent[self.rank()]] if operation == "scatter" else sent
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.detach().copy_(value)
 
     # Methods called by torch
@@ -193,8 +193,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         self._note("all_reduce", *tensors)
         operation, sent = getattr(opts, "reduceOp", None), self._answers.ask(self, self._name, tensors)
-        for place, tensor in enumerate(tensors):
-            answer = None if sent is None else reduced([of_rank[place] for of_rank in sent], operation)
+        for index, tensor in enumerate(tensors):
+            answer = None if sent is None else reduced([rank_tensors[index] for rank_tensors in sent], operation)
             if answer is None:
                 _as_of_all(tensor, operation, self.size())
             else:
@@ -216,26 +216,26 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._note("all_gather", *inputs)
         sent = self._answers.ask(self, self._name, inputs) or [inputs] * self.size()
-        for place, output in enumerate(outputs):
-            for part, of_rank in zip(output, sent, strict=True):
-                part.copy_(of_rank[place])
+        for index, output in enumerate(outputs):
+            for part, rank_tensors in zip(output, sent, strict=True):
+                part.copy_(rank_tensors[index])
         return Done(outputs[0] if outputs else [])
 
     def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Any:
         sent = self._answers.ask(self, self._name, [given]) or [[given]] * self.size()
-        output.copy_(torch.cat([one.reshape(-1) for (one,) in sent]).reshape(output.shape))
+        output.copy_(torch.cat([part.reshape(-1) for (part,) in sent]).reshape(output.shape))
         return Done([output])
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, given)
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, input_tensor)
         return Done(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            output.copy_(given[self.rank()])
+        for output, input_list in zip(outputs, inputs, strict=True):
+            output.copy_(input_list[self.rank()])
             _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
         return Done(outputs)
 
@@ -247,13 +247,13 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, given, opts)
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, input_tensor, opts)
         return Done(outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            _copy_as_far(output, given)
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            _copy_as_far(output, input_tensor)
         return Done(outputs)
 
     def alltoall_base(self, output: Any, given: Any, *_sizes: Any) -> Any:
@@ -261,16 +261,16 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return Done([output])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        for output, given in zip(outputs or (), inputs, strict=False):
+        for output, input_tensor in zip(outputs or (), inputs, strict=False):
             for part in output:
-                part.copy_(given)
+                part.copy_(input_tensor)
         return Done(outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        mine = list(inputs[0]) if inputs else []
-        if mine:
-            outputs[0].copy_(mine[self.rank()])
-        self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, mine)
+        input_list = list(inputs[0]) if inputs else []
+        if input_list:
+            outputs[0].copy_(input_list[self.rank()])
+        self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, input_list)
         return Done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:

@@ -46,8 +46,8 @@ class StoreExchange:
 
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         rank = dist.get_rank()
-        among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        base = f"ddpcheck/{purpose}/{among}"
+        digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        base = f"ddpcheck/{purpose}/{digest}"
         number = default_store().add(f"{base}/calls/{rank}", 1)
         exchange = cls(f"{base}/{number}", rank, ranks, group_timeout(group) if timeout is None else timeout)
         if number > 2:
@@ -62,7 +62,7 @@ class StoreExchange:
         """
         store = default_store()
         self.put(key, value)
-        found: list[bytes] = []
+        payloads: list[bytes] = []
         silent: list[int] = []
         for rank in self.ranks:
             name = f"{self.prefix}/{key}/{rank}"
@@ -71,7 +71,7 @@ class StoreExchange:
                     store.wait([name], timedelta(seconds=self.timeout))
                 elif not _holds(store, name):
                     raise TimeoutError
-                found.append(get_value(store.get, name))
+                payloads.append(get_value(store.get, name))
             except Exception:  # timeout exceptions differ by store
                 silent.append(rank)
         if silent:
@@ -81,7 +81,7 @@ class StoreExchange:
             self.delete(key)
             gave_up = [rank for rank in silent if _holds(store, self._gave_up_key(key, rank))]
             raise RanksTimedOutError([rank for rank in silent if rank not in gave_up] or silent)
-        return [pickle.loads(data) for data in found]
+        return [pickle.loads(data) for data in payloads]
 
     def put(self, key: str, value: object) -> None:
         """Write this rank's value under `key` without waiting for other ranks."""

@@ -56,12 +56,12 @@ class CopiedOptimizer:
         """
         if self.trouble:
             return ()
-        own = self._parameters
+        params = self._parameters
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in params.items():
                 parameter.copy_(before[name])
                 parameter.grad = gradients[name].clone() if name in gradients else None
-        device = next(iter(own.values())).device
+        device = next(iter(params.values())).device
         states = generator_states(device)
         try:
             with replaced_by(_refuse):
@@ -74,7 +74,7 @@ class CopiedOptimizer:
             self.trouble = f"on a copy of the parameters its step raised {summary(error)}"
         if drawn := drawn_since(states, device):
             self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(drawn))}"
-        return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in own.items())
+        return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in params.items())
 
 
 def _refuse(_operation: str, _given: Mapping[str, Any], _call: object) -> NoReturn:

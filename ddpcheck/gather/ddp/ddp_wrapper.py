@@ -33,10 +33,10 @@ _FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
 def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
     """Return every `DistributedDataParallel` of this process (takes about 0.1 s)."""
     classes: list[type] = [nn.parallel.DistributedDataParallel]
-    for one in classes:  # grows during iteration
-        classes += type.__subclasses__(one)
+    for cls in classes:  # grows during iteration
+        classes += type.__subclasses__(cls)
     known = set(classes)  # faster than issubclass on ABCs, and isinstance would trigger proxies
-    return [thing for thing in gc.get_objects() if type(thing) in known]
+    return [obj for obj in gc.get_objects() if type(obj) in known]
 
 
 def parameters_in_wrappers(*, but: nn.Module | None = None) -> set[int]:
@@ -60,26 +60,26 @@ def find_wrapper(module: nn.Module) -> nn.Module:
     Raises:
         UsageError: There is none, or there are several.
     """
-    found: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
-    if not found:
-        found = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
-    if not found and isinstance(module, nn.Module):
-        found = outermost_sharded(module)
-    if not found and isinstance(module, nn.Module):
+    wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
+    if not wrappers:
+        wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
+    if not wrappers and isinstance(module, nn.Module):
+        wrappers = outermost_sharded(module)
+    if not wrappers and isinstance(module, nn.Module):
         refuse_fsdp1(module, f"the {type(module).__name__} that is to be watched")
-    if len(found) != 1:
+    if len(wrappers) != 1:
         raise UsageError(
             "watch needs a DistributedDataParallel, or a module that holds one or is in one, or one that fully_shard "
-            f"has sharded; there is {f'{len(found)} of them' if found else 'none'} for {type(module).__name__}"
+            f"has sharded; there is {f'{len(wrappers)} of them' if wrappers else 'none'} for {type(module).__name__}"
         )
-    return cast("nn.Module", found[0])
+    return cast("nn.Module", wrappers[0])
 
 
 def outermost_sharded(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in `module` that `fully_shard` was called on."""
     if isinstance(module, sharding_classes()) and is_sharded(module):
         return [module]
-    return [found for child in module.children() for found in outermost_sharded(child)]
+    return [wrapper for child in module.children() for wrapper in outermost_sharded(child)]
 
 
 def is_ddp(wrapper: nn.Module) -> bool:
@@ -118,14 +118,14 @@ def joins(wrapper: nn.Module) -> bool:
 def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, str]:
     """Return the arguments of a DDP constructor call as text; empty if invalid."""
     try:
-        given = inspect.signature(constructor).bind(*args, **kwargs)
+        bound = inspect.signature(constructor).bind(*args, **kwargs)
     except TypeError:
         return {}  # the constructor will raise
-    given.apply_defaults()
-    module = given.arguments.get("module")
+    bound.apply_defaults()
+    module = bound.arguments.get("module")
     names = {id(p): name for name, p in module.named_parameters()} if isinstance(module, nn.Module) else {}
-    found = {}
-    for key, value in given.arguments.items():
+    options = {}
+    for key, value in bound.arguments.items():
         if key == "self" or key in MAY_DIFFER:
             continue
         value = WHEN_NONE.get(key) if value is None else value
@@ -135,8 +135,8 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
             value = names.get(id(value), "?")
         elif isinstance(value, dist.ProcessGroup):
             value = dist.get_process_group_ranks(value)
-        found[key] = spelled_option(value)
-    return found
+        options[key] = spelled_option(value)
+    return options
 
 
 def compare_options(mine: dict[str, str]) -> None:
@@ -145,8 +145,8 @@ def compare_options(mine: dict[str, str]) -> None:
     Raises:
         OptionsDifferError: A difference would make DDP raise, hang or mismatch tensors.
     """
-    alone = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
-    if dist.get_world_size() == 1 or alone or not mine:
+    is_custom = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
+    if dist.get_world_size() == 1 or is_custom or not mine:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
     exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
@@ -159,11 +159,11 @@ def compare_options(mine: dict[str, str]) -> None:
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
     """Return attributes, mutable after construction, that must match on all ranks, as text."""
-    found = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
-    found["communication hook"] = comm_hook_of(wrapper) or "None"
+    attributes = {name: str(getattr(wrapper, name)) for name in _ATTRIBUTES if hasattr(wrapper, name)}
+    attributes["communication hook"] = comm_hook_of(wrapper) or "None"
     for _hook, state in getattr(wrapper, "_comm_hooks", ()):
-        found |= {f"communication hook {name}": value for name, value in plain_attributes(state).items()}
-    return found
+        attributes |= {f"communication hook {name}": value for name, value in plain_attributes(state).items()}
+    return attributes
 
 
 def plain_attributes(thing: object) -> dict[str, str]:
@@ -196,18 +196,18 @@ def hook_loss(wrapper: nn.Module | None) -> float:
     Machine eps of the compressed dtype, or 0.1 for hooks that lose more by design. With error feedback (PowerSGD), no
     single step can be judged. PowerSGD is exact until `start_powerSGD_iter`.
     """
-    found = [0.0]
+    errors = [0.0]
     for hook, state in getattr(wrapper, "_comm_hooks", ()):
         module, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-        begins = getattr(state, "start_powerSGD_iter", None)
-        warms_up = begins is not None and getattr(state, "iter", 0) <= begins
+        start_iter = getattr(state, "start_powerSGD_iter", None)
+        warms_up = start_iter is not None and getattr(state, "iter", 0) <= start_iter
         if getattr(state, "use_error_feedback", False) and not warms_up:
-            found.append(_LOST_FOR_A_TIME)
-        elif _QUANTIZES in f"{module}.{name}" or (begins is not None and not warms_up):
-            found.append(_LOST_ON_PURPOSE)
+            errors.append(_LOST_FOR_A_TIME)
+        elif _QUANTIZES in f"{module}.{name}" or (start_iter is not None and not warms_up):
+            errors.append(_LOST_ON_PURPOSE)
         elif name not in _EXACT_HOOKS:
-            found.append(eps_of(torch.bfloat16))
-    return max(found)
+            errors.append(eps_of(torch.bfloat16))
+    return max(errors)
 
 
 def has_own_hook(wrapper: nn.Module | None) -> bool:
@@ -216,9 +216,9 @@ def has_own_hook(wrapper: nn.Module | None) -> bool:
 
 
 def _is_own(hook: object) -> bool:
-    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    own = not str(getattr(hook, "__module__", "")).startswith("torch.")
-    return own or any(callable(one) and _is_own(one) for one in inside)
+    contents = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    is_user = not str(getattr(hook, "__module__", "")).startswith("torch.")
+    return is_user or any(callable(value) and _is_own(value) for value in contents)
 
 
 def are_apart(wrapper: nn.Module) -> bool:
@@ -231,8 +231,8 @@ def are_apart(wrapper: nn.Module) -> bool:
 def trains_apart(wrapper: nn.Module) -> bool:
     """Return True if a hook averages over a subset of ranks: post-local SGD."""
     states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()))
-    begins = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)
-    return any(begin is not None and getattr(state, "iter", 0) >= begin for state, begin in begins)
+    starts = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)
+    return any(start is not None and getattr(state, "iter", 0) >= start for state, start in starts)
 
 
 def spelled_option(value: object) -> str:
@@ -243,9 +243,9 @@ def spelled_option(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor {fingerprint(value):x}" if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = type(value).__name__, {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+        value = type(value).__name__, {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {spelled_option(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {spelled_option(item)}' for key, item in value.items())}}}"
     if isinstance(value, tuple | list):
         spelled = ", ".join(map(spelled_option, value))
         return f"({spelled})" if isinstance(value, tuple) else f"[{spelled}]"
@@ -313,12 +313,12 @@ def changes(
     now = SeenParameter.of_all((parameters or dict(module.named_parameters())).items())
     if now == seen:
         return {}
-    still = {one.identity for one in seen.values()} & {one.identity for one in now.values()}
+    common = {param.identity for param in seen.values()} & {param.identity for param in now.values()}
     changed = {}
-    for name, one in {**seen, **now}.items():
+    for name, param in {**seen, **now}.items():
         before, after = seen.get(name), now.get(name)
         if before is None or after is None:
-            if one.identity not in still and not _is_in_dtensor(module, name):  # otherwise only renamed
+            if param.identity not in common and not _is_in_dtensor(module, name):  # otherwise only renamed
                 changed[name] = "added" if before is None else "removed"
         elif kind := before.change_to(after):
             changed[name] = kind
@@ -330,10 +330,10 @@ def _is_in_dtensor(module: nn.Module, name: str) -> bool:
 
     DDP does so if its device mesh is a dimension of a mesh with another dimension for tensor parallelism.
     """
-    place, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     with contextlib.suppress(AttributeError):
-        held = getattr(module.get_submodule(place), own)
-        return is_shard(held) and not isinstance(held, nn.Parameter)
+        value = getattr(module.get_submodule(path), attribute)
+        return is_shard(value) and not isinstance(value, nn.Parameter)
     return False
 
 
@@ -343,17 +343,17 @@ def changes_in_forward(seen: Mapping[str, SeenParameter], module: nn.Module) -> 
     A parameter that only moved to another name is not changed for DDP. `seen` has all names.
     """
     now = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
-    there = {after.identity for after in now.values()}
+    identities = {after.identity for after in now.values()}
     names = {before.identity: name for name, before in reversed(list(seen.items()))}
     changed = {}
     for name, before in seen.items():
         after = now.get(name)
         if after is None:
-            if before.identity not in there and before.requires_grad and not _is_in_dtensor(module, name):
+            if before.identity not in identities and before.requires_grad and not _is_in_dtensor(module, name):
                 changed[name] = ("removed", "")
         elif kind := before.change_to(after):
             known = names.get(after.identity, "")
             trained = before.requires_grad or after.requires_grad
-            if kind != "replaced" or (trained and not (known and before.identity in there)):
+            if kind != "replaced" or (trained and not (known and before.identity in identities)):
                 changed[name] = (kind, known if kind == "replaced" else "")
     return changed

@@ -39,15 +39,15 @@ class Recorder:
 
     def note(self, kind: str, **more: Any) -> None:
         """Add an event with the current user line."""
-        where = user_location(sys._getframe(1))
-        self.events.append(LoopEvent(kind, location=str(where) if where else "", **more))
+        location = user_location(sys._getframe(1))
+        self.events.append(LoopEvent(kind, location=str(location) if location else "", **more))
 
     @passes_on
     def backward(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record and run a backward pass."""
         self.note("backward")
-        own = self.events[-1].location  # '' for ddpcheck's own final backward
-        if own and self._reaches_others(args[0] if args else kwargs.get("tensors")):
+        location = self.events[-1].location  # '' for ddpcheck's own final backward
+        if location and self._reaches_others(args[0] if args else kwargs.get("tensors")):
             self.events[-1] = replace(self.events[-1], others=True)
         try:
             return original(*args, **kwargs)
@@ -58,8 +58,8 @@ class Recorder:
         """Return True if backward reaches a non-parameter leaf (parameter gradients may be unwanted)."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
         walk = walk_graph(tensors)
-        own = {id(p) for p in self._parameters.values()}
-        return not walk.complete or any(id(leaf) not in own for leaf in walk.leaves)
+        param_ids = {id(p) for p in self._parameters.values()}
+        return not walk.complete or any(id(leaf) not in param_ids for leaf in walk.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
         """Record gradients discarded before an optimizer step, if all present ones are discarded."""

@@ -42,10 +42,10 @@ class Part:
     def around(self, own: torch.Tensor) -> torch.Tensor:
         """Return the `DTensor` with local tensor `own`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
-        found: torch.Tensor = tensor_module.DTensor.from_local(
+        dtensor: torch.Tensor = tensor_module.DTensor.from_local(
             own, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
-        return found
+        return dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +81,22 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
     if world_size == 1:
         return DataPlace(0, 1, (0,))
     sharding = _meshes_of(module)
-    own = parts_of(module)
-    split = split_over(module, {**own, **parts})
-    mine = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
-    mine[sorted({rank, *itertools.chain(*split.values())})] = 1
-    masks = [torch.zeros_like(mine) for _ in range(world_size)]
+    own_parts = parts_of(module)
+    split = split_over(module, {**own_parts, **parts})
+    local_mask = torch.zeros(world_size, dtype=torch.int64, device=next(module.parameters()).device)
+    local_mask[sorted({rank, *itertools.chain(*split.values())})] = 1
+    masks = [torch.zeros_like(local_mask) for _ in range(world_size)]
     with unlogged():
-        dist.all_gather(masks, mine, group=group)  # all_gather_object would need numpy
+        dist.all_gather(masks, local_mask, group=group)  # all_gather_object would need numpy
     everyone = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
     groups = sorted(set(everyone))
-    if sorted(one for of_group in groups for one in of_group) != [*range(world_size)] or len(set(map(len, groups))) > 1:
+    if sorted(r for ranks in groups for r in ranks) != [*range(world_size)] or len(set(map(len, groups))) > 1:
         raise TargetError(
             f"wrap(module, device) splits the model over the ranks {everyone[rank]}, and ranks are not divided into "
             "groups of the same size that compute a model each: report cannot tell which ranks have the same part; "
             "check the script with `ddpcheck run`"
         )
-    sharded = tuple(name for name, part in own.items() if _is_sharded(part, sharding))
+    sharded = tuple(name for name, part in own_parts.items() if _is_sharded(part, sharding))
     return DataPlace(groups.index(everyone[rank]), len(groups), everyone[rank], (*split,), sharded)
 
 
@@ -107,19 +107,19 @@ def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[i
 
 
 def _meshes_of(module: nn.Module) -> list[Any]:
-    return [mesh_of(one) for one in module.modules() if isinstance(one, sharding_classes()) and is_sharded(one)]
+    return [mesh_of(m) for m in module.modules() if isinstance(m, sharding_classes()) and is_sharded(m)]
 
 
 def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
     """Return the ranks that split a parameter, ignoring `fully_shard` mesh dimensions."""
-    of_data = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
-    place = part.mesh.get_coordinate()
-    if part.mesh in sharding or place is None:
+    data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
+    coords = part.mesh.get_coordinate()
+    if part.mesh in sharding or coords is None:
         return []
     names = part.mesh.mesh_dim_names or ("",) * part.mesh.ndim
-    split = [not one.is_replicate() and name not in of_data for one, name in zip(part.placements, names, strict=True)]
-    at: Any = tuple(slice(None) if own else one for own, one in zip(split, place, strict=True))
-    ranks: list[int] = part.mesh.mesh[at].flatten().tolist()
+    split = [not p.is_replicate() and name not in data_dims for p, name in zip(part.placements, names, strict=True)]
+    index: Any = tuple(slice(None) if is_split else coord for is_split, coord in zip(split, coords, strict=True))
+    ranks: list[int] = part.mesh.mesh[index].flatten().tolist()
     return ranks if any(split) else []
 
 
@@ -130,12 +130,12 @@ def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
 
 def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
     """Return this rank's parts by submodule; for DDP, after the first forward."""
-    found = {}
+    parts_by_module = {}
     for part in module.modules():
-        held = {**vars(part), **dict(part.named_parameters(recurse=False))}
-        if parts := {name: Part.of(p) for name, p in held.items() if isinstance(p, torch.Tensor) and is_shard(p)}:
-            found[part] = parts
-    return found
+        attrs = {**vars(part), **dict(part.named_parameters(recurse=False))}
+        if parts := {name: Part.of(p) for name, p in attrs.items() if isinstance(p, torch.Tensor) and is_shard(p)}:
+            parts_by_module[part] = parts
+    return parts_by_module
 
 
 def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
@@ -145,23 +145,23 @@ def input_layouts(module: nn.Module) -> Iterator[Sequence[Any]]:
     """
     for hook in module._forward_pre_hooks.values():
         for cell in getattr(hook, "__closure__", None) or ():
-            held = cell.cell_contents
-            layouts = held.args[0] if isinstance(held, functools.partial) and held.args else held
+            content = cell.cell_contents
+            layouts = content.args[0] if isinstance(content, functools.partial) and content.args else content
             layouts = getattr(layouts, "input_layouts", layouts)
-            if isinstance(layouts, tuple) and any(hasattr(one, "is_replicate") for one in layouts):
+            if isinstance(layouts, tuple) and any(hasattr(layout, "is_replicate") for layout in layouts):
                 yield layouts
 
 
 def hidden_parameters(module: nn.Module) -> dict[str, Any]:
     """Return DDP's parameters that `module` replaced by `DTensor`s in its first forward."""
-    found = {}
+    leaves = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and is_shard(value) and value.grad_fn is not None:
                 leaf = getattr(value.grad_fn.next_functions[0][0], "variable", None)
                 if leaf is not None:
-                    found[f"{path}.{name}".lstrip(".")] = leaf
-    return found
+                    leaves[f"{path}.{name}".lstrip(".")] = leaf
+    return leaves
 
 
 def is_sum(gradient: Any) -> bool:
@@ -173,8 +173,8 @@ def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str
     """Return original plain attributes changed by `wrap`, by submodule (e.g. number of heads)."""
     pairs = zip(module.modules(), reference.modules(), strict=False)
     return [
-        {key: vars(other)[key] for key, value in vars(one).items() if _is_changed(value, vars(other).get(key))}
-        for one, other in pairs
+        {key: vars(ref)[key] for key, value in vars(part).items() if _is_changed(value, vars(ref).get(key))}
+        for part, ref in pairs
     ]
 
 

@@ -18,11 +18,11 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
     """Return class, groups and options of an optimizer and averager; `names` by `id`."""
     kind = type(optimizer)
-    found = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
+    options = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
     for index, group in enumerate(optimizer.param_groups):
-        held = [names.get(id(p), "?") for p in group["params"]]
-        found[f"group {index} parameters"] = ", ".join(sorted(held))
-        found[f"group {index} order"] = ", ".join(held)
-        found.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+        param_names = [names.get(id(p), "?") for p in group["params"]]
+        options[f"group {index} parameters"] = ", ".join(sorted(param_names))
+        options[f"group {index} order"] = ", ".join(param_names)
+        options.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
     averager = plain_attributes(getattr(optimizer, "averager", None))  # of PostLocalSGDOptimizer
-    return {**found, **{f"averager {name}": value for name, value in averager.items()}}
+    return {**options, **{f"averager {name}": value for name, value in averager.items()}}

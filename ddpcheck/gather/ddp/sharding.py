@@ -63,18 +63,18 @@ def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterabl
 def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return fingerprints of parameters in `built` whose shard in `module` is unchanged."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
-    kept = {}
+    unchanged = {}
     for name, parameter in module.named_parameters():
         shard: Any = parameter.detach()
         if name not in built or not is_shard(shard) or built[name].shape != shard.shape:
             continue
         with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # uneven shards along dim > 0
-            own = tensor_module.distribute_tensor(
+            expected = tensor_module.distribute_tensor(
                 built[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
             )
-            if torch.equal(own.to_local(), shard.to_local()):
-                kept[name] = built[name]
-    return fingerprints(kept.items())
+            if torch.equal(expected.to_local(), shard.to_local()):
+                unchanged[name] = built[name]
+    return fingerprints(unchanged.items())
 
 
 # FullyShardedDataParallel
@@ -110,14 +110,14 @@ def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> 
     Non-`DTensor`s are returned unchanged, gathered ones in new memory. Omitted: None, and shards that another rank
     lacks, which cannot be gathered.
     """
-    found = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
-    shards = [name for name, tensor in found.items() if is_shard(tensor)]
+    by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
+    shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with unlogged():
         dist.all_gather_object(everyone, shards, group=group)
         on_all_ranks = set(shards).intersection(*everyone)
-        whole: dict[str, Any] = {name: _whole(found[name]) for name in sorted(on_all_ranks)}
-    return {name: whole.get(name, tensor) for name, tensor in found.items() if name in whole or name not in shards}
+        whole: dict[str, Any] = {name: _whole(by_name[name]) for name in sorted(on_all_ranks)}
+    return {name: whole.get(name, tensor) for name, tensor in by_name.items() if name in whole or name not in shards}
 
 
 def _whole(shard: Any) -> torch.Tensor:
@@ -132,14 +132,14 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torc
 
 def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return norms and step counts of optimizer state of this rank's proper shards."""
-    found: dict[str, torch.Tensor] = {}
+    states: dict[str, torch.Tensor] = {}
     for name, shard in shards.items():
         state, part = optimizer.state.get(shard), own_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
             tensors = {key: own_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
             of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
-            found |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
-    return norms(found)
+            states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
+    return norms(states)
 
 
 # Settings
@@ -166,9 +166,9 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
     """
 
     def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
-        where = user_location(sys._getframe(CALLER))
-        value = next((one for key, one in given.items() if key == name.removeprefix("set_")), value)
-        sink(LoopEvent(name, str(where) if where else "", synchronises=bool(value)))
+        location = user_location(sys._getframe(CALLER))
+        value = next((arg for key, arg in given.items() if key == name.removeprefix("set_")), value)
+        sink(LoopEvent(name, str(location) if location else "", synchronises=bool(value)))
 
     names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
     return [patched(fsdp, name, functools.partial(note, name)) for name in names]
@@ -180,13 +180,13 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     Private to torch. Attributes used: `reduce_grads`, `all_reduce_grads`, `reduce_scatter_unused_params`, the mesh of
     `mesh_info`, and `sharded_param`, `_unsharded_param` and `_module_info` of `fsdp_params`.
     """
-    found: list[Any] = []
+    groups: list[Any] = []
     for part in module.modules():
         if isinstance(part, sharding_classes()):
             with contextlib.suppress(AttributeError):
                 state: Any = part._get_fsdp_state()  # type: ignore[operator]
-                found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return list({id(group): group for group in found if group is not None}.values())
+                groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return list({id(group): group for group in groups if group is not None}.values())
 
 
 def shards_in_use(module: nn.Module) -> set[int]:
@@ -199,27 +199,27 @@ def shards_in_use(module: nn.Module) -> set[int]:
 
 def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
     """Return the `shards_in_use` of parameter `name` of submodule `part`."""
-    found: set[int] = set()
-    for one in _parameters_of_groups(module):
-        info = getattr(one, "_module_info", None)
-        if info is None or any(held is part and own == name for held, own in _places(info)):
-            found |= _identities(one)
-    return found
+    identities: set[int] = set()
+    for param in _parameters_of_groups(module):
+        info = getattr(param, "_module_info", None)
+        if info is None or any(owner is part and attribute == name for owner, attribute in _places(info)):
+            identities |= _identities(param)
+    return identities
 
 
 def gathered_twice(module: nn.Module) -> set[int]:
     """Return ids of shards gathered under several names: tied after sharding."""
-    counts = Counter(id(getattr(one, "sharded_param", None)) for one in _parameters_of_groups(module))
+    counts = Counter(id(getattr(param, "sharded_param", None)) for param in _parameters_of_groups(module))
     return {identity for identity, times in counts.items() if times > 1}
 
 
 def _parameters_of_groups(module: nn.Module) -> list[Any]:
-    return [one for group in parameter_groups(module) for one in getattr(group, "fsdp_params", ())]
+    return [param for group in parameter_groups(module) for param in getattr(group, "fsdp_params", ())]
 
 
 def _identities(one: Any) -> set[int]:
-    found = (getattr(one, name, None) for name in ("sharded_param", "_unsharded_param"))
-    return {id(tensor) for tensor in found if tensor is not None}
+    tensors = (getattr(one, name, None) for name in ("sharded_param", "_unsharded_param"))
+    return {id(tensor) for tensor in tensors if tensor is not None}
 
 
 def _places(info: Any) -> Iterator[tuple[Any, Any]]:
@@ -235,8 +235,8 @@ def reduces(groups: Iterable[Any]) -> bool:
 
 
 def _trains(group: Any) -> bool:
-    held = (getattr(one, "sharded_param", None) for one in getattr(group, "fsdp_params", ()))
-    return any(getattr(shard, "requires_grad", True) for shard in held)
+    params = (getattr(param, "sharded_param", None) for param in getattr(group, "fsdp_params", ()))
+    return any(getattr(shard, "requires_grad", True) for shard in params)
 
 
 def mesh_of(module: nn.Module) -> Any:
@@ -282,8 +282,8 @@ def split_of(shard: Any, mesh: Any = None) -> tuple[int, int] | None:
     With `mesh` of `fully_shard`: counts the parts within `mesh` only.
     """
     dimensions = _dimensions(shard, mesh)
-    split = [(size, one.dim) for size, _, one in dimensions if not one.is_replicate() and hasattr(one, "dim")]
-    plain = all(one.is_replicate() or hasattr(one, "dim") for _, _, one in dimensions)
+    split = [(size, p.dim) for size, _, p in dimensions if not p.is_replicate() and hasattr(p, "dim")]
+    plain = all(p.is_replicate() or hasattr(p, "dim") for _, _, p in dimensions)
     return (split or [(1, 0)])[0] if plain and len(split) < 2 else None
 
 
@@ -295,10 +295,10 @@ def uneven_parts(parameters: Mapping[str, torch.Tensor], mesh: Any) -> tuple[str
 
 def uneven(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """Return names of parameters whose local elements are neither all equal nor NaN."""
-    held = {name: own_part(p).flatten() for name, p in parameters.items()}
+    parts = {name: own_part(p).flatten() for name, p in parameters.items()}
     return tuple(
         name
-        for name, part in held.items()
+        for name, part in parts.items()
         if part.numel() > 1 and bool(((part != part[0]) & (part == part)).any())  # NaN != NaN
     )
 
@@ -309,7 +309,7 @@ def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int,
     Shards are found by parameter name, as `DTensor`s or plain tensors of the same local shape.
     """
     split = {name: p for name, p in parameters.items() if is_shard(p) and own_part(p).shape != p.shape}
-    if not split or not any(_holds(one, split) for one in _dictionaries(value)):
+    if not split or not any(_holds(mapping, split) for mapping in _dictionaries(value)):
         return None
     first = next(iter(split.values()))
     parts = math.prod(size for size, _, placement in _dimensions(first, None) if not placement.is_replicate())
@@ -318,15 +318,15 @@ def shard_held(value: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[int,
 
 def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool:
     pairs = [(values.get(name), parameter) for name, parameter in split.items()]
-    return all(isinstance(one, torch.Tensor) and own_part(one).shape == own_part(p).shape for one, p in pairs)
+    return all(isinstance(v, torch.Tensor) and own_part(v).shape == own_part(p).shape for v, p in pairs)
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
     """Yield a dictionary and its nested dictionaries."""
     if isinstance(value, Mapping):
         yield value
-        for one in value.values() if depth else ():
-            yield from _dictionaries(one, depth - 1)
+        for item in value.values() if depth else ():
+            yield from _dictionaries(item, depth - 1)
 
 
 def mixed_precision(module: nn.Module) -> torch.dtype | None:
@@ -334,18 +334,18 @@ def mixed_precision(module: nn.Module) -> torch.dtype | None:
 
     An unreadable policy counts as bfloat16.
     """
-    found = set()
+    dtypes = set()
     for _, policy in _policies(module):
-        found |= {torch.bfloat16} if policy is None else {policy.param_dtype, policy.reduce_dtype}
-    return max(found - {None}, key=eps_of, default=None)
+        dtypes |= {torch.bfloat16} if policy is None else {policy.param_dtype, policy.reduce_dtype}
+    return max(dtypes - {None}, key=eps_of, default=None)
 
 
 def policies_of(module: nn.Module) -> dict[str, str]:
     """Return the `mp_policy` of `fully_shard` as text, with deviating submodules by path."""
-    every = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
-    first = next(iter(every.values()), "")
-    others = {f"mp_policy of {path}": text for path, text in every.items() if text != first}
-    return {"mp_policy": first, **others} if every else {}
+    policies = {path: repr(policy) for path, policy in _policies(module) if policy is not None}
+    first = next(iter(policies.values()), "")
+    others = {f"mp_policy of {path}": text for path, text in policies.items() if text != first}
+    return {"mp_policy": first, **others} if policies else {}
 
 
 def _policies(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -61,7 +61,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
     run_optimizer(model.optimizer, "zero_grad")
     clear_gradients(module, *model.trainable.values())
     since = versions(module)
-    apart = trains_apart(model.wrapper)
+    are_apart = trains_apart(model.wrapper)
     with _recorded(model) as recorder:
         seed = state.seed_of(step)
         loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place=f"{named} ")
@@ -90,26 +90,26 @@ def ddp_step(step: int) -> DdpStepEvidence:
                 noise=noise.get(name, 0.0),
             )
             for name in compared
-            if not apart
+            if not are_apart
         )
-        seen = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
+        hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.whole(model.named_parameters())
-        computed_with = fingerprints((name, one) for name, one in before.items() if name not in parts)
+        computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
         if model.is_split:
             before = {name: before[name].clone() for name in model.trainable}
-            own = shards(model.trainable.items())
+            shard = shards(model.trainable.items())
             loaded = {} if step else shard_states(model.optimizer, model.trainable)
             with unlogged():
-                own_gradients = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
+                shard_grads = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
         this_rank.set_status(f"step {step}: optimizer")
         run_optimizer(model.optimizer, "step")
     after = state.whole(model.named_parameters())
-    unregistered = fingerprints((name, one) for name, one in unregistered_state(module) if name not in model.parts)
-    found = DdpStepEvidence(
+    unregistered = fingerprints((name, t) for name, t in unregistered_state(module) if name not in model.parts)
+    evidence = DdpStepEvidence(
         rank=state.rank,
         step=step,
-        gradients=seen,
-        parameters=fingerprints((name, one) for name, one in after.items() if name not in parts),
+        gradients=hashes,
+        parameters=fingerprints((name, t) for name, t in after.items() if name not in parts),
         parameters_before_optimizer=computed_with,
         buffers=fingerprints(module.named_buffers()),
         state={name: value for name, value in unregistered.items() if name in model.unregistered},
@@ -118,7 +118,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_local=differences,
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
-        events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if apart else [])),
+        events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if are_apart else [])),
         parameters_after_backward=computed_with
         if model.is_split
         else {name: value for name, value in recorder.values.items() if name not in parts},
@@ -128,15 +128,15 @@ def ddp_step(step: int) -> DdpStepEvidence:
             for parameter in model.trainable.values():  # gradients that are views of a bucket own no memory
                 if parameter.grad is not None and parameter.grad._base is None:
                     parameter.grad = None
-        return found
+        return evidence
     begins = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
-    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, given, begins) for given in (before, own))
-    whole, alone = model.copies
+    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, params, begins) for params in (before, shard))
+    whole_copy, shard_copy = model.copies
     return ShardedStep(
-        **structs.asdict(found),
-        against_whole=whole.differences(before, gradients, after),
-        against_shard=alone.differences(own, own_gradients, shards(model.trainable.items())),
-        uncompared=whole.trouble or alone.trouble,
+        **structs.asdict(evidence),
+        against_whole=whole_copy.differences(before, gradients, after),
+        against_shard=shard_copy.differences(shard, shard_grads, shards(model.trainable.items())),
+        uncompared=whole_copy.trouble or shard_copy.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
         loaded=loaded,
         **(_parts_left(model) | {"loss": total} if model.place.splits_model else {}),
@@ -179,38 +179,38 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, state.step.batch
     )
-    lost = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
+    errors = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
     try:
         with unlogged():
             gradients, _ = compute_gradients(
                 state.recipe, module, batch, step=step, seed=state.seed_of(step), place=f"in {dtype}, "
             )
         for index, (name, gradient) in enumerate(state.step.local.items()):
-            lost[index] = norm(gradient - gradients.get(name, 0)) ** 2
+            errors[index] = norm(gradient - gradients.get(name, 0)) ** 2
     except Exception:
-        lost[-1] = 1.0
+        errors[-1] = 1.0
     with unlogged():
         if state.world_size > 1:
-            dist.all_reduce(lost := lost.to(state.device), group=state.group)
-    sizes = (lost / state.world_size).sqrt().tolist()
+            dist.all_reduce(errors := errors.to(state.device), group=state.group)
+    sizes = (errors / state.world_size).sqrt().tolist()
     return {} if sizes[-1] else dict(zip(state.step.local, sizes, strict=False))
 
 
 def _optimizer_state(state: RankState) -> dict[str, int]:
     model = state.training_model
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, int] = {}
+    hashes: dict[str, int] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for parameter, kept in getattr(model.optimizer, "state", {}).items():
-        for key, value in kept.items() if isinstance(kept, Mapping) else ():
+    for parameter, param_state in getattr(model.optimizer, "state", {}).items():
+        for key, value in param_state.items() if isinstance(param_state, Mapping) else ():
             label = f"optimizer {names.get(id(parameter), '?')} {key}"
             if isinstance(value, torch.Tensor):
                 part = model.parts.get(names.get(id(parameter), ""))
-                whole = part.around(value) if part is not None and value.shape == parameter.shape else value
-                tensors[label], found[label] = whole, 0
+                full = part.around(value) if part is not None and value.shape == parameter.shape else value
+                tensors[label], hashes[label] = full, 0
             elif isinstance(value, int | float | bool):
-                found[label] = hash(value)
-    return found | {label: fingerprint(value) for label, value in state.whole(tensors.items()).items()}
+                hashes[label] = hash(value)
+    return hashes | {label: fingerprint(value) for label, value in state.whole(tensors.items()).items()}
 
 
 @replays_step
@@ -222,23 +222,23 @@ def compiled_step(step: int) -> CompiledStep:
     """
     state = rank_state()
     model, data, module = state.training_model, state.step, state.module
-    now = capture_state(module)
+    current = capture_state(module)
     data.before.restore(module)
     clear_gradients(module)
     for handle in model.counters:
         handle.remove()
     seed = state.seed_of(step)
-    made: list[FunctionCompiled] = []
+    compilations: list[FunctionCompiled] = []
     try:
-        with unlogged(), stance("default"), CompilationRecorder(made.append, lambda: True, lambda: step):
+        with unlogged(), stance("default"), CompilationRecorder(compilations.append, lambda: True, lambda: step):
             loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="compiled DDP ")
             this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()
-        found = {name: p.grad for name, p in named_parameters(module).items() if p.requires_grad}
-        gradients = {name: None if gradient is None else dense(gradient) for name, gradient in found.items()}
+        grads = {name: p.grad for name, p in named_parameters(module).items() if p.requires_grad}
+        gradients = {name: None if gradient is None else dense(gradient) for name, gradient in grads.items()}
     finally:
         count_calls(model)
-        now.restore(module)
+        current.restore(module)
     averaged = data.averaged
     scale = scales(averaged)
     differences = tuple(
@@ -252,5 +252,5 @@ def compiled_step(step: int) -> CompiledStep:
         gradients={name: 0 if gradient is None else fingerprint(gradient) for name, gradient in gradients.items()},
         differences=differences,
         drew="torch" in loss.drew,
-        compiled=tuple(made),
+        compiled=tuple(compilations),
     )

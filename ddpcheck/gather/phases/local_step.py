@@ -51,14 +51,14 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     model, reference = state.training_model, state.reference
     trained = state.module if reference.optimizer is None else reference.module
     last = state.step.before if hasattr(state, "step") else None
-    own = state.own_file(file, shared=shared)
+    own_file = state.own_file(file, shared=shared)
     if model.is_split and trained is state.module:
         before = capture_attributes(trained, buffers=True)
         parameters = state.whole(model.named_parameters())
         before.tensors = {**before.tensors, **{name: tensor.clone() for name, tensor in parameters.items()}}
         for plain, changed in zip(before.plain, model.changed_attributes, strict=False):
             plain.update(changed)
-    elif own is not None:
+    elif own_file is not None:
         before = capture_attributes(trained, buffers=True)
     else:
         before = capture_state(trained, into=last)
@@ -67,11 +67,11 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
             for name, _ in state.module.named_buffers():
                 dist.broadcast(before.tensors[name], src=0, group=state.group)
     state.step = StepData(before)
-    if file is not None and (state.rank == 0 or (own is not None and not shared)):
-        save({**dict(trained.named_parameters()), **before.tensors}.items(), own or file)
-    if own is not None:
+    if file is not None and (state.rank == 0 or (own_file is not None and not shared)):
+        save({**dict(trained.named_parameters()), **before.tensors}.items(), own_file or file)
+    if own_file is not None:
         before.tensors = {name: before.tensors[name] for name, _ in trained.named_buffers()}
-        before.file = own
+        before.file = own_file
 
 
 def local_step(step: int) -> LocalStep:
@@ -105,12 +105,12 @@ def local_step(step: int) -> LocalStep:
     training_step.run_backward(total, module=module, since=since)
     _keep_gradients(data, training_step.gradients_of(parameters), step)
     states = _states(state, graph.probe)
-    lost = [name for name, found in states.items() if found == "lost"]
+    lost = [name for name, kind in states.items() if kind == "lost"]
     ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
     del total
     own_buffers = fingerprints(module.named_buffers())
     data.after = capture_attributes(module, buffers=True)
-    data.missing = [name for name, found in states.items() if found == "missing"]
+    data.missing = [name for name, kind in states.items() if kind == "missing"]
     calls = read_log(*log)
     arrived = {name for name, p in named_parameters(module).items() if p.grad is not None}
     evidence = StepEvidence(
@@ -219,27 +219,27 @@ def layout() -> ModuleDescription:
 
 def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
     """Record the parameters known to DDP that forward changed, and those it created."""
-    found = changes_in_forward(reference.seen, reference.module)
+    changes = changes_in_forward(reference.seen, reference.module)
     now = named_parameters(reference.module)
-    for name, (what, by) in found.items():
+    for name, (kind, source) in changes.items():
         after = now.get(name)
-        where = origins.of(after) if after is not None and not by else None
+        location = origins.of(after) if after is not None and not source else None
         reference.changed.setdefault(
-            name, ParameterChange(what, where or _line_of_change(reference, origins, name), by)
+            name, ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
         )
-    reference.changed = {name: change for name, change in reference.changed.items() if name in found}
+    reference.changed = {name: change for name, change in reference.changed.items() if name in changes}
     known = {before.identity for before in reference.seen.values()}
-    created = {name: origins.of(p) for name, p in now.items() if id(p) not in known and name not in found}
-    reference.created |= {name: where for name, where in created.items() if name not in reference.created}
+    created = {name: origins.of(p) for name, p in now.items() if id(p) not in known and name not in changes}
+    reference.created |= {name: location for name, location in created.items() if name not in reference.created}
 
 
 def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> Location | None:
     """Return the line that replaced or removed a component of the path `name`."""
     parts = name.split(".")
-    for place, part in enumerate(parts):
-        holder = reference.submodules.get(".".join(parts[:place]))
-        if holder is not None and (where := origins.of_place(holder, part)) is not None:
-            return where
+    for index, part in enumerate(parts):
+        holder = reference.submodules.get(".".join(parts[:index]))
+        if holder is not None and (location := origins.of_place(holder, part)) is not None:
+            return location
     return None
 
 
@@ -280,8 +280,8 @@ def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor,
     """Return parameters that forward created and that received gradient."""
     now = named_parameters(reference.module)
     return tuple(
-        UnregisteredTensor(name, tuple(now[name].shape), where, created_in_forward=True)
-        for name, where in reference.created.items()
+        UnregisteredTensor(name, tuple(now[name].shape), location, created_in_forward=True)
+        for name, location in reference.created.items()
         if name in now and now[name].grad is not None
     )
 
@@ -294,7 +294,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
     state = rank_state()
     data, parameters = state.step, state.reference.trainable
     this_rank.set_status(f"step {step}: averaging local gradients")
-    own = state.own_file(file, shared=shared)
+    own_file = state.own_file(file, shared=shared)
     consume = not state.training_model.is_split  # split models still need `local` in `_rounding_of`
     local = [data.local.get(name) for name in parameters]
     data.local = {} if consume else data.local
@@ -308,19 +308,19 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
             yield names[index], mean
 
     with unlogged():
-        if own is None:
+        if own_file is None:
             data.averages = dict(averaged())
         elif state.rank == 0 or not shared:
-            save(averaged(), own)
+            save(averaged(), own_file)
         else:
             deque(averaged(), maxlen=0)
         sizes = torch.tensor([data.norms.get(name, 0.0) ** 2 for name in parameters], dtype=torch.float64)
         sizes = sizes.to(state.device)
         if state.world_size > 1:
             dist.all_reduce(sizes, group=state.group)
-    data.averages_file = own
+    data.averages_file = own_file
     data.scale = dict(zip(parameters, (sizes / state.world_size).sqrt().tolist(), strict=True))
-    if state.rank == 0 and file is not None and own is None:
+    if state.rank == 0 and file is not None and own_file is None:
         save(data.averages.items(), file)
 
 

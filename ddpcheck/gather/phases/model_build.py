@@ -119,14 +119,14 @@ def description() -> ModuleDescription:
 def locations(names: Sequence[str]) -> dict[str, Location]:
     """Return the lines that created the named parameters, buffers and modules."""
     state = rank_state()
-    found = {name: state.origins.of_name(state.module, name) for name in names if name}
-    return {name: where for name, where in found.items() if where is not None}
+    by_name = {name: state.origins.of_name(state.module, name) for name in names if name}
+    return {name: location for name, location in by_name.items() if location is not None}
 
 
 def assignments(names: Sequence[str]) -> dict[str, Location]:
     """Return the lines that assign the named attributes."""
-    found = {name: assignment_of(rank_state().module, name) for name in names}
-    return {name: where for name, where in found.items() if where is not None}
+    by_name = {name: assignment_of(rank_state().module, name) for name in names}
+    return {name: location for name, location in by_name.items() if location is not None}
 
 
 def aliases() -> dict[str, tuple[str, ...]]:
@@ -137,17 +137,17 @@ def aliases() -> dict[str, tuple[str, ...]]:
 def notes() -> list[str]:
     """Return notes on how this rank ran the recipe."""
     state = rank_state()
-    found = [ARRIVED_EVALUATING] if state.arrived_evaluating else []
+    messages = [ARRIVED_EVALUATING] if state.arrived_evaluating else []
     if state.syncbn:
-        found.append(
+        messages.append(
             "SyncBatchNorm refuses CPU tensors: ddpcheck replaced it by the same statistics over all-reduces "
             "that autograd differentiates"
         )
     if uneven := uneven_batch(state.recipe, 0, seed=state.seed, world_size=state.world_size):
-        found.append(uneven)
+        messages.append(uneven)
     if this_rank.current().shared_gpu:
-        found.append("several ranks share one GPU, through gloo with CUDA tensors")
-    return found
+        messages.append("several ranks share one GPU, through gloo with CUDA tensors")
+    return messages
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
@@ -198,9 +198,9 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         )
     place = data_place(wrapper, parts, state.group)
     if place.splits_model and isinstance(facts, ShardedFacts):
-        alone = not place.sharded
+        unsharded = not place.sharded
         facts = replace(
-            facts, alone=alone, ignored=frozenset() if alone else frozenset({*trainable} - {*place.sharded})
+            facts, alone=unsharded, ignored=frozenset() if unsharded else frozenset({*trainable} - {*place.sharded})
         )
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
@@ -217,7 +217,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
         hooks=hooks,
         external_state=ExternalState(
-            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(thing) for thing in ours]
+            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(obj) for obj in ours]
         ),
         place=place,
         parts=parts,
@@ -229,7 +229,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     owned = {id(p): name for name, p in state.module.named_parameters()}
     optimized = {*map(id, parameters_of(optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
-    found = WrappedModule(
+    evidence = WrappedModule(
         facts=facts,
         options={**options, **wrapper_attributes(wrapper)},
         optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
@@ -240,19 +240,19 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapper=type(wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(wrapper),
         changes=changes(seen, state.module) if seen else {},
-        parameters_at_construction={name: _value_of_whole(name, one, model, values) for name, one in seen.items()},
+        parameters_at_construction={name: _value_of_whole(name, p, model, values) for name, p in seen.items()},
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
         not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in trainable),
     )
-    return SplitModule(**structs.asdict(found), model_ranks=place.together) if place.splits_model else found
+    return SplitModule(**structs.asdict(evidence), model_ranks=place.together) if place.splits_model else evidence
 
 
 def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:
     """Return the full parameter's fingerprint if its local part is unchanged since `seen`."""
-    kept = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
-    return values[name] if kept else seen.value
+    unchanged = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
+    return values[name] if unchanged else seen.value
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
@@ -263,13 +263,13 @@ def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapp
     """
     if not (parts or sharding.is_sharded(module)):
         return copied_module(module)
-    same = next((one for one in changed if not differs_in_structure(module, one)), None)
-    if same is None:
+    match = next((candidate for candidate in changed if not differs_in_structure(module, candidate)), None)
+    if match is None:
         raise TargetError(
             "wrap(module, device) changes the layers of the module in addition to fully_shard or parallelize_module, "
             "and the result cannot be copied; make these changes in model(), or before the first call of fully_shard"
         )
-    return same
+    return match
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -305,7 +305,7 @@ def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParame
         yield
         now = dict(wrapper.module.named_parameters())
         known = SeenParameter.of_all(now.items())
-        seen.update({name: one._replace(value=fingerprint(now[name])) for name, one in known.items()})
+        seen.update({name: param._replace(value=fingerprint(now[name])) for name, param in known.items()})
         parts.update(
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
         )

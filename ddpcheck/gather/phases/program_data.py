@@ -28,25 +28,25 @@ def note_program_data() -> None:
 def changed_data() -> list[str]:
     """Return names of program data that changed since `note_program_data`."""
     before = this_rank.state.get("program data", {})
-    now = program_data(_MOST_STATE)
-    return [name for name, known in before.items() if name in now and hash(now[name]) != known]
+    after = program_data(_MOST_STATE)
+    return [name for name, digest in before.items() if name in after and hash(after[name]) != digest]
 
 
 def program_data(most: int = _MOST_ITEMS) -> dict[str, str]:
     """Return plain values of module and recipe functions as text, by name."""
     state = rank_state()
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for prefix, module in state.module.named_modules():
         for key, value in vars(module).items():
             if key not in MODULE_INTERNALS and not key.startswith("_") and not _has_tensors(value):
-                found.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
+                texts.update(_spelled(f"{prefix}.{key}" if prefix else key, value, 0, most))
     for role in ("loss", "shard"):
         function = getattr(state.recipe, role, None)
         function = getattr(function, "__func__", function)
         for variable in function_variables(function) if isinstance(function, FunctionType) else ():
             for key, text in _spelled(variable.name, variable.value, 0, most).items():
-                found.setdefault(key, text)
-    return found
+                texts.setdefault(key, text)
+    return texts
 
 
 def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapping[str, str]:
@@ -58,7 +58,7 @@ def _spelled(name: str, value: Any, depth: int, most: int = _MOST_ITEMS) -> Mapp
         return {name: text} if text else {}
     if depth < 1 and is_user_object(value) and not callable(value):
         inner = [_spelled(f"{name}.{key}", item, depth + 1, most) for key, item in vars(value).items()]
-        return {key: text for found in inner for key, text in found.items()}
+        return {key: text for texts in inner for key, text in texts.items()}
     return {}
 
 

@@ -94,17 +94,17 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
     put_back(state.step.external)
     clear_gradients(module)
     run = _Run()
-    own = {id(p) for p in module.parameters()}
+    param_ids = {id(p) for p in module.parameters()}
 
     @passes_on
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
-        roots, started = given["tensors"], given["grad_tensors"]
+        arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
+        roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
         walk = walk_graph(roots)
         run.node_names |= walk.node_names
-        run.feeds_others |= any(id(leaf) not in own for leaf in walk.leaves)
+        run.feeds_others |= any(id(leaf) not in param_ids for leaf in walk.leaves)
         del walk
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
@@ -122,13 +122,13 @@ def _differences(
     first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> tuple[Difference, ...]:
     """Return the differences of `second / factor` from `first`."""
-    found = []
+    differences = []
     for name, gradient in first.items():
-        again, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
-        if again is not None and factor != 1.0:
-            again = again / factor
-        found.append(difference(name, again, gradient, scale=norm(gradient), tolerance=tolerance))
-    return tuple(found)
+        repeated, tolerance = second.get(name), _NOT_ROUNDING * eps_of(gradient.dtype)
+        if repeated is not None and factor != 1.0:
+            repeated = repeated / factor
+        differences.append(difference(name, repeated, gradient, scale=norm(gradient), tolerance=tolerance))
+    return tuple(differences)
 
 
 # Random numbers drawn by a forward pass
@@ -154,16 +154,16 @@ class _SeededOperations(TorchDispatchMode):
 @contextlib.contextmanager
 def random_choices(samples: int) -> Iterator[dict[str, None]]:
     """Yield operations that draw a permutation or indices other than one per sample."""
-    found: dict[str, None] = {}
+    choices: dict[str, None] = {}
 
     def tell(name: str, drawn: Any) -> None:
         indices = name in ("randint", "multinomial") and drawn.dim() == 1 and len(drawn) not in (1, samples)
         if indices or name == "randperm":
-            where = user_location()
-            found[f"torch.{name}{f' at {where}' if where else ''}"] = None
+            location = user_location()
+            choices[f"torch.{name}{f' at {location}' if location else ''}"] = None
 
     with _SeededOperations(tell):
-        yield found
+        yield choices
 
 
 @replays_step
@@ -171,20 +171,20 @@ def draws(step: int) -> list[SharedDraw]:
     """Return the random draws with one value per sample in this rank's forward."""
     state = rank_state()
     samples = next((len(t) for t in tree_tensors(state.step.batch) if t.dim()), 0)
-    found: list[SharedDraw] = []
+    entries: list[SharedDraw] = []
     running = [""]  # stack of module names
 
     def tell(name: str, result: Any) -> None:
         drawn = [t for t in tree_tensors(result) if t.dim() and t.shape[0] == samples]
         if drawn:  # dropout returns its mask last
-            found.append(SharedDraw(name, running[-1], seeded[-1], fingerprint(drawn[-1])))
+            entries.append(SharedDraw(name, running[-1], seeded[-1], fingerprint(drawn[-1])))
 
     modules = watched_modules(
         state.reference.module, lambda name, _inputs: running.append(name), lambda _name, _output: running.pop()
     )
     with modules, _seeding_lines() as seeded, _SeededOperations(tell):
         state.run_loss(step, "drawing, ")
-    return found
+    return entries
 
 
 @contextlib.contextmanager
@@ -216,11 +216,11 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     differ between ranks at the same call mean that the program itself depends on the rank.
     """
     state = rank_state()
-    found: list[ReductionInput] = []
+    payloads: list[ReductionInput] = []
 
     def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
-            found.append(ReductionInput(operation, call.location, _values(given)))
+            payloads.append(ReductionInput(operation, call.location, _values(given)))
         return answer_alone(operation, given)
 
     try:
@@ -233,7 +233,7 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
         pass
     finally:
         this_rank.set_collective("")
-    return tuple(found)
+    return tuple(payloads)
 
 
 def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
@@ -323,15 +323,15 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     with recorded_lines():
         loss = forward()
     parents = parents_behind([loss.grad_fn])
-    came: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
-    left: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
+    arrived: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
+    passed: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
     def note(node: Any, inputs: Any, outputs: Any) -> None:
-        came[node] = any(map(_is_nonzero, outputs))
-        left[node] = list(map(_is_nonzero, inputs))
+        arrived[node] = any(map(_is_nonzero, outputs))
+        passed[node] = list(map(_is_nonzero, inputs))
 
     def turns_to_zero(node: Any, index: int) -> bool:
-        return came.get(node, False) and not any(left[node][index : index + 1])
+        return arrived.get(node, False) and not any(passed[node][index : index + 1])
 
     with contextlib.ExitStack() as stack:
         for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges):

@@ -44,13 +44,13 @@ def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size:
             differently round differently, and a deep network can amplify the error by 1000.
     """
     own: SingleProcess = this_rank.state["single"]
-    here = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with own.aside():
             return _analyse(own, step, gradient_file, exact_file, world_size)
     finally:
-        torch.set_num_threads(here)
+        torch.set_num_threads(num_threads)
 
 
 def _analyse(
@@ -58,72 +58,72 @@ def _analyse(
 ) -> ShardAnalysis:
     averaged = TensorFile(gradient_file, device=own.device)
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
-    found = ShardAnalysis(global_loss=own.step.loss, numbers=own.numbers)
+    facts = ShardAnalysis(global_loss=own.step.loss, numbers=own.numbers)
     beyond = _beyond(own, averaged, own.step.gradients)
     batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # the model may not run in float64
             exact = TensorFile(exact_file, device=own.device)
             whole, _ = shard_terms.total_gradient(shard_terms.ShardRun(own, own.double, step), upcast(batch))
-            found = replace(found, rounded=_rounded(own, averaged, exact, whole))
-            if found.rounded and beyond <= set(found.rounded):
-                return found
+            facts = replace(facts, rounded=_rounded(own, averaged, exact, whole))
+            if facts.rounded and beyond <= set(facts.rounded):
+                return facts
     try:
         shards = [own.recipe.local_batch(batch, rank, world_size) for rank in range(world_size)]
     except Exception as error:
-        return replace(found, error=summary(error))
+        return replace(facts, error=summary(error))
     with contextlib.suppress(Exception):
-        found = replace(found, rounded=(*found.rounded, *_rounded_on_shards(own, compared, batch, shards, step)))
-        if found.rounded and beyond <= set(found.rounded):
-            return found
-    found = replace(found, against_global=_fit(compared, own.step.gradients))
+        facts = replace(facts, rounded=(*facts.rounded, *_rounded_on_shards(own, compared, batch, shards, step)))
+        if facts.rounded and beyond <= set(facts.rounded):
+            return facts
+    facts = replace(facts, against_global=_fit(compared, own.step.gradients))
     size = sum(gradient.numel() for gradient in own.step.gradients.values())
     if world_size * size > shard_terms.MOST_ELEMENTS:
-        return replace(found, error="the gradients of all shards together are too large to be kept")
+        return replace(facts, error="the gradients of all shards together are too large to be kept")
     try:
         runs = [shard_terms.total_gradient(shard_terms.ShardRun(own, own.module, step), shard) for shard in shards]
     except Exception as error:  # e.g. a model with a fixed batch size
-        return replace(found, error=summary(error))
+        return replace(facts, error=summary(error))
     filled_runs = [shard_terms.filled(gradients, own.step.gradients) for gradients, _ in runs]
     mean = shard_terms.weighted_sum(filled_runs, [1 / world_size] * world_size)
     weights, residual = fit(compared, filled_runs)
-    found = replace(
-        found,
+    facts = replace(
+        facts,
         against_shards=_fit(compared, mean),
         rank_weights=WeightedFit(tuple(weights), residual),
         shard_losses=tuple(loss for _, loss in runs),
-        other_parameters=tuple(sorted(set().union(*(of for of, _ in runs)) ^ set(own.step.gradients))),
+        other_parameters=tuple(sorted(set().union(*(grads for grads, _ in runs)) ^ set(own.step.gradients))),
     )
     try:
         exactly, seen = _look_at_terms(own, batch, shards, step)
     except Exception as error:  # fails both in float64 and in the model's dtype
-        return replace(found, error=summary(error))
+        return replace(facts, error=summary(error))
     if exactly:
-        found = replace(found, shard_rounding=_fit(mean, seen.mean).residual)
+        facts = replace(facts, shard_rounding=_fit(mean, seen.mean).residual)
     if len(seen.whole) > 1:
         ratios, terms_residual = fit(compared, seen.whole)
     else:
-        ratios, terms_residual = [found.against_global.ratio], found.against_global.residual
-    by_shards = found.against_shards
+        ratios, terms_residual = [facts.against_global.ratio], facts.against_global.residual
+    by_shards = facts.against_shards
     changed = max(abs(by_shards.ratio - 1), by_shards.residual) > _SAME
-    here = seen.rank_weights(compared) if changed else None
+    rank_weights = seen.rank_weights(compared) if changed else None
     with contextlib.suppress(Exception):  # forward may return anything
-        found = replace(found, coupling=_coupling(own, batch, shards[0], step))
+        facts = replace(facts, coupling=_coupling(own, batch, shards[0], step))
     norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if norms and changed:
-        found = replace(found, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
+        facts = replace(facts, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # causes other than the batch statistics
             seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
-            found = replace(found, frozen=tuple(norms))
+            facts = replace(facts, frozen=tuple(norms))
     terms = [replace(term, ratio=ratio) for term, ratio in zip(seen.terms, ratios, strict=True)]
-    if here is not None:
+    if rank_weights is not None:
         terms = [
-            replace(term, rank_weights=here[number], error=seen.error(number, here[number]))
+            replace(term, rank_weights=rank_weights[number], error=seen.error(number, rank_weights[number]))
             for number, term in enumerate(terms)
         ]
     own.step.before.restore(own.module)
-    return replace(found, terms=tuple(terms), terms_residual=terms_residual)
+    return replace(facts, terms=tuple(terms), terms_residual=terms_residual)
 
 
 def _with_statistics_of_shards(
@@ -134,7 +134,7 @@ def _with_statistics_of_shards(
     for views in (False, True):
         with contextlib.suppress(Exception):  # rows may not be samples
             run = shard_terms.ShardRun(own, own.module, step, by_shard=norms, shards=shards, views=views)
-            best = min(best, _fit(compared, shard_terms.total_gradient(run, batch)[0]), key=lambda one: one.residual)
+            best = min(best, _fit(compared, shard_terms.total_gradient(run, batch)[0]), key=lambda f: f.residual)
     return best
 
 
@@ -169,12 +169,12 @@ def _rounded(
     model with statistics of few samples loses much everywhere. `exact` is the ranks' average in float64, `whole` the
     gradient of the global batch in float64.
     """
-    found = []
+    names = []
     for name in sorted(_beyond(own, averaged, own.step.gradients) & set(exact) & set(whole)):
         gap = distance(averaged[name], own.step.gradients[name])
         if distance(exact[name], whole[name]) <= min(gap / 10, _LARGEST_ROUNDING * own.step.scale[name]):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def _rounded_on_shards(
@@ -214,9 +214,9 @@ def _coupling(own: SingleProcess, batch: Any, shard: Any, step: int) -> Coupling
         with random_numbers(own.numbers, module, part):
             compute_loss(own.recipe, module, part, step=step, seed=step_seed(own.seed, step))
 
-    found = first_coupling(own.module, partial(run, own.module, batch), partial(run, own.module, shard))
-    if found.module is None and own.double is not None:
+    coupling = first_coupling(own.module, partial(run, own.module, batch), partial(run, own.module, shard))
+    if coupling.module is None and own.double is not None:
         whole, part = partial(run, own.double, upcast(batch)), partial(run, own.double, upcast(shard))
         exact = first_coupling(own.double, whole, part, rounding=_COUPLED_EXACTLY)
-        found = exact if found == Coupling() or exact.module is not None else found
-    return found
+        coupling = exact if coupling == Coupling() or exact.module is not None else coupling
+    return coupling

@@ -46,24 +46,24 @@ _MOST_PRECISE = 1e-5  # resolution of weights fitted to float32 gradients
 def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[None]:
     """Run `module` shard by shard, over views of `samples` rows if given."""
     original = module.forward
-    own = vars(module).get("forward")
+    override = vars(module).get("forward")
 
     def forward(rows: torch.Tensor) -> torch.Tensor:
         views = 1 if samples is None else len(rows) // samples
         if len(rows) % (views * shards):
-            made: torch.Tensor = original(rows)
-            return made
+            output: torch.Tensor = original(rows)
+            return output
         parts = rows.unflatten(0, (views, shards, -1))
-        seen = [original(part.flatten(0, 1)).unflatten(0, (views, -1)) for part in parts.unbind(1)]
-        return torch.stack(seen, 1).flatten(0, 2)
+        outputs = [original(part.flatten(0, 1)).unflatten(0, (views, -1)) for part in parts.unbind(1)]
+        return torch.stack(outputs, 1).flatten(0, 2)
 
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if override is not None:
+            module.forward = override
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
 
 def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
     """Return `gradients` with missing entries filled with zeros."""
-    return {name: gradients.get(name, torch.zeros_like(there)) for name, there in like.items()}
+    return {name: gradients.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()}
 
 
 def weighted_sum(parts: Sequence[Gradients], weights: Sequence[float]) -> Gradients:
@@ -175,9 +175,9 @@ class Terms:
 
     def error(self, number: int, weights: Sequence[float]) -> float:
         """Return a term's weighted shard error relative to the total gradient."""
-        there = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
+        residual = weighted_sum([self.whole[number], *self.parts[number]], [1.0, *(-weight for weight in weights)])
         total = _length(self.total, self.scale)
-        return _length(there, self.scale) / total if total else 0.0
+        return _length(residual, self.scale) / total if total else 0.0
 
 
 def look_at_terms(
@@ -199,9 +199,9 @@ def look_at_terms(
     parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
     seen = Terms([], whole, parts, {name: own.step.scale.get(name, 0.0) for name in like})
     for number, of_whole in enumerate(whole):
-        weights, left = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
+        weights, residual = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
         ends = paired.sort(edges[0])[number] if len(paired) else []
-        count, counts = _what_counts(shards, weights, precision=min(max(_MOST_PRECISE, 100 * left), _SAME))
+        count, counts = _what_counts(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
         seen.terms.append(
             LossTerm(
                 name=names[ends[0].part] if len(names) > 1 and len({end.part for end in ends}) == 1 else "",
@@ -249,11 +249,11 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
     def twice(leaf: Any) -> Any:
         return torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == size else leaf
 
-    found = []
-    for once, double in zip(whole, run.gradients(tree_map(twice, batch), paired), strict=True):
-        ratio, residual = fit(filled(double, once), [once])
-        found.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
-    return found
+    doubled = []
+    for single, double in zip(whole, run.gradients(tree_map(twice, batch), paired), strict=True):
+        ratio, residual = fit(filled(double, single), [single])
+        doubled.append(abs(ratio[0] - 2) < _SAME and residual < _SAME)
+    return doubled
 
 
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
@@ -263,18 +263,18 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
         pass
 
     def gradients_by_term(watch: FirstActivations) -> list[list[torch.Tensor | None]]:
-        found = []
+        grads = []
         for _ in replace(run, activations=watch).gradients(batch, paired):
-            found.append([activation.gradient for activation in watch.found])
+            grads.append([activation.gradient for activation in watch.found])
             for activation in watch.found:
                 activation.gradient = None
-        return found
+        return grads
 
     whole = FirstActivations()
     before = gradients_by_term(whole)
     changes = changes_for(whole.found, part.found, large=large)
     after = gradients_by_term(FirstActivations({number: factor for number, (_, factor) in changes.items()}))
-    return [are_felt(one, other, changes) for one, other in zip(before, after, strict=True)]
+    return [are_felt(old, new, changes) for old, new in zip(before, after, strict=True)]
 
 
 # Normalization of the loss

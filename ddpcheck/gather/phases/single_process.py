@@ -202,8 +202,8 @@ def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
     for name, parameter in module.named_parameters():
         if name not in of_rank:
             return f"{name} is missing on rank 0"
-        if (there := shape_of(of_rank[name])) != (here := shape_of(parameter)):
-            return f"{name} has the shape {here}, and {there} on rank 0"
+        if (rank0_shape := shape_of(of_rank[name])) != (shape := shape_of(parameter)):
+            return f"{name} has the shape {shape}, and {rank0_shape} on rank 0"
     return ""
 
 
@@ -218,7 +218,7 @@ def run_with_constants(step: int) -> SingleStep:
 def _run(own: SingleProcess, step: int) -> SingleStep:
     data = own.step
     batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
-    again = (
+    rebuilt = (
         batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
     )
     on_device = to_device(batch, own.device)
@@ -242,7 +242,7 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     own.forget_double()
-    return SingleStep(data.loss, total, batch_fingerprint(batch), again, own.double_error, backwards, own.numbers)
+    return SingleStep(data.loss, total, batch_fingerprint(batch), rebuilt, own.double_error, backwards, own.numbers)
 
 
 def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
@@ -333,14 +333,14 @@ def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, 
         with torch.no_grad():
             for parameter in own.module.parameters():
                 parameter.copy_(moved(parameter))
-        again, _ = _gradients(own, own.module, tree_map(moved, batch), step)
+        changed, _ = _gradients(own, own.module, tree_map(moved, batch), step)
     except Exception:  # the model may reject perturbed inputs
         return nothing
     finally:
         own.rewind(own.module)
-    found = {name: distance(gradient, again[name]) for name, gradient in gradients.items() if name in again}
+    errors = {name: distance(gradient, changed[name]) for name, gradient in gradients.items() if name in changed}
     largest = _LARGEST_BY_CHANGE * math.hypot(*own.step.scale.values())
-    return nothing if len(found) < len(gradients) or math.hypot(*found.values()) > largest else found
+    return nothing if len(errors) < len(gradients) or math.hypot(*errors.values()) > largest else errors
 
 
 def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Difference, ...]:
@@ -351,8 +351,8 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
     own: SingleProcess = this_rank.state["single"]
     data = own.step
     averaged = TensorFile(gradient_file, device=own.device)
-    here = {name for name, p in own.module.named_parameters() if p.requires_grad}
-    names = [name for name in trained if name in here and (name in data.gradients or name in averaged)]
+    trainable = {name for name, p in own.module.named_parameters() if p.requires_grad}
+    names = [name for name in trained if name in trainable and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)
     noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]
     # If rounding is too large to compare single values, a common factor of all values is still detectable: its

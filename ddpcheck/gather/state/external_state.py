@@ -96,8 +96,8 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
             yield from _remember(part, reachable.unbindable, depth + 1, seen)
     elif type(value) in _CONTAINERS or reachable.is_small_array(value):
         # Skip the items of subclasses: item access may be overridden.
-        held = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
-        if len(held) > _MOST_ITEMS:
+        content = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
+        if len(content) > _MOST_ITEMS:
             return
         items = copy.copy(value)
 
@@ -106,7 +106,7 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
             reachable.refill(value, items)
 
         yield undo_items
-        for item in held:
+        for item in content:
             if not isinstance(item, reachable.PLAIN):
                 yield from _remember(item, reachable.unbindable, depth + 1, seen)
     elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):

@@ -45,7 +45,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
             return (value,) if has_memory(value) else None
         if value.is_nested:
             parts = [plain_values(part) for part in value.unbind()]
-            return None if any(part is None for part in parts) else tuple(one for part in parts for one in part or ())
+            return None if any(part is None for part in parts) else tuple(p for part in parts for p in part or ())
         if value.layout != torch.strided:
             value = value.to_dense() if value.layout != torch.sparse_coo else value.coalesce().to_dense()
         if value.is_quantized:
@@ -97,10 +97,10 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     if not tensor.is_nested:
         return tuple(tensor.shape)
     sizes = [-1] * tensor.dim()
-    for place in range(tensor.dim()):
+    for dim in range(tensor.dim()):
         try:
-            size = tensor.size(place)
-            sizes[place] = size if type(size) is int else -1
+            size = tensor.size(dim)
+            sizes[dim] = size if type(size) is int else -1
         except RuntimeError:  # ragged
             continue
     return tuple(sizes)
@@ -143,17 +143,17 @@ def in_rows(tensors: Mapping[str, torch.Tensor] | InRows) -> InRows:
 
 def rows_of(small: Mapping[str, torch.Tensor]) -> list[Rows]:
     """Return tensors that satisfy `is_small` in rows."""
-    alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in small.items():
-        alike.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
-    found = []
+        groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append((name, tensor))
+    rows = []
     with torch.no_grad():
-        for group in alike.values():
-            count, left = max(1, _AT_ONCE // group[0][1].nbytes), iter(group)
-            while some := list(islice(left, count)):
-                names, values = zip(*some, strict=True)
-                found.append(Rows(names, torch.stack(values).reshape(len(some), -1)))
-    return found
+        for group in groups.values():
+            count, rest = max(1, _AT_ONCE // group[0][1].nbytes), iter(group)
+            while chunk := list(islice(rest, count)):
+                names, values = zip(*chunk, strict=True)
+                rows.append(Rows(names, torch.stack(values).reshape(len(chunk), -1)))
+    return rows
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -182,7 +182,7 @@ def floats_of(found: Iterable[_Found]) -> dict[str, array[float]]:
     for names, values in _on_cpu((names, values.float()) for names, values in found):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
         torch.frombuffer(flat, dtype=torch.float32).copy_(values.reshape(-1))
-        numbers |= {name: flat[place * width : (place + 1) * width] for place, name in enumerate(names)}
+        numbers |= {name: flat[index * width : (index + 1) * width] for index, name in enumerate(names)}
     return numbers
 
 
@@ -190,10 +190,10 @@ def _on_cpu(found: Iterable[_Found]) -> Iterator[_Found]:
     by_device: dict[torch.device, list[_Found]] = {}
     for names, values in found:
         by_device.setdefault(values.device, []).append((names, values))
-    for several in by_device.values():
-        together = torch.cat([values.reshape(-1) for _, values in several]).cpu()
-        parts = together.split([values.numel() for _, values in several])
-        for (names, _), part in zip(several, parts, strict=True):
+    for entries in by_device.values():
+        together = torch.cat([values.reshape(-1) for _, values in entries]).cpu()
+        parts = together.split([values.numel() for _, values in entries])
+        for (names, _), part in zip(entries, parts, strict=True):
             yield names, part.view(len(names), -1)
 
 
@@ -226,13 +226,13 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprints(tensors: Iterable[tuple[str, torch.Tensor]] | InRows) -> dict[str, int]:
     """Return the `fingerprint` of each tensor by name; small tensors are batched."""
-    given = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
-    sums = numbers_of((names, sums_of_rows(values)) for names, values in given.rows)
-    found = {name: fingerprint(tensor) for name, tensor in given.others.items()}
-    for names, values in given.rows:
+    grouped = tensors if isinstance(tensors, InRows) else in_rows(dict(tensors))
+    sums = numbers_of((names, sums_of_rows(values)) for names, values in grouped.rows)
+    hashes = {name: fingerprint(tensor) for name, tensor in grouped.others.items()}
+    for names, values in grouped.rows:
         size = values.shape[1] * values.element_size()
-        found.update((name, _with_sum(size, *sums[name])) for name in names)
-    return {name: found[name] for name in given.names}
+        hashes.update((name, _with_sum(size, *sums[name])) for name in names)
+    return {name: hashes[name] for name in grouped.names}
 
 
 def _of_bits(value: torch.Tensor) -> int:

@@ -61,14 +61,14 @@ class Origins:
         Copies made by `copy.deepcopy` (e.g. the layers of `nn.TransformerEncoder`) are not registered one by one; the
         line of the containing module is returned for them.
         """
-        found: Location | None = None
+        location: Location | None = None
         current: object = module
         for part in name.split("."):
             current = getattr(current, part, None)
             if current is None:
                 break
-            found = self._lines.get(id(current), found)
-        return found
+            location = self._lines.get(id(current), location)
+        return location
 
 
 @contextlib.contextmanager
@@ -122,10 +122,10 @@ def parts_of(module: nn.Module) -> Parts:
             modules[path] = part
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                known = names.setdefault(id(parameter), [])
-                if not known:
+                aliases = names.setdefault(id(parameter), [])
+                if not aliases:
                     parameters[prefix + name] = parameter
-                known.append(prefix + name)
+                aliases.append(prefix + name)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 buffers.setdefault(id(buffer), (prefix + name, buffer))
@@ -151,8 +151,8 @@ class KnownParts:
         if self._parts is None or _marked(self._parts) != self._marks:
             self._parts = parts = parts_of(self.module)
             self._marks = _marked(parts)
-            own = any(type(part).named_modules is not nn.Module.named_modules for part in parts.modules.values())
-            if own or type(self.module).named_parameters is not nn.Module.named_parameters:  # cannot detect changes
+            custom = any(type(part).named_modules is not nn.Module.named_modules for part in parts.modules.values())
+            if custom or type(self.module).named_parameters is not nn.Module.named_parameters:  # cannot detect changes
                 self._parts = None
             return parts
         return self._parts
@@ -172,9 +172,9 @@ _IN_TRAINING = attrgetter("training")
 
 
 def _marked(parts: Parts) -> tuple[list[str], list[int]]:
-    held = [*filter(None, chain.from_iterable(map(_HELD, parts.modules.values())))]
-    names, values = (chain.from_iterable(map(every, held)) for every in (_KEYS, _VALUES))
-    return [*names], [*map(id, held), *map(len, held), *map(id, values)]
+    dicts = [*filter(None, chain.from_iterable(map(_HELD, parts.modules.values())))]
+    names, values = (chain.from_iterable(map(every, dicts)) for every in (_KEYS, _VALUES))
+    return [*names], [*map(id, dicts), *map(len, dicts), *map(id, values)]
 
 
 def _looks_of(parts: Parts) -> Any:
@@ -242,10 +242,10 @@ def module_entries(module: nn.Module) -> tuple[ModuleEntry, ...]:
     """Return the first MOST_MODULES submodules, each with its own parameters."""
     entries = {}
     for name, submodule in itertools.islice(module.named_modules(), MOST_MODULES):
-        own = dict(submodule.named_parameters(recurse=False))
-        elements = sum(parameter.numel() for parameter in own.values() if not isinstance(parameter, _LAZY))
+        params = dict(submodule.named_parameters(recurse=False))
+        elements = sum(parameter.numel() for parameter in params.values() if not isinstance(parameter, _LAZY))
         path = plain_module(name)  # replaces a compiled module by its inner module
-        entries[path] = ModuleEntry(path, class_name(submodule), tuple(own), elements)
+        entries[path] = ModuleEntry(path, class_name(submodule), tuple(params), elements)
     return tuple(entries.values())
 
 

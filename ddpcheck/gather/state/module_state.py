@@ -43,12 +43,12 @@ class ModuleState:
         """
         for submodule, plain in zip(module.modules(), self.plain, strict=False):
             _restore_plain(submodule, plain)
-        own = dict(_registered(module))
-        dtypes = {name: own[name].dtype for name in mapped if name in own}
+        registered = dict(_registered(module))
+        dtypes = {name: registered[name].dtype for name in mapped if name in registered}
         fresh = _mapped(self.file, dtypes) if self.file is not None and dtypes else {}
-        held = dict(_held(module)) if self.held else {}  # expensive: searches the whole module
+        held_tensors = dict(_held(module)) if self.held else {}  # expensive: searches the whole module
         with torch.no_grad():
-            for targets, source in ((own, self.tensors), (held, self.held)):
+            for targets, source in ((registered, self.tensors), (held_tensors, self.held)):
                 for name, saved in source.items():
                     if name not in targets or shape_of(targets[name]) != shape_of(saved):
                         continue
@@ -62,12 +62,12 @@ class ModuleState:
 def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
     """Return the tensors in `file` named in `dtypes`, converted to the given dtype."""
     plain = TensorFile(file, keep=True)
-    found = {name: plain[name] for name in dtypes if name in plain}
-    others = [name for name, tensor in found.items() if tensor.dtype != dtypes[name]]
+    tensors = {name: plain[name] for name in dtypes if name in plain}
+    others = [name for name, tensor in tensors.items() if tensor.dtype != dtypes[name]]
     if others:
         source, copy = TensorFile(file), Path(tempfile.mkdtemp(dir=file.parent))
-        found.update(kept_in_file(((name, source[name].to(dtypes[name])) for name in others), copy, keep=True))
-    return found
+        tensors.update(kept_in_file(((name, source[name].to(dtypes[name])) for name in others), copy, keep=True))
+    return tensors
 
 
 def buffers_left_out(module: nn.Module) -> frozenset[str]:
@@ -98,8 +98,8 @@ def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
 
 
 def _captured(module: nn.Module, tensors: dict[str, torch.Tensor]) -> ModuleState:
-    held = {name: tensor.detach().clone() for name, tensor in _held(module)}
-    return ModuleState(tensors, held, [_plain(vars(submodule), 0) for submodule in module.modules()])
+    held_tensors = {name: tensor.detach().clone() for name, tensor in _held(module)}
+    return ModuleState(tensors, held_tensors, [_plain(vars(submodule), 0) for submodule in module.modules()])
 
 
 def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def own_parameters(module: nn.Module) -> frozenset[str]:
     """Return the names of parameters that share memory with no other tensor."""
-    tensors = [tensor for some in (_registered(module), unregistered_tensors(module)) for _, tensor in some]
+    tensors = [tensor for named in (_registered(module), unregistered_tensors(module)) for _, tensor in named]
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if is_dense(tensor))
     return frozenset(
         name
@@ -150,8 +150,8 @@ def release(module: nn.Module, names: Collection[str], dtype: torch.dtype | None
     """
     for name, parameter in module.named_parameters():
         if name in names:
-            kept = dtype if parameter.is_floating_point() else None
-            parameter.data = parameter.new_zeros((), dtype=kept).expand(parameter.shape)
+            new_dtype = dtype if parameter.is_floating_point() else None
+            parameter.data = parameter.new_zeros((), dtype=new_dtype).expand(parameter.shape)
 
 
 _MOST_PLAIN = 200  # per container; larger ones, e.g. a vocabulary, are not state
@@ -160,23 +160,23 @@ _DEEPEST_PLAIN = 3
 
 def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Return the `attributes` that a step may change without writing a registered tensor."""
-    found: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     for key, value in attributes.items():
         if key in MODULE_INTERNALS and key != "training":
             continue
         if isinstance(value, PLAIN):
-            found[key] = value
+            saved[key] = value
         elif isinstance(value, torch.Tensor) and not value.is_nested:
-            found[key] = value  # rebinds a replaced tensor; values are copied with the other tensors
+            saved[key] = value  # rebinds a replaced tensor; values are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
-            found[key] = copy.copy(value)
+            saved[key] = copy.copy(value)
         elif is_small_array(value):
-            found[key] = value.copy()
+            saved[key] = value.copy()
         elif (generator := own_generator(value)) is not None:
-            found[key] = _Drawn(generator.read())
+            saved[key] = _Drawn(generator.read())
         elif is_user_object(value) and depth < _DEEPEST_PLAIN:
-            found[key] = _Helper(_plain(vars(value), depth + 1))
-    return found
+            saved[key] = _Helper(_plain(vars(value), depth + 1))
+    return saved
 
 
 @dataclass(slots=True)
@@ -196,13 +196,13 @@ def _is_flat(value: Any) -> bool:
 
 
 def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
-    own = vars(holder)
-    for key in [key for key, value in own.items() if key not in plain and type(value) in NUMBERS]:
-        del own[key]
+    attributes = vars(holder)
+    for key in [key for key, value in attributes.items() if key not in plain and type(value) in NUMBERS]:
+        del attributes[key]
     for key, saved in plain.items():
-        if key not in own and type(saved) not in NUMBERS:
+        if key not in attributes and type(saved) not in NUMBERS:
             continue
-        value = own.get(key)
+        value = attributes.get(key)
         if isinstance(saved, _Helper):
             if is_user_object(value):
                 _restore_plain(value, saved.attributes)
@@ -211,9 +211,9 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
                 generator.write(saved.state)
         elif isinstance(saved, torch.Tensor):
             if not (isinstance(value, torch.Tensor) and shape_of(value) == shape_of(saved)):
-                own[key] = saved.detach().clone()
+                attributes[key] = saved.detach().clone()
         elif isinstance(saved, PLAIN):
-            own[key] = saved
+            attributes[key] = saved
         elif type(value) is type(saved):
             refill(value, saved)
 
@@ -224,8 +224,8 @@ def copied_module(module: nn.Module) -> nn.Module:
     Non-leaf tensors (e.g. the `weight` of `torch.nn.utils.weight_norm`, a cached feature map) are copied without graph,
     since `copy.deepcopy` refuses non-leaf tensors.
     """
-    made = {id(tensor): tensor for _, tensor in unregistered_tensors(module) if not tensor.is_leaf}
-    return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in made.items()})
+    tensors = {id(tensor): tensor for _, tensor in unregistered_tensors(module) if not tensor.is_leaf}
+    return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in tensors.items()})
 
 
 def differs_in_structure(one: nn.Module, other: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
@@ -233,9 +233,9 @@ def differs_in_structure(one: nn.Module, other: nn.Module, wholes: Mapping[str, 
 
     If `wholes` has the full shapes of parameters of which `one` has a part, order is ignored: DDP reorders.
     """
-    own = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(one).items()]
+    shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(one).items()]
     others = [(name, p.shape) for name, p in named_parameters(other).items()]
-    return _classes(one) != _classes(other) or (sorted(own) != sorted(others) if wholes else own != others)
+    return _classes(one) != _classes(other) or (sorted(shapes) != sorted(others) if wholes else shapes != others)
 
 
 def _classes(module: nn.Module) -> list[tuple[str, type]]:
@@ -245,11 +245,11 @@ def _classes(module: nn.Module) -> list[tuple[str, type]]:
 def original_class(module: nn.Module) -> type:
     """Return the class of `module` before `fully_shard` or `replicate` replaced it."""
     added = sharding_classes()
-    return next(one for one in type(module).__mro__ if not (added and issubclass(one, added)))
+    return next(cls for cls in type(module).__mro__ if not (added and issubclass(cls, added)))
 
 
 def sharding_classes() -> tuple[type, ...]:
     """Return the base classes added by `fully_shard` and `replicate`, if imported."""
     places = (("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed._composable.replicate", "DDP"))
-    found = (getattr(sys.modules.get(module), name, None) for module, name in places)
-    return tuple(one for one in found if isinstance(one, type))
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in places)
+    return tuple(cls for cls in classes if isinstance(cls, type))

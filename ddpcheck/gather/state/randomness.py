@@ -81,18 +81,18 @@ class OwnGenerator:
 def own_generator(value: Any) -> OwnGenerator | None:
     """Return access to `value` if it is a random generator, and watch it."""
     if isinstance(value, torch.Generator):
-        found = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
+        source = OwnGenerator("torch", lambda: value.get_state().clone(), value.set_state)
     elif isinstance(value, random.Random):
-        found = OwnGenerator("random", value.getstate, value.setstate)
+        source = OwnGenerator("random", value.getstate, value.setstate)
     elif issubclass(type(value), _of_numpy("Generator")):
         bits = value.bit_generator
-        found = OwnGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+        source = OwnGenerator("numpy", lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
     elif issubclass(type(value), _of_numpy("RandomState")):
-        found = OwnGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
+        source = OwnGenerator("numpy", lambda: value.get_state(legacy=False), value.set_state)
     else:
         return None
-    _watched[id(value)] = found
-    return found
+    _watched[id(value)] = source
+    return source
 
 
 def _of_numpy(name: str) -> tuple[type, ...]:
@@ -111,8 +111,8 @@ def generator_states(device: torch.device) -> dict[tuple[str, int], Any]:
         states["numpy", 0] = (name, keys.tobytes(), *rest)
     if device.type == "cuda":
         states["torch", 1] = torch.cuda.get_rng_state(device)
-    for key, own in _watched.items():
-        states[own.library, key] = repr(own.read()) if own.library == "numpy" else own.read()
+    for key, generator in _watched.items():
+        states[generator.library, key] = repr(generator.read()) if generator.library == "numpy" else generator.read()
     # Convert to bytes for comparison; via a list, since numpy may be missing.
     return {key: bytes(s.tolist()) if isinstance(s, torch.Tensor) else s for key, s in states.items()}
 
@@ -176,11 +176,11 @@ def _constant(value: float) -> Callable[..., Any]:
 @passes_on
 def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     drawn = func(*args, **kwargs)
-    given = args[1] if len(args) > 1 else kwargs.get("p")
-    if isinstance(given, torch.Tensor):
-        return drawn.copy_(given > 0)
-    if isinstance(given, float | int):
-        return drawn.fill_(float(given > 0))
+    prob = args[1] if len(args) > 1 else kwargs.get("p")
+    if isinstance(prob, torch.Tensor):
+        return drawn.copy_(prob > 0)
+    if isinstance(prob, float | int):
+        return drawn.fill_(float(prob > 0))
     return drawn.copy_(args[0] > 0) if not func.overloadpacket.__name__.endswith("_") else drawn.fill_(1.0)
 
 
@@ -312,9 +312,9 @@ class SampleRandomness(QuietRandomness):
 
         result = None
         if name in _OF_SAMPLES:
-            given = {item.name: item.default_value for item in func._schema.arguments}
-            given |= dict(zip(given, args, strict=False)) | kwargs
-            result = _OF_SAMPLES[name](func(*args, **kwargs), given, numbers)
+            arguments = {item.name: item.default_value for item in func._schema.arguments}
+            arguments |= dict(zip(arguments, args, strict=False)) | kwargs
+            result = _OF_SAMPLES[name](func(*args, **kwargs), arguments, numbers)
         if result is None:
             generator.set_state(before)
             result = constants(func, args, kwargs)
@@ -344,37 +344,37 @@ Given = Mapping[str, Any]
 
 def _fill_uniform(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
     low, high = given.get("from", 0.0), given.get("to", 1.0)
-    return None if (found := numbers(drawn)) is None else drawn.copy_(low + (high - low) * found)
+    return None if (uniform := numbers(drawn)) is None else drawn.copy_(low + (high - low) * uniform)
 
 
 def _fill_normal(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    found = numbers(drawn, normal=True)
-    return None if found is None else drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * found)
+    normal = numbers(drawn, normal=True)
+    return None if normal is None else drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * normal)
 
 
 def _fill_bernoulli(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    return None if (found := numbers(drawn)) is None else drawn.copy_(found < given.get("p", given["self"]))
+    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < given.get("p", given["self"]))
 
 
 def _drop(drawn: tuple[torch.Tensor, torch.Tensor], given: Given, numbers: NumbersLike) -> Any:
     if given["train"] is False:
         return drawn
-    if (found := numbers(drawn[0])) is None:
+    if (uniform := numbers(drawn[0])) is None:
         return None
-    kept, rate = found >= given["p"], given["p"]
-    return given["input"] * kept / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), kept
+    mask, rate = uniform >= given["p"], given["p"]
+    return given["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
 
 
 def _fill_integers(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
     low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to"))
-    if high is None or (found := numbers(drawn)) is None:
+    if high is None or (uniform := numbers(drawn)) is None:
         return None
-    return drawn.copy_((low + (high - low) * found).floor().clamp_max(high - 1))
+    return drawn.copy_((low + (high - low) * uniform).floor().clamp_max(high - 1))
 
 
 def _fill_exponential(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    found = numbers(drawn)
-    return None if found is None else drawn.copy_(_waiting(found) / given["lambd"])
+    uniform = numbers(drawn)
+    return None if uniform is None else drawn.copy_(_waiting(uniform) / given["lambd"])
 
 
 def _waiting(uniform: torch.Tensor) -> torch.Tensor:
@@ -385,12 +385,12 @@ def _waiting(uniform: torch.Tensor) -> torch.Tensor:
 def _choose(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
     weights = given["self"]
-    if weights.dim() != 2 or (found := numbers(drawn if given["replacement"] else weights)) is None:
+    if weights.dim() != 2 or (uniform := numbers(drawn if given["replacement"] else weights)) is None:
         return None
     if not given["replacement"]:
-        return drawn.copy_((weights / _waiting(found)).topk(drawn.shape[1]).indices)
+        return drawn.copy_((weights / _waiting(uniform)).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
-    return drawn.copy_(torch.searchsorted(sums, found * sums[:, -1:], right=True).clamp_max(weights.shape[1] - 1))
+    return drawn.copy_(torch.searchsorted(sums, uniform * sums[:, -1:], right=True).clamp_max(weights.shape[1] - 1))
 
 
 _OF_SAMPLES: dict[str, Callable[[Any, Given, NumbersLike], Any]] = {

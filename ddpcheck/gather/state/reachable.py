@@ -62,11 +62,11 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
 
 def _names(code: CodeType) -> dict[str, None]:
     """Return the global and attribute names in code, including nested code."""
-    found: dict[str, None] = dict.fromkeys(code.co_names)
+    names: dict[str, None] = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
-    return found
+            names |= _names(constant)
+    return names
 
 
 def is_user_function(function: FunctionType) -> bool:

@@ -58,19 +58,19 @@ def _follow_swaps() -> None:
 
 def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
-    held = [(one, tensor) for tensor in (t1, t2) for one in _holders_of(tensor)]
-    for one, _ in held:
-        one._found = None
+    holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
+    for holder, _ in holders:
+        holder._found = None
     try:
         yield
     finally:
-        for one, tensor in held:
-            one.hold(tensor)
+        for holder, tensor in holders:
+            holder.hold(tensor)
 
 
 def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:
-    found = (one.holder() for one in getweakrefs(tensor) if isinstance(one, _FoundByTorch))
-    return [holder for holder in found if holder is not None]
+    holders = (weak.holder() for weak in getweakrefs(tensor) if isinstance(weak, _FoundByTorch))
+    return [holder for holder in holders if holder is not None]
 
 
 LARGE = 1 << 28
@@ -198,9 +198,9 @@ def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
 def kept_in_file(tensors: Iterable[tuple[str, torch.Tensor]], path: Path, *, keep: bool = False) -> TensorFile:
     """Return the tensors mapped from an unlinked file; `path` is a temporary folder."""
     save(tensors, path)
-    kept = TensorFile(path, keep=keep)
+    file = TensorFile(path, keep=keep)
     shutil.rmtree(path)
-    return kept
+    return file
 
 
 def settle_allocator() -> None:

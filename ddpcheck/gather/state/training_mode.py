@@ -21,12 +21,12 @@ def into_training(module: nn.Module) -> bool:
     evaluating = not module.training
     if not evaluating and not any(_is_overridden(part) for part in module.modules()):
         return False
-    kept = [] if evaluating else [part for part in module.modules() if not part.training]
+    eval_modules = [] if evaluating else [part for part in module.modules() if not part.training]
     if not _is_overridden(module) or _takes_a_mode(module.train):
         module.train()
     else:  # `train` is the user's training function
         nn.Module.train(module)
-    for part in kept:
+    for part in eval_modules:
         part.training = False
     return evaluating
 
@@ -38,7 +38,7 @@ def _is_overridden(module: nn.Module) -> bool:
 def _takes_a_mode(train: Any) -> bool:
     """Return True if `train` can be called without arguments or only a mode."""
     try:
-        given = list(inspect.signature(train).parameters.values())
+        params = list(inspect.signature(train).parameters.values())
     except (TypeError, ValueError):
         return True
-    return bool(given) and all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given)
+    return bool(params) and all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params)

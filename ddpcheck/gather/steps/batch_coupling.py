@@ -57,8 +57,8 @@ class _Operations(TorchFunctionMode):
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename) and not isinstance(result, bool | int | float | torch.Size):
             with torch._C.DisableTorchFunction():
-                kept = self.seen.kept(result)
-            self.seen.operations.append((location_of(caller), kept))
+                tensors = self.seen.kept(result)
+            self.seen.operations.append((location_of(caller), tensors))
         return result
 
 
@@ -70,26 +70,26 @@ def first_coupling(
     `whole` and `part` run the loss; `rounding` is the relative tolerance (0: by dtype).
     """
     of_whole, of_part = _watch(module, whole), _watch(module, part)
-    given: dict[str, _ByShape] = defaultdict(dict)
-    made: dict[str, _ByShape] = defaultdict(dict)
+    known_inputs: dict[str, _ByShape] = defaultdict(dict)
+    known_outputs: dict[str, _ByShape] = defaultdict(dict)
     lines: dict[Location, _ByShape] = defaultdict(dict)
     for called, inputs, outputs, _ in of_whole.calls:
-        _add(given[called], inputs)
-        _add(made[called], outputs)
+        _add(known_inputs[called], inputs)
+        _add(known_outputs[called], outputs)
     for line, outputs in of_whole.operations:
         _add(lines[line], outputs)
     name, until = next(
         (
             (called, until)
             for called, inputs, outputs, until in of_part.calls
-            if _meet(made[called], outputs, rounding) and not _meet(given[called], inputs, rounding)
+            if _meet(known_outputs[called], outputs, rounding) and not _meet(known_inputs[called], inputs, rounding)
         ),
         (None, len(of_part.operations)),
     )
     kind = "" if name is None else type(module.get_submodule(name)).__name__
     for line, outputs in of_part.operations[:until]:  # later operations get samples already coupled in the module
         if _meet(lines[line], outputs, rounding, pairs=True):
-            seen = [full for alike in lines[line].values() for full in alike]
+            seen = [full for tensors in lines[line].values() for full in tensors]
             return Coupling(name, kind, line, _is_scaled(seen, outputs))
     return Coupling(name, kind)
 
@@ -104,27 +104,27 @@ def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
     """Return True if `part` is a multiple of the first rows of `whole`."""
-    for alone in part:
+    for piece in part:
         for full in whole:
-            axes = axes_that_grow(full, alone)
-            if len(axes) != 1 or alone.numel() < 2:
+            axes = axes_that_grow(full, piece)
+            if len(axes) != 1 or piece.numel() < 2:
                 continue
-            rows = full.narrow(axes[0], 0, alone.shape[axes[0]]).double()
+            rows = full.narrow(axes[0], 0, piece.shape[axes[0]]).double()
             power = float((rows * rows).sum())
-            factor = float((rows * alone.double()).sum()) / power if power else 0.0
-            left = float(torch.linalg.vector_norm(alone.double() - factor * rows))
-            if factor and left <= 1e-3 * float(torch.linalg.vector_norm(alone.double())):
+            factor = float((rows * piece.double()).sum()) / power if power else 0.0
+            residual = float(torch.linalg.vector_norm(piece.double() - factor * rows))
+            if factor and residual <= 1e-3 * float(torch.linalg.vector_norm(piece.double())):
                 return True
     return False
 
 
 def _meet(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Return True if `part` shows coupled samples: rows not in `whole`, or pairs."""
-    for alone in part:
-        axes = {shape: len(axes_that_grow(alike[0], alone)) for shape, alike in whole.items()}
+    for piece in part:
+        axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
-        candidates = grown + [alone.shape] * (alone.shape in whole)  # micro-batch of the same size
-        if grown and all(_depends_on_all(whole[shape], alone, rounding) for shape in candidates):
+        candidates = grown + [piece.shape] * (piece.shape in whole)  # micro-batch of the same size
+        if grown and all(_depends_on_all(whole[shape], piece, rounding) for shape in candidates):
             return True
         if pairs and any(count > 1 for count in axes.values()):
             return True
@@ -191,7 +191,7 @@ def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
 
 def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
     """Return the axes that grow by one common batch factor, or []."""
-    if whole.dim() != part.dim() or any(full < alone for full, alone in zip(whole.shape, part.shape, strict=True)):
+    if whole.dim() != part.dim() or any(full < size for full, size in zip(whole.shape, part.shape, strict=True)):
         return []
     grown = [axis for axis in range(whole.dim()) if whole.shape[axis] > part.shape[axis]]
     factors = {whole.shape[axis] / part.shape[axis] if part.shape[axis] else 0.0 for axis in grown}
@@ -232,16 +232,16 @@ class FirstActivations(TorchFunctionMode):
         if not isinstance(result, torch.Tensor) and type(result) is not tuple:
             return result
         with torch._C.DisableTorchFunction():
-            made = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
-            given = list(tree_tensors([args, kwargs or {}])) if made else []
-            if any(id(tensor) in self._later for tensor in given):
-                self._later.update((id(tensor), tensor) for tensor in made)
-            elif made and any(_is_data(tensor) for tensor in given):
+            outputs = [tensor for tensor in tree_tensors(result) if tensor.requires_grad]
+            inputs = list(tree_tensors([args, kwargs or {}])) if outputs else []
+            if any(id(tensor) in self._later for tensor in inputs):
+                self._later.update((id(tensor), tensor) for tensor in outputs)
+            elif outputs and any(_is_data(tensor) for tensor in inputs):
                 first = result if isinstance(result, torch.Tensor) else result[0]
                 if isinstance(first, torch.Tensor) and first.requires_grad and first.dim():
                     changed = self._first(first)
                     result = changed if first is result else (changed, *result[1:])
-                    self._later.update((id(tensor), tensor) for tensor in (changed, *made))
+                    self._later.update((id(tensor), tensor) for tensor in (changed, *outputs))
         return result
 
     def _first(self, result: torch.Tensor) -> torch.Tensor:
@@ -285,10 +285,10 @@ def changes_for(
     `large` factors negate and grow, to also flip choices: the expert of a sample, or the samples with the largest
     losses.
     """
-    found = {}
+    changes = {}
     generator = torch.Generator().manual_seed(0)
-    for number, (full, alone) in enumerate(zip(whole, part, strict=False)):
-        owned = rows_of_part(full.value, alone.value) if full.value.numel() and alone.value.numel() else None
+    for number, (full, piece) in enumerate(zip(whole, part, strict=False)):
+        owned = rows_of_part(full.value, piece.value) if full.value.numel() and piece.value.numel() else None
         if owned is None or bool(owned.all()):
             continue
         factor = torch.ones(full.value.shape, dtype=full.value.dtype)
@@ -296,8 +296,8 @@ def changes_for(
         factor[owned] = (
             _LARGE_CHANGE * factor[owned] if large else factor[owned] + _SMALL_CHANGE * noise.to(factor.dtype)
         )
-        found[number] = (owned, factor.to(full.value.device))
-    return found
+        changes[number] = (owned, factor.to(full.value.device))
+    return changes
 
 
 def are_felt(
@@ -308,12 +308,12 @@ def are_felt(
     """Return True if gradients of other samples changed; None if not comparable."""
     compared = False
     for number, (owned, _) in changes.items():
-        one, other = (gradients[number] if number < len(gradients) else None for gradients in (before, after))
-        if one is None or other is None or one.shape != other.shape or one.dtype not in _FELT:
+        old, new = (gradients[number] if number < len(gradients) else None for gradients in (before, after))
+        if old is None or new is None or old.shape != new.shape or old.dtype not in _FELT:
             continue
-        others = ~owned.to(one.device)
-        size = float(torch.linalg.vector_norm(one[others]))
+        others = ~owned.to(old.device)
+        size = float(torch.linalg.vector_norm(old[others]))
         compared = compared or size > 0
-        if float(torch.linalg.vector_norm(one[others] - other[others])) > _FELT[one.dtype] * size:
+        if float(torch.linalg.vector_norm(old[others] - new[others])) > _FELT[old.dtype] * size:
             return True
     return False if compared else None

@@ -128,15 +128,15 @@ def _compiles(code: CodeType, *_arguments: Any, **_named: Any) -> Generator[None
         _graphs.clear()
         given_up = compiled is None and _is_given_up()
         if (graphs and compiled is not None) or given_up:
-            said = (_reasons(code)[known:] or [""])[0]
+            reason = (_reasons(code)[known:] or [""])[0]
             for recorder in [*_open]:
-                recorder.note(code, graphs, said, time.monotonic() - began, trains=trains, given_up=given_up)
+                recorder.note(code, graphs, reason, time.monotonic() - began, trains=trains, given_up=given_up)
 
 
 def _reasons(code: CodeType) -> list[str]:
     """Return the recompile reasons of `code` so far; empty if unavailable."""
     failures = getattr(sys.modules.get(_UTILS), "guard_failures", {})  # private to torch
-    return [str(one) for one in failures.get(code, ())]
+    return [str(failure) for failure in failures.get(code, ())]
 
 
 def _is_given_up() -> bool:
@@ -157,7 +157,7 @@ def _has_gradient(node: Any) -> bool:
     value = node.meta.get("example_value")
     tensors = value if isinstance(value, tuple | list) else (value,)
     called = node.op.startswith("call_")
-    return called and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors)
+    return called and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def _shape_of(node: Any) -> str:

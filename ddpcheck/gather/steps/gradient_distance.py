@@ -75,7 +75,7 @@ class KeptParts:
         return cls([Kept.of(part) for part in gradient.chunk(count, dim)])
 
     def __add__(self, other: KeptParts) -> KeptParts:
-        return KeptParts([one + more for one, more in zip(self.parts, other.parts, strict=True)])
+        return KeptParts([a + b for a, b in zip(self.parts, other.parts, strict=True)])
 
 
 def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[float, ...]]:
@@ -83,9 +83,9 @@ def sketches(gradients: Mapping[str, torch.Tensor] | InRows) -> dict[str, tuple[
 
     Small gradients of one shape are batched.
     """
-    given = in_rows(gradients)
-    found = numbers_of((names, value.double()) for names, value in _made(given))
-    return {name: found[name] for name in given.names}
+    grouped = in_rows(gradients)
+    numbers = numbers_of((names, value.double()) for names, value in _made(grouped))
+    return {name: numbers[name] for name in grouped.names}
 
 
 def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[float]]:
@@ -94,11 +94,11 @@ def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[fl
         names, several = gradients.names, _made(gradients)
     else:
         names = [*gradients]
-        copies = {name: one.value for name, one in gradients.items() if not one.is_sketch}
+        copies = {name: kept.value for name, kept in gradients.items() if not kept.is_sketch}
         several = _made(InRows(names, rows_of(copies), {}))
-        several += [((name,), one.value) for name, one in gradients.items() if one.is_sketch]
-    found = floats_of(several)
-    return {name: found[name] for name in names}
+        several += [((name,), kept.value) for name, kept in gradients.items() if kept.is_sketch]
+    numbers = floats_of(several)
+    return {name: numbers[name] for name in names}
 
 
 def _made(given: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
@@ -175,18 +175,18 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def norms(tensors: Mapping[str, torch.Tensor] | InRows) -> dict[str, float]:
     """Return the norm of each tensor; small ones batched, one transfer per device."""
-    given = in_rows(tensors)
-    sizes = [(names, _norms_of(values, dim=1)) for names, values in given.rows]
-    sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in given.others.items()]
-    found = numbers_of(sizes)
-    return {name: found[name][0] for name in given.names}
+    grouped = in_rows(tensors)
+    sizes = [(names, _norms_of(values, dim=1)) for names, values in grouped.rows]
+    sizes += [((name,), _norms_of(dense(tensor))) for name, tensor in grouped.others.items()]
+    numbers = numbers_of(sizes)
+    return {name: numbers[name][0] for name in grouped.names}
 
 
 def _norms_of(values: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     if not (values.is_floating_point() or values.is_complex()):
         values = values.double()  # e.g. 8-bit optimizer state
-    found: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
-    return found
+    result: torch.Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=_wide(values.dtype))
+    return result
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -212,19 +212,19 @@ def scales(reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
     Its own norm, or the norm at the largest root mean square in the same module: the gradient of a bias before a
     BatchNorm is pure rounding error and has no scale of its own.
     """
-    own = {name: norm(tensor) for name, tensor in reference.items()}
-    rms = {name: own[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
+    l2 = {name: norm(tensor) for name, tensor in reference.items()}
+    rms = {name: l2[name] / math.sqrt(max(tensor.numel(), 1)) for name, tensor in reference.items()}
     largest: dict[str, float] = {}
     for name in reference:
         module = name.rpartition(".")[0]
         largest[module] = max(largest.get(module, 0.0), rms[name])
-    total = math.sqrt(sum(value * value for value in own.values()) / max(sum(t.numel() for t in reference.values()), 1))
+    total = math.sqrt(sum(value * value for value in l2.values()) / max(sum(t.numel() for t in reference.values()), 1))
     result = {}
     for name, tensor in reference.items():
         size = math.sqrt(max(tensor.numel(), 1))
         eps = eps_of(tensor.dtype)
         floor = total * size * min(1.0, (_EPS_MULTIPLE if eps < 1e-5 else 1.0) * eps)
-        result[name] = max(own[name], largest[name.rpartition(".")[0]] * size, floor)
+        result[name] = max(l2[name], largest[name.rpartition(".")[0]] * size, floor)
     return result
 
 
@@ -260,12 +260,12 @@ def difference(
         return _finite(size / scale) if scale else (0.0 if size == 0.0 else _LARGEST)
 
     if got is None or want is None:
-        there = got if got is not None else want
-        size = norm(there) if there is not None else 0.0
-        found = Difference(name, relative(size), tolerance, absolute_error=_finite(size))
+        present = got if got is not None else want
+        size = norm(present) if present is not None else 0.0
+        result = Difference(name, relative(size), tolerance, absolute_error=_finite(size))
         known = 0.0 if want is None else _finite(size)
-        elements = 0 if there is None else there.numel()
-        return replace(found, residual=found.error, elements=elements, reference_norm=known)
+        elements = 0 if present is None else present.numel()
+        return replace(result, residual=result.error, elements=elements, reference_norm=known)
     got, want = dense(got), dense(want).to(got.device)
     if got.shape != want.shape:
         return Difference(
@@ -277,16 +277,16 @@ def difference(
     if delta <= math.sqrt(max(want.numel(), 1)) * exact * float(torch.finfo(want.dtype).smallest_normal):
         delta = 0.0  # subnormal: results depend on dividing before or after the sum
     size = _finite(float(torch.linalg.vector_norm(want, dtype=_at_least_float32(want.dtype))))
-    found = Difference(
+    result = Difference(
         name, relative(delta), tolerance, elements=want.numel(), absolute_error=_finite(delta), reference_norm=size
     )
-    if found.error <= tolerance:
-        return found
+    if result.error <= tolerance:
+        return result
 
     def pieces() -> Iterator[list[torch.Tensor]]:
         for both in _pieces(got, want):
-            real = (torch.view_as_real(one.to(wide)) if wide.is_complex else one.to(wide) for one in both)
-            yield [one.reshape(-1) for one in real]
+            real = (torch.view_as_real(t.to(wide)) if wide.is_complex else t.to(wide) for t in both)
+            yield [t.reshape(-1) for t in real]
 
     power = sum(float((right * right).sum()) for _, right in pieces())
     ratio = sum(float((left * right).sum()) for left, right in pieces()) / power if power else 0.0
@@ -298,12 +298,12 @@ def difference(
         gap = (left - right).abs()
         beyond += int((gap > allowed).sum())
         gap = gap.nan_to_num(nan=math.inf)
-        place = int(gap.argmax())
-        if float(gap[place]) > largest:
-            largest, worst = float(gap[place]), (start + place, float(left[place]), float(right[place]))
+        index = int(gap.argmax())
+        if float(gap[index]) > largest:
+            largest, worst = float(gap[index]), (start + index, float(left[index]), float(right[index]))
         start += len(gap)
     return replace(
-        found,
+        result,
         ratio=_finite(ratio),
         residual=_finite(residual / scale) if scale else _LARGEST,
         elements_beyond=beyond,
@@ -375,8 +375,8 @@ def fit(target: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, torch.T
     def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield target elements in float64, and matching elements of the parts as rows."""
         for name in names:
-            for wanted, *some in _pieces(*(dense(given[name]) for given in (target, *parts))):
-                yield wanted.double().reshape(-1), torch.stack([part.double().reshape(-1) for part in some])
+            for wanted, *others in _pieces(*(dense(tensors[name]) for tensors in (target, *parts))):
+                yield wanted.double().reshape(-1), torch.stack([part.double().reshape(-1) for part in others])
 
     for wanted, rows in pieces():
         gram += (rows @ rows.T).cpu()

@@ -71,23 +71,23 @@ def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, see
     result = call_loss(recipe, model, batch, step)
     drew = drawn_since(before, device)
     parts = list(tree_tensors(result))
-    at = f"loss(model, batch) in step {step}"
+    call = f"loss(model, batch) in step {step}"
     if not parts:
-        raise TargetError(f"{at} returned {type(result).__name__} without any tensor; return a scalar tensor")
+        raise TargetError(f"{call} returned {type(result).__name__} without any tensor; return a scalar tensor")
     for part in parts:
         if part.numel() != 1 and (part.requires_grad or len(parts) == 1):
             raise TargetError(
-                f"{at} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
+                f"{call} returned a tensor of shape {tuple(part.shape)}; reduce it to a scalar, as by .mean()"
             )
         if part.requires_grad and part.is_complex():
-            raise TargetError(f"{at} returned a complex number, which has no gradient; take its .real or .abs()")
+            raise TargetError(f"{call} returned a complex number, which has no gradient; take its .real or .abs()")
     names = [name for name, part in named_tensors(result, "loss") if part.requires_grad]
     terms = [part.reshape(()) for part in parts if part.requires_grad]  # the others are for logging only
     if not terms:
-        raise TargetError(f"{at} does not require grad: no parameter of the model reaches it; is it detached?")
+        raise TargetError(f"{call} does not require grad: no parameter of the model reaches it; is it detached?")
     total = functools.reduce(torch.add, terms)
     if not bool(torch.isfinite(total)):
-        raise NonFiniteLossError(f"{at} is {float(total.detach())}: gradients that are not finite cannot be compared")
+        raise NonFiniteLossError(f"{call} is {float(total.detach())}: gradients that are not finite cannot be compared")
     return Loss(terms, total, drew, batch, names)
 
 
@@ -132,15 +132,15 @@ def _overwritten(message: str, module: nn.Module, since: Mapping[str, int]) -> l
 
     The message has the shape, maybe of a view (e.g. a transposed weight), and the version, which views share.
     """
-    said = _IN_PLACE.search(message)
-    if said is None:
+    match = _IN_PLACE.search(message)
+    if match is None:
         return []
-    shape = [int(size) for size in said[1].split(",") if size.strip()]
-    there = [(name, tensor) for name, tensor in _all_held(module) if version_of(tensor) == int(said[2])]
-    there = [(name, tensor) for name, tensor in there if since.get(name) != version_of(tensor)]
-    exact = [name for name, tensor in there if list(tensor.shape) == shape]
-    turned = [name for name, tensor in there if sorted(tensor.shape) == sorted(shape)]
-    parts = [name for name, tensor in there if tensor.numel() >= math.prod(shape)]
+    shape = [int(size) for size in match[1].split(",") if size.strip()]
+    candidates = [(name, tensor) for name, tensor in _all_held(module) if version_of(tensor) == int(match[2])]
+    candidates = [(name, tensor) for name, tensor in candidates if since.get(name) != version_of(tensor)]
+    exact = [name for name, tensor in candidates if list(tensor.shape) == shape]
+    turned = [name for name, tensor in candidates if sorted(tensor.shape) == sorted(shape)]
+    parts = [name for name, tensor in candidates if tensor.numel() >= math.prod(shape)]
     return exact or turned or parts
 
 
@@ -201,15 +201,15 @@ def visible_tensors(outputs: Sequence[Any], *, static_graph: bool = False) -> tu
     `static_graph` it searches `torch.utils._pytree` nodes: lists, tuples, dicts, and registered classes
     (`_tree_flatten_with_rref`, same file), but not dataclasses or dict subclasses.
     """
-    found: list[torch.Tensor] = []
+    visible: list[torch.Tensor] = []
     opaque = ""
     for output in outputs:
         leaves = tree_leaves(output) if static_graph else tree_tensors(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors and output is not None:
             opaque = opaque or type(output).__qualname__
-        found += [tensor for tensor in tensors if tensor.requires_grad]
-    return found, opaque
+        visible += [tensor for tensor in tensors if tensor.requires_grad]
+    return visible, opaque
 
 
 def model_seed(seed: int) -> int:

@@ -18,8 +18,8 @@ _ROUNDING = 1e-6  # relative rounding error of the forward inputs
 
 def kept_samples(batch: Any) -> list[torch.Tensor]:
     """Return copies of possible sample tensors of a batch, safe from in-place writes."""
-    found = [tensor for tensor in tree_tensors(batch) if _are_samples(tensor)]
-    return [tensor.detach().clone() for tensor in found[:_MOST_TENSORS]]
+    samples = [tensor for tensor in tree_tensors(batch) if _are_samples(tensor)]
+    return [tensor.detach().clone() for tensor in samples[:_MOST_TENSORS]]
 
 
 def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
@@ -28,9 +28,9 @@ def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
     The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
     """
     for tensor in tree_tensors(given):
-        for one in samples if _are_samples(tensor) and tensor.is_floating_point() else ():
-            if one.shape == tensor.shape:
-                x, y = (t.detach().cpu().double().flatten(1) for t in (one, tensor))
+        for sample in samples if _are_samples(tensor) and tensor.is_floating_point() else ():
+            if sample.shape == tensor.shape:
+                x, y = (t.detach().cpu().double().flatten(1) for t in (sample, tensor))
                 x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
                 factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
                 rest = y - factors * x

@@ -71,10 +71,10 @@ def follow(module: ModuleType) -> None:
     if module.__name__ == "torch.random":
         with contextlib.suppress(Exception):
             generator_history.begin("python")
-    for one in (random, module) if module.__name__ == "torch.random" else (module,):
-        generator = "python" if one is random else module.__name__.partition(".")[0]
-        for name in _SEEDS.get(one.__name__, ()):
-            Patch(one, name, functools.partial(_noting_seed, generator=generator))
+    for owner in (random, module) if module.__name__ == "torch.random" else (module,):
+        generator = "python" if owner is random else module.__name__.partition(".")[0]
+        for name in _SEEDS.get(owner.__name__, ()):
+            Patch(owner, name, functools.partial(_noting_seed, generator=generator))
     if module.__name__ == "numpy.random":  # torch's generator is not available during its import
         Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
@@ -116,12 +116,12 @@ def _noting_seed(original: Any, generator: str) -> Any:
 def _noting_generator(original: Any) -> Any:
     @functools.wraps(original)
     def default_rng(*arguments: Any, **named: Any) -> Any:
-        made = original(*arguments, **named)
+        generator = original(*arguments, **named)
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
-                generators.append((made, location_of(_that_decides(frame))))
-                generator_history.made(made)
-        return made
+                generators.append((generator, location_of(_that_decides(frame))))
+                generator_history.made(generator)
+        return generator
 
     return default_rng
 
@@ -145,14 +145,14 @@ def _that_decides(frame: FrameType) -> FrameType:
 def _hands_on(frame: FrameType) -> bool:
     """Return True if a function's current line passes a parameter to a call."""
     code = frame.f_code
-    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    params = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         tree = ast.parse(linecache.getline(code.co_filename, frame.f_lineno).strip())
     except SyntaxError:  # part of a multi-line statement
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
-    return any(isinstance(value, ast.Name) and value.id in given for value in values)
+    return any(isinstance(value, ast.Name) and value.id in params for value in values)
 
 
 def _first_argument(frame: FrameType) -> object:

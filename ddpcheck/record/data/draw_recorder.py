@@ -123,28 +123,28 @@ class DrawRecorder(Recorder, subjects=("data",)):
             return
         kind = "noise" if name in _NOISE else "choice"
         now = _states()
-        changed = [one for one in now if one in before and before[one] != now[one]]
-        for one in changed:
-            self._note(one, kind, (before[one], now[one]), frame, in_forward=in_forward)
+        changed = [generator for generator in now if generator in before and before[generator] != now[generator]]
+        for generator in changed:
+            self._note(generator, kind, (before[generator], now[generator]), frame, in_forward=in_forward)
         if not changed:
             self._note("", kind, ((0, 0), (0, 0)), frame, in_forward=in_forward)
 
     def _note(self, generator: str, kind: str, states: _Pair, frame: FrameType | None, *, in_forward: bool) -> None:
         before, after = states
         count = 0 if not generator or generator == "cuda" else (after[1] - before[1]) % _KEYS or _KEYS
-        where = None if frame is None else user_location(frame)
+        location = None if frame is None else user_location(frame)
         name, step = {"cuda": "torch"}.get(generator, generator), self._run.steps
-        said = where, seeded_at(name), restored_by(name)
-        self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, *said))
+        origin = location, seeded_at(name), restored_by(name)
+        self._draws.append(StepDraw(step, generator, kind, count, before[0], after[0], in_forward, *origin))
 
 
 def _states(*, others: bool = False) -> dict[str, _State]:
     """Return the state of torch's generators; with `others` also Python's and numpy's."""
-    found = {name: state_of(name) for name in (generators_there() if others else ["torch"])}
+    states = {name: state_of(name) for name in (generators_there() if others else ["torch"])}
     if torch.cuda.is_initialized():
         state = generator_bytes(torch.cuda.default_generators[torch.cuda.current_device()])
-        found["cuda"] = (int(digest_of(state)[:15], 16), 0)
-    return found
+        states["cuda"] = (int(digest_of(state)[:15], 16), 0)
+    return states
 
 
 def _place(frame: FrameType) -> bool | None:
@@ -152,15 +152,15 @@ def _place(frame: FrameType) -> bool | None:
 
     Excluded are data loaders, module and optimizer constructors, and ddpcheck itself.
     """
-    in_forward, of_program = False, False
+    in_forward, in_program = False, False
     for current in frames_from(frame):
         name = str(current.f_globals.get("__name__", ""))
         if name.startswith(_PASSED_ON):
             continue
-        if name.startswith(NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not of_program):
+        if name.startswith(NOT_OF_THE_STEP) or (name.startswith("ddpcheck.") and not in_program):
             return None
         if current.f_code.co_name == "__init__" and isinstance(variables_of(current).get("self"), torch.nn.Module):
             return None
         in_forward |= name == _WRAPPER
-        of_program |= is_user_file(current.f_code.co_filename)
+        in_program |= is_user_file(current.f_code.co_filename)
     return in_forward

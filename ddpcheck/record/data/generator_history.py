@@ -55,23 +55,23 @@ def state_of_own(generator: Any) -> bytes:
 
 def held_generators(thing: Any) -> list[tuple[str, Any]]:
     """Return the generators in an object's attributes, recursively, with their attribute names."""
-    found: list[tuple[str, Any]] = []
+    generators: list[tuple[str, Any]] = []
     pending: list[tuple[str, Any, int]] = [("", thing, 0)]
     seen = {id(thing)}
-    for name, one, depth in pending:  # appended to in the loop
-        if _held_state(one):
-            found.append((name, one))
+    for name, obj, depth in pending:  # appended to in the loop
+        if _held_state(obj):
+            generators.append((name, obj))
         elif depth < _DEEPEST:
-            for key, value in _parts(one, name):
+            for key, value in _parts(obj, name):
                 if id(value) not in seen and not isinstance(value, _PLAIN) and len(pending) < _MOST_HELD:
                     seen.add(id(value))
                     pending.append((key, value, depth + 1))
-    return found
+    return generators
 
 
 def state_of_held(generators: Iterable[Any]) -> int:
     """Return a digest of the generators' states; 0 if there are none."""
-    states = [_held_state(one) for one in generators]
+    states = [_held_state(generator) for generator in generators]
     return _number(b"".join(states)) if states else 0
 
 
@@ -98,19 +98,19 @@ def history() -> int:
     """Return a digest of the generators' output so far; 0 if unknown."""
     if _seeds > _MOST_SEEDS:
         return 0
-    given = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
-    given = {name: given[name] for name in sorted(given) if given[name]}  # numpy is imported lazily
-    return _number(repr(given).encode()) + 1
+    digests = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
+    digests = {name: digests[name] for name in sorted(digests) if digests[name]}  # numpy is imported lazily
+    return _number(repr(digests).encode()) + 1
 
 
 def state_of(generator: str) -> tuple[int, int]:
     """Return a digest of a global generator's state, and its next index."""
     if generator == "python":
-        of_python: Any = random.getstate()
-        return _number(repr(of_python).encode()), of_python[1][-1]
+        state: Any = random.getstate()
+        return _number(repr(state).encode()), state[1][-1]
     if generator == "numpy":
-        _, keys, place, *_ = sys.modules["numpy.random"].get_state()
-        return _number(keys.tobytes() + place.to_bytes(2, "big")), int(place)
+        _, keys, index, *_ = sys.modules["numpy.random"].get_state()
+        return _number(keys.tobytes() + index.to_bytes(2, "big")), int(index)
     return _of_torch(sys.modules["torch"].default_generator)
 
 

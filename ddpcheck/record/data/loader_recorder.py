@@ -83,13 +83,13 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
 
     def close(self) -> None:
         """End the open passes; called when the script ends."""
-        for one in list(self._open.values()):
-            self._end(one, exhausted=False)
+        for pass_ in list(self._open.values()):
+            self._end(pass_, exhausted=False)
 
     def _opens(self, loader: Any) -> Generator[None, Any, None]:
         outer = self._opening
-        self._opening = made = self._begin(loader)
-        draws = SampleDraws(loader, _MOST_BATCHES) if made.map_style and made.entry.number < _MOST_PASSES else None
+        self._opening = pass_ = self._begin(loader)
+        draws = SampleDraws(loader, _MOST_BATCHES) if pass_.map_style and pass_.entry.number < _MOST_PASSES else None
         try:
             with contextlib.nullcontext() if draws is None else draws.followed(loader):
                 iterator = yield
@@ -97,31 +97,31 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             self._opening = outer
         seed = getattr(iterator, "_base_seed", None)  # private to torch; if missing, worker seeds are not recorded
         if loader.num_workers and loader.worker_init_fn is None and isinstance(seed, int):
-            made.entry = replace(made.entry, worker_seed=seed)
+            pass_.entry = replace(pass_.entry, worker_seed=seed)
         with contextlib.suppress(TypeError):  # a subclass may return another iterator class
-            made.draws = self._draws.setdefault(iterator, draws)  # persistent workers keep the iterator
-            self._passes[iterator] = made
+            pass_.draws = self._draws.setdefault(iterator, draws)  # persistent workers keep the iterator
+            self._passes[iterator] = pass_
 
     def _counts(self, iterator: Any) -> Generator[None, Any, None]:
         index = yield
-        one = self._opening or self._passes.get(iterator)
-        if one is not None and one.map_style:
-            _note_index(one, index)
+        pass_ = self._opening or self._passes.get(iterator)
+        if pass_ is not None and pass_.map_style:
+            _note_index(pass_, index)
 
     def _taken_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
         took, end = guarded(self._took), guarded(self._end)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
-            one = self._passes.get(iterator)
-            if one is None:
+            pass_ = self._passes.get(iterator)
+            if pass_ is None:
                 return original(iterator)
             try:
                 batch = original(iterator)
             except StopIteration:
-                end(one, exhausted=True)
+                end(pass_, exhausted=True)
                 raise
-            took(one, batch)
+            took(pass_, batch)
             return batch
 
         return __next__
@@ -171,13 +171,13 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         key = (location, made_at(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
         number, counts[1] = counts[1], counts[1] + 1
-        if (before := self._open.pop(counts[0], None)) is not None:
-            self._end(before, exhausted=False)
+        if (previous := self._open.pop(counts[0], None)) is not None:
+            self._end(previous, exhausted=False)
         for other in self._open.values():
             other.until = self._run.steps if other.until < 0 else other.until
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is data.Subset and not number else ()
-        samples, whole = ({}, False) if number else samples_of(loader.dataset, size)
+        samples, has_samples = ({}, False) if number else samples_of(loader.dataset, size)
         state = state_of(loader.dataset) if number < _MOST_PASSES else {}
         persistent = bool(getattr(loader, "persistent_workers", False))
         entry = LoaderPass(
@@ -201,7 +201,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             split=made_at(loader.dataset) or made_at(beneath),
             whole=rows_of_whole(beneath) if not number else 0,
             samples=samples,
-            holds_samples=whole,
+            holds_samples=has_samples,
             drawn=next(filter(None, map(drawn_before, (beneath, loader.dataset, sampler, loader))), 0),
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
@@ -219,12 +219,12 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         if not number:
             for table in tables_of(beneath, location):
                 self._run.add(table)
-        self._open[counts[0]] = one = _Pass(
+        self._open[counts[0]] = pass_ = _Pass(
             entry, self._run.steps, map_style, dataset=loader.dataset, sampler=sampler, used=self._used()
         )
         self._run.add(entry)
         self._on_pass(entry, loader.dataset)
-        return one
+        return pass_
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
         """Return True if a dataset changed its samples since its workers were started."""
@@ -289,11 +289,11 @@ def _note_batch(one: _Pass, batch: Any) -> None:
     """Record fingerprints of the first samples of a batch, and changed random states."""
     if one.draws is not None and (drawn := one.draws.of(one.entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
-        where = one.draws.seeded or seeded_at(name)
+        line = one.draws.seeded or seeded_at(name)
         by = "" if one.draws.seeded else restored_by(name)
         held = *one.entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**one.entry.draws, **dict(drawn.values())}
-        one.entry = replace(one.entry, draws=draws, seeded=where, restored_by=by, held=held, held_at=one.draws.held_at)
+        one.entry = replace(one.entry, draws=draws, seeded=line, restored_by=by, held=held, held_at=one.draws.held_at)
     taken = one.entry.batches
     if taken >= len(one.batches):
         return
@@ -309,15 +309,15 @@ def _note_batch(one: _Pass, batch: Any) -> None:
     for number, samples in enumerate(uncollated(batch, len(indices))):
         for place, values in enumerate(zip(*samples, strict=False)):
             if any(isinstance(value, torch.Tensor) for value in values) or list(values) != list(indices):
-                own = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
-                known = {_base_index(one.dataset, index): value for index, value in zip(indices, own, strict=False)}
+                digests = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
+                known = {_base_index(one.dataset, index): value for index, value in zip(indices, digests, strict=False)}
                 contents[f"{number}, {place}"] = {**contents.get(f"{number}, {place}", {}), **known}
     one.entry = replace(one.entry, contents=contents)
 
 
 def _batch_size(loader: Any) -> int:
     """Return the batch size of a loader; 1 if unknown."""
-    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    sizes = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
@@ -333,8 +333,8 @@ def _innermost_sampler(loader: Any) -> Any:
 
 
 def _chooses(sampler: Any, size: int) -> bool:
-    held = sampler if isinstance(sampler, list | tuple) else None
-    for value in (held, *getattr(sampler, "__dict__", {}).values()):
+    indices = sampler if isinstance(sampler, list | tuple) else None
+    for value in (indices, *getattr(sampler, "__dict__", {}).values()):
         if isinstance(value, list | tuple | array | torch.Tensor) and 1 < len(value) < size:
             first = value[0]
             if isinstance(first, int) or (isinstance(first, torch.Tensor) and not first.is_floating_point()):

@@ -38,10 +38,10 @@ class SampleDraws:
     def __init__(self, loader: Any, batches: int) -> None:
         """Initialize; `batches`: number of batches recorded per process."""
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
-        held = held_generators(loader.dataset)
-        self.held_at = assignment_in_program(held[0][0]) if held else None
+        generators = held_generators(loader.dataset)
+        self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
-        self._held = [] if self._workers else [one for _, one in held]
+        self._held = [] if self._workers else [generator for _, generator in generators]
         self._most = batches
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
@@ -84,7 +84,7 @@ class SampleDraws:
         if self._init_worker is not None:
             self._init_worker(worker)
         with contextlib.suppress(Exception):  # an error in ddpcheck, which a worker cannot report
-            self._held = [one for _, one in held_generators(getattr(get_worker_info(), "dataset", None))]
+            self._held = [generator for _, generator in held_generators(getattr(get_worker_info(), "dataset", None))]
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 
     @passes_on

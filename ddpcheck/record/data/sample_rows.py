@@ -51,9 +51,9 @@ class SampleRows:
         self.rows.extend(_together(rows, size))
         if labels:
             self.labels.extend(_together(labels, size))
-        whole = labels or [t.flatten() for t in rows if t.numel() == size and _is_whole(t)]
-        if len(whole) == 1:
-            self.classes.extend(map(int, whole[0].tolist()))
+        integers = labels or [t.flatten() for t in rows if t.numel() == size and _is_whole(t)]
+        if len(integers) == 1:
+            self.classes.extend(map(int, integers[0].tolist()))
         single = [t for t in rows if t.numel() == size and t.is_floating_point()]
         if len(single) == 1:
             self.targets.extend(single[0].flatten().tolist())
@@ -65,11 +65,11 @@ def uncollated(batch: Any, count: int) -> list[list[list[Any]]]:
     The batch is a list of samples, or contains lists with an item per sample.
     """
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    lists = [one for one in (batch, *parts) if isinstance(one, list | tuple) and len(one) == count]
+    lists = [part for part in (batch, *parts) if isinstance(part, list | tuple) and len(part) == count]
     return [
-        [[leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor) or type(leaf) is int] for item in one]
-        for one in lists
-        if not all(isinstance(item, torch.Tensor) and item.dim() and len(item) == count for item in one)
+        [[leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor) or type(leaf) is int] for item in items]
+        for items in lists
+        if not all(isinstance(item, torch.Tensor) and item.dim() and len(item) == count for item in items)
     ]
 
 
@@ -92,17 +92,17 @@ def _together(tensors: list[torch.Tensor], size: int) -> list[int]:
 
 def digests_of(dataset: Any) -> dict[str, int]:
     """Return digests of tensors and plain lists in a dataset's attributes."""
-    found = {}
+    digests = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
-            found[name] = fingerprint(value[:_MOST_PLAIN].cpu())
+            digests[name] = fingerprint(value[:_MOST_PLAIN].cpu())
         elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
-            found[name] = _number(value[:_MOST_PLAIN].tobytes())
+            digests[name] = _number(value[:_MOST_PLAIN].tobytes())
         elif isinstance(value, list | tuple) and value and _all_plain(value[:_MOST_PLAIN]):
-            found[name] = _number((len(value), value[:_MOST_PLAIN]))
-        elif isinstance(value, tuple) and value and all(isinstance(one, torch.Tensor) and one.dim() for one in value):
-            found[name] = _number(tuple(fingerprint(one[:_MOST_PLAIN].cpu()) for one in value))
-    return found
+            digests[name] = _number((len(value), value[:_MOST_PLAIN]))
+        elif isinstance(value, tuple) and value and all(isinstance(t, torch.Tensor) and t.dim() for t in value):
+            digests[name] = _number(tuple(fingerprint(t[:_MOST_PLAIN].cpu()) for t in value))
+    return digests
 
 
 def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple[int, ...]], bool]:
@@ -114,27 +114,27 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
         return samples_of(whole, _length_of(whole), depth - 1) if depth else ({}, False)
-    held = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
-    found: dict[str, tuple[int, ...]] = {}
+    attributes = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
+    samples: dict[str, tuple[int, ...]] = {}
     whole = False
-    for name, value in held.items():
-        for number, one in enumerate(value if isinstance(value, tuple) else (value,)):
-            if isinstance(one, Dataset):
-                below, known = samples_of(one, size, depth - 1) if depth else ({}, False)
-                found.update({f"{name}.{number}{key}": items for key, items in below.items()})
+    for name, value in attributes.items():
+        for number, val in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(val, Dataset):
+                below, known = samples_of(val, size, depth - 1) if depth else ({}, False)
+                samples.update({f"{name}.{number}{key}": items for key, items in below.items()})
                 whole = whole or known
-            elif type(one) in (list, range, array, torch.Tensor) or (hasattr(one, "tobytes") and hasattr(one, "shape")):
-                items = _items(one) if size >= _FEWEST_ITEMS and _length(one) == size else ()
+            elif type(val) in (list, range, array, torch.Tensor) or (hasattr(val, "tobytes") and hasattr(val, "shape")):
+                items = _items(val) if size >= _FEWEST_ITEMS and _length(val) == size else ()
                 if len(set(items)) >= _DISTINCT * max(1, len(items)):
-                    found[f"{name}.{number}"] = items
-                    whole = whole or _are_samples(one)
-    return {name: items for name, items in found.items() if items}, whole
+                    samples[f"{name}.{number}"] = items
+                    whole = whole or _are_samples(val)
+    return {name: items for name, items in samples.items() if items}, whole
 
 
 def _are_samples(values: Any) -> bool:
     if hasattr(values, "shape"):
         return bool(math.prod(values.shape[1:]) >= _MANY)
-    return all(_file_of(one) is not None for one in values[:_MOST_ITEMS])
+    return all(_file_of(value) is not None for value in values[:_MOST_ITEMS])
 
 
 def _file_of(value: Any) -> tuple[str, int] | None:
@@ -175,7 +175,7 @@ def _item(value: Any) -> int | None:
     if hasattr(value, "tobytes"):
         return _number(value.tobytes())
     if isinstance(value, tuple | list | dict):
-        parts = [_item(one) for one in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
+        parts = [_item(part) for part in list(value.values() if isinstance(value, dict) else value)[:_MOST_PARTS]]
         return None if None in parts else _number(tuple(parts))
     if (file := _file_of(value)) is not None:
         return _number(file)
@@ -184,20 +184,20 @@ def _item(value: Any) -> int | None:
 
 def state_of(dataset: Any) -> dict[str, int]:
     """Return digests of a dataset's plain attributes, which may change by epoch."""
-    held = getattr(dataset, "__dict__", {})
-    lists = {name: value[:_MOST_PLAIN] for name, value in held.items() if isinstance(value, list)}
-    plain = {name: value for name, value in held.items() if isinstance(value, str | int | float)}
+    attributes = getattr(dataset, "__dict__", {})
+    lists = {name: value[:_MOST_PLAIN] for name, value in attributes.items() if isinstance(value, list)}
+    plain = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
     return {name: _number(value) for name, value in {**plain, **lists}.items() if name in plain or _all_plain(value)}
 
 
 def rows_of_whole(dataset: Any) -> int:
     """Return the rows of a slice's base array; -1 for texts; else 0."""
     for value in getattr(dataset, "__dict__", {}).values():
-        for one in value if isinstance(value, tuple) else (value,):
-            whole = getattr(one, "_base", None) if isinstance(one, torch.Tensor) else getattr(one, "base", None)
-            shape, of_whole = getattr(one, "shape", ()), getattr(whole, "shape", ())
-            if shape and of_whole and shape[1:] == of_whole[1:] and shape[0] < of_whole[0]:
-                return int(of_whole[0])
+        for part in value if isinstance(value, tuple) else (value,):
+            base = getattr(part, "_base", None) if isinstance(part, torch.Tensor) else getattr(part, "base", None)
+            shape, base_shape = getattr(part, "shape", ()), getattr(base, "shape", ())
+            if shape and base_shape and shape[1:] == base_shape[1:] and shape[0] < base_shape[0]:
+                return int(base_shape[0])
         if isinstance(value, list) and value:
             first = value[0][0] if isinstance(value[0], tuple) and value[0] else value[0]
             if isinstance(first, str):

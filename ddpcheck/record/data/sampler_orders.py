@@ -39,11 +39,11 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers; their
     collectives return as if all ranks contributed the same values.
     """
-    shared = [dataset, *(one for one in getattr(sampler, "__dict__", {}).values() if isinstance(one, Dataset))]
+    shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
     orders = []
     for epoch in (0, 1):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
-            copied = copy.deepcopy(sampler, {id(one): one for one in shared})
+            copied = copy.deepcopy(sampler, {id(value): value for value in shared})
             copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
     return len(orders) > 1 and orders[0] != orders[1]
@@ -51,30 +51,30 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
 
 def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
     """Return True if a dataset makes other samples with its attributes `before`."""
-    made = []
+    digests = []
     for state in (before, {}):
         with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
             copied = copy.copy(dataset)
             vars(copied).update(state)
             samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]
-            made.append([fingerprint(tensor) for tensor in tree_tensors(samples)])
-    return len(made) > 1 and made[0] != made[1]
+            digests.append([fingerprint(tensor) for tensor in tree_tensors(samples)])
+    return len(digests) > 1 and digests[0] != digests[1]
 
 
 def epoch_line() -> Location | None:
     """Return the head of the loop around a loader pass, or `iter`'s line."""
     begun = user_frame(sys._getframe(1))
     for frame in frames_from(begun):
-        at, file = location_of(frame), frame.f_code.co_filename
-        loops = [one for one in blocks_around(file, at.path, at.line) if one.kind == "loop"]
-        if is_of_program(file) and (around := [one for one in loops if one.line != at.line]):
+        location, file = location_of(frame), frame.f_code.co_filename
+        loops = [block for block in blocks_around(file, location.path, location.line) if block.kind == "loop"]
+        if is_of_program(file) and (around := [block for block in loops if block.line != location.line]):
             by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
-            return at if by_hand else replace(at, line=around[-1].line)
+            return location if by_hand else replace(location, line=around[-1].line)
     return None
 
 
 def argument_line(call: Location, name: str) -> Location:
     """Return the line of a call's keyword argument, else the call's line."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
-    words = (word for node in calls if node.lineno == call.line for word in node.keywords)
-    return replace(call, line=next((word.value.lineno for word in words if word.arg == name), call.line))
+    keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
+    return replace(call, line=next((keyword.value.lineno for keyword in keywords if keyword.arg == name), call.line))

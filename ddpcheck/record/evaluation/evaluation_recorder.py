@@ -108,37 +108,37 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._left = [0, 0]  # later results may belong to this pass
             return
         key = (entry.loader, entry.number)
-        one = self._open.pop(key, None)
-        if one is None:
+        pass_ = self._open.pop(key, None)
+        if pass_ is None:
             self._comparisons.close()
             counters = {name: bool(numbers.any()) for name, numbers in program_numbers.counters_of_program().items()}
             self._open[key] = _Open(self._backwards, program_numbers.numbers_of_program(), counters)
             return
-        if not entry.exhausted or entry.trains or not entry.batches or self._backwards > one.backwards:
+        if not entry.exhausted or entry.trains or not entry.batches or self._backwards > pass_.backwards:
             return
         if not self._evaluated:
             self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
         self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
-        if any(exchanged.rows for exchanged in one.exchanged):
+        if any(exchanged.rows for exchanged in pass_.exchanged):
             self._comparisons.open(self._round, entry.size)
-        held_by = {} if entry.loader in self._references else _held_by(dataset, entry.size)
+        attrs = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
-        labels, floats = _labels_of(held_by, entry.size), _numbers_of(held_by, entry.size)
-        numbers, *more = _counted_since(one, len(entry.indices))
+        labels, floats = _labels_of(attrs, entry.size), _numbers_of(attrs, entry.size)
+        numbers, *more = _counted_since(pass_, len(entry.indices))
         written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats, *more)
         self._sink(written)
-        self._late = (one, written) if _is_fetched_ahead() else None
-        for exchanged in one.exchanged:
+        self._late = (pass_, written) if _is_fetched_ahead() else None
+        for exchanged in pass_.exchanged:
             self._sink(replace(exchanged, round=self._round))
 
     def _write_late(self, call: Call | None = None) -> None:
         """Rewrite the counters after a loop whose last batch was still pending."""
         if self._late is None:
             return
-        one, written = self._late
-        if call is None or all(o.location != Location.parse(call.location) for o in one.exchanged):  # an older batch
+        pass_, written = self._late
+        if call is None or all(o.location != Location.parse(call.location) for o in pass_.exchanged):  # an older batch
             self._late = None
-            numbers, tables, rows = _counted_since(one, self._samples)
+            numbers, tables, rows = _counted_since(pass_, self._samples)
             self._sink(replace(written, numbers=numbers, tables=tables, rows=rows))
 
     # Collectives
@@ -154,9 +154,9 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         value = next((given[name] for name in _GIVEN if given.get(name) is not None), None)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return
-        made = _described(value, self._round, call, during=bool(under_way))
-        made = replace(
-            made,
+        entry = _described(value, self._round, call, during=bool(under_way))
+        entry = replace(
+            entry,
             evaluation=under_way[-1] if under_way else self._ended,
             sums=call.operation in ("all_reduce", "reduce") and given.get("op", dist.ReduceOp.SUM) in _SUMS,
             shown=0 if under_way else _MOST_SHOWN - self._left[1],
@@ -165,28 +165,28 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         if under_way:
             exchanged = self._open[under_way[-1]].exchanged
             if len(exchanged) < _MOST_EXCHANGED:
-                exchanged.append(made)
+                exchanged.append(entry)
             return
         self._write_late(call)
-        if not isinstance(value, torch.Tensor) or made.rows:
+        if not isinstance(value, torch.Tensor) or entry.rows:
             self._comparisons.open(self._round, self._size)
         columns = program_numbers.columns_of(value, self._samples)
         if columns and not isinstance(value, torch.Tensor):
-            made = replace(made, rows=(), values=())
-        held = columns or ([] if len(made.rows) else _parts_of(value))
-        parts = [(_rows_given(one), _values_given(one)) for one in held]
-        for one in (made, *(replace(made, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
+            entry = replace(entry, rows=(), values=())
+        pieces = columns or ([] if len(entry.rows) else _parts_of(value))
+        parts = [(_rows_given(piece), _values_given(piece)) for piece in pieces]
+        for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:
                 self._left[0] -= 1
-                self._sink(one)
+                self._sink(item)
 
     # Shown values
 
     def _broadcasts(self, given: Mapping[str, Any]) -> None:
         """Record a broadcast of few numbers from this rank (a metric, possibly)."""
         value = given.get("tensor", given.get("object_list"))
-        small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
-        if given.get("src") == dist.get_rank() and small and self._listens():
+        is_small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
+        if given.get("src") == dist.get_rank() and is_small and self._listens():
             leaves = value.flatten().tolist() if isinstance(value, torch.Tensor) else tree_leaves(value)
             floats = (leaf for leaf in itertools.islice(leaves, _FEW) if type(leaf) is float)
             self._show("broadcast", [ShownNumber("", (number,)) for number in floats])
@@ -213,24 +213,24 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     def _under_way(self) -> list[tuple[int, int]]:
         """Return the open passes without a backward pass, possibly evaluations."""
-        return [key for key, one in self._open.items() if one.backwards == self._backwards]
+        return [key for key, pass_ in self._open.items() if pass_.backwards == self._backwards]
 
     def _show(self, how: str, numbers: list[ShownNumber]) -> None:
         if not numbers:
             return
         self._write_late()
         self._left[1] -= 1
-        if any(one.text for one in numbers):
-            held = set(program_numbers.numbers_of_program().values())
-            alike = {one.text: program_numbers.like(one.text, held) for one in numbers if one.text}
+        if any(shown.text for shown in numbers):
+            known = set(program_numbers.numbers_of_program().values())
+            alike = {shown.text: program_numbers.like(shown.text, known) for shown in numbers if shown.text}
             numbers = [replace(o, values=tuple({*o.values, *alike[o.text]})) if o.text else o for o in numbers]
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
 
 def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the program's numbers, tables and rows that changed during a pass."""
-    held = program_numbers.numbers_of_program()
-    numbers = {name: value for name, value in held.items() if one.numbers.get(name) != value}
+    current = program_numbers.numbers_of_program()
+    numbers = {name: value for name, value in current.items() if one.numbers.get(name) != value}
     tables = {}
     for name, counter in program_numbers.counters_of_program().items():
         if one.counters.get(name, False) or not counter.any():
@@ -240,7 +240,7 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
         if counter.dim() == 2 and len(counter) == counter.shape[1] and bool((counter == counter.floor().abs()).all()):
             tables[name] = tuple(counter.flatten().tolist())
     labels = program_numbers.rows_of_program(samples)
-    rows = {name: tuple(map(float, held.tolist())) for name, held in labels.items()} if samples <= _MOST_ROWS else {}
+    rows = {name: tuple(map(float, t.tolist())) for name, t in labels.items()} if samples <= _MOST_ROWS else {}
     for name, value in program_numbers.held_by_program() if 1 < samples <= _MOST_ROWS else ():
         if len(rows) < _MOST_HELD and _rows_in(value) == samples and len(floats := _values_given(value)) == samples:
             rows[name] = floats
@@ -275,20 +275,20 @@ def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultEx
         if value.layout != torch.strided or value.device.type == "meta" or value.is_complex():
             return plain
         numbers = tuple(map(float, value.detach().flatten().tolist())) if value.numel() <= _FEW else ()
-        whole = not value.is_floating_point() and value.dtype != torch.bool
+        is_integral = not value.is_floating_point() and value.dtype != torch.bool
         if value.is_floating_point() and 1 < value.numel() <= 1 << 16:
-            whole = bool((value.detach() == value.detach().round()).all())
-        total = float(value.detach().double().sum()) if whole and value.numel() > 1 else None
+            is_integral = bool((value.detach() == value.detach().round()).all())
+        total = float(value.detach().double().sum()) if is_integral and value.numel() > 1 else None
     else:
-        found = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
-        known = [one for one in found if one is not None]
-        numbers, total = tuple(known) if len(found) <= _FEW else (), None
+        values = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW + 1)]
+        known = [number for number in values if number is not None]
+        numbers, total = tuple(known) if len(values) <= _FEW else (), None
     return replace(plain, numbers=numbers, total=total, rows=_rows_given(value), values=_values_given(value))
 
 
 def _flat(value: Any) -> Any:
     """Flatten nested lists in a collective input."""
-    if isinstance(value, list) and value and all(isinstance(one, list) for one in value):
+    if isinstance(value, list) and value and all(isinstance(item, list) for item in value):
         return list(itertools.islice(itertools.chain.from_iterable(value), _MOST_LABELS + 1))
     return value
 
@@ -296,15 +296,15 @@ def _flat(value: Any) -> Any:
 def _values_given(value: Any) -> tuple[float, ...]:
     """Return the floating-point values of each row of a collective input."""
     value = _flat(value)
-    if isinstance(value, list) and value and all(type(one) is torch.Tensor and one.dim() for one in value):
-        parts = [_floats_of(one) for one in value]
+    if isinstance(value, list) and value and all(type(item) is torch.Tensor and item.dim() for item in value):
+        parts = [_floats_of(item) for item in value]
         return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
     return _floats_of(value)
 
 
 def _floats_of(value: Any) -> tuple[float, ...]:
     """Return the values of a floating-point tensor, array or list, row by row."""
-    if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(one) is float for one in value):
+    if isinstance(value, list) and len(value) <= _MOST_LABELS and all(type(item) is float for item in value):
         return tuple(value)
     array = program_numbers.array_of(value, "f")
     if array is None or not array.is_floating_point() or not array.dim() or not 1 <= len(array) <= _MOST_LABELS:
@@ -315,16 +315,16 @@ def _floats_of(value: Any) -> tuple[float, ...]:
 def _rows_given(value: Any) -> tuple[int, ...]:
     """Return a label per row: integers, or from class or binary scores."""
     value = _flat(value)
-    sizes = [_length(one) for one in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
+    sizes = [_length(x) for x in value] if isinstance(value, list) and value and hasattr(value[0], "shape") else []
     rows = program_numbers.labels_in(value, sum(sizes) or _length(value))
     if rows is None and isinstance(value, list) and value and len(value) <= _MOST_LABELS:
-        if all(type(one) is float for one in value):
+        if all(type(x) is float for x in value):
             value = torch.tensor(value)
     scores = program_numbers.array_of(value, "")
     if rows is None and scores is not None and scores.is_floating_point() and 1 < _length(scores) <= _MOST_LABELS:
         if scores.numel() == len(scores):
-            of_one = 0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0
-            rows = (scores.flatten() > of_one).long()
+            threshold = 0.5 if 0 <= float(scores.min()) <= float(scores.max()) <= 1 else 0
+            rows = (scores.flatten() > threshold).long()
     return () if rows is None else tuple(rows.tolist())
 
 
@@ -341,32 +341,32 @@ def _parts_of(value: Any) -> list[Any]:
 
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:
     """Return the attributes of a dataset; of a `Subset`, its samples' rows too."""
-    held = dict(getattr(dataset, "__dict__", None) or {})
-    held |= {f"tensors[{number}]": one for number, one in enumerate(getattr(dataset, "tensors", None) or ())}
+    attrs = dict(getattr(dataset, "__dict__", None) or {})
+    attrs |= {f"tensors[{number}]": tensor for number, tensor in enumerate(getattr(dataset, "tensors", None) or ())}
     if type(dataset) is Subset and size <= _MOST_LABELS:
         beneath = _held_by(dataset.dataset, _MOST_LABELS + 1)
-        for name, one in beneath.items():
-            if type(one) is torch.Tensor and one.dim() and len(one) > max(dataset.indices, default=0):
-                held[name] = one[list(dataset.indices)]
-    return held
+        for name, tensor in beneath.items():
+            if type(tensor) is torch.Tensor and tensor.dim() and len(tensor) > max(dataset.indices, default=0):
+                attrs[name] = tensor[list(dataset.indices)]
+    return attrs
 
 
 def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return the attributes with a label for each sample of a dataset."""
-    found = {}
+    labels = {}
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
         if is_labels and 1 < size <= _MOST_LABELS and (rows := program_numbers.labels_in(value, size)) is not None:
-            found[name] = tuple(rows.tolist())
-    return found
+            labels[name] = tuple(rows.tolist())
+    return labels
 
 
 def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return the attributes with floating-point values for each sample of a dataset."""
     if not 1 < size <= _MOST_LABELS:
         return {}
-    found = {name: _floats_of(one) for name, one in held.items() if hasattr(one, "shape") or type(one) is list}
-    return {name: floats for name, floats in found.items() if floats and _length(held[name]) == size}
+    values = {name: _floats_of(item) for name, item in held.items() if hasattr(item, "shape") or type(item) is list}
+    return {name: floats for name, floats in values.items() if floats and _length(held[name]) == size}
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:
@@ -375,4 +375,4 @@ def _shown_in(value: Any) -> list[ShownNumber]:
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
-    return [ShownNumber(text if len(text := repr(one)) <= _ROUNDED else "", (one,)) for one in shown]
+    return [ShownNumber(text if len(text := repr(number)) <= _ROUNDED else "", (number,)) for number in shown]

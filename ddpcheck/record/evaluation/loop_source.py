@@ -17,14 +17,14 @@ from ddpcheck.record.source.source_scope import body_of, own_nodes
 
 def numbers_of_conditions() -> list[float]:
     """Return the non-integer numbers in the conditions of the enclosing `if` statements."""
-    found: list[float] = []
+    numbers: list[float] = []
     for frame in itertools.islice(program_numbers.program_frames(), 3):
         variables = {**frame.f_globals, **variables_of(frame)}
         for test in _tests_around(frame.f_code.co_filename, frame.f_lineno):
             for node in ast.walk(test):
                 if isinstance(node, ast.Name | ast.Attribute) and (number := _value_of(node, variables)) is not None:
-                    found.append(number)
-    return [number for number in found if number != int(number)]
+                    numbers.append(number)
+    return [number for number in numbers if number != int(number)]
 
 
 def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
@@ -38,11 +38,11 @@ def _value_of(node: ast.expr, variables: Mapping[str, Any]) -> float | None:
 
 def lines_of_value() -> dict[str, Location]:
     """Return, by function on the stack, the line of the passed value's assignment."""
-    found: dict[str, Location] = {}
+    lines: dict[str, Location] = {}
     for frame in itertools.islice(program_numbers.program_frames(), 4):
         path, line = relative_path(frame.f_code.co_filename), _line_of_value(frame.f_code, frame.f_lineno)
-        found.setdefault(frame.f_code.co_name, Location(path, line))
-    return found
+        lines.setdefault(frame.f_code.co_name, Location(path, line))
+    return lines
 
 
 @functools.cache
@@ -58,13 +58,13 @@ def _line_of_value(code: CodeType, line: int) -> int:
 
 def lines_after() -> dict[str, Location]:
     """Return, by function on the stack, the line after the enclosing loop."""
-    found: dict[str, Location] = {}
+    lines: dict[str, Location] = {}
     for frame in program_numbers.program_frames():
         code = frame.f_code
         line = _line_after(code.co_filename, frame.f_lineno)
-        if line and code.co_name not in found:
-            found[code.co_name] = Location(relative_path(code.co_filename), line)
-    return found
+        if line and code.co_name not in lines:
+            lines[code.co_name] = Location(relative_path(code.co_filename), line)
+    return lines
 
 
 @functools.cache
@@ -72,10 +72,10 @@ def _line_after(file: str, line: int) -> int:
     """Return the line after the innermost `for` that begins at `line`, or 0."""
     for node in ast.walk(parsed_source(file)):
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            for one, following in itertools.pairwise(body if isinstance(body, list) else []):
-                if isinstance(one, ast.For) and one.lineno <= line <= (one.iter.end_lineno or one.lineno):
+            for stmt, following in itertools.pairwise(body if isinstance(body, list) else []):
+                if isinstance(stmt, ast.For) and stmt.lineno <= line <= (stmt.iter.end_lineno or stmt.lineno):
                     return int(following.lineno)
-                if isinstance(one, ast.With) and one.body and isinstance(last := one.body[-1], ast.For):
+                if isinstance(stmt, ast.With) and stmt.body and isinstance(last := stmt.body[-1], ast.For):
                     if last.lineno <= line <= (last.iter.end_lineno or last.lineno):
                         return int(following.lineno)
     return 0

@@ -55,7 +55,7 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
         if not count:
             count += [next(self._numbers), 0]
         if count[1] < _MOST_USES:
-            kind = next(one.__name__ for one in type(callback).__mro__ if one.__name__ in _CALLBACKS)
-            where = self._lines.get(metric)
-            self._sink(MetricUsed(count[0], count[1], float(metrics[metric]), where, user=kind, metric=metric))
+            kind = next(cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _CALLBACKS)
+            location = self._lines.get(metric)
+            self._sink(MetricUsed(count[0], count[1], float(metrics[metric]), location, user=kind, metric=metric))
         count[1] += 1

@@ -60,12 +60,12 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
         count = one.numel()
         if count != other.numel() or not _FEWEST <= count <= _MOST or count % max(1, self._size):
             return
-        if len(self._seen) >= _MOST_A_ROUND or (where := user_location()) in self._seen:
+        if len(self._seen) >= _MOST_A_ROUND or (location := user_location()) in self._seen:
             return
-        self._seen.add(where)
+        self._seen.add(location)
         if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
             numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
-            self._sink(RowsCompared(self._round, where, *numbers))
+            self._sink(RowsCompared(self._round, location, *numbers))
 
 
 _MOST_ELEMENTS = 8
@@ -91,23 +91,23 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
         self._lines: dict[tuple[str, int], _Line] = {}
 
     def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
-        one = self._line_of(call, given)
-        if one is None:
+        line = self._line_of(call, given)
+        if line is None:
             return
         numbers = _numbers(given["tensor"])
-        if not one.left or any(a < b for a, b in zip(numbers, one.left[-1], strict=True)):
-            one.given, one.left = [], []
-        one.given.append(numbers)
+        if not line.left or any(a < b for a, b in zip(numbers, line.left[-1], strict=True)):
+            line.given, line.left = [], []
+        line.given.append(numbers)
 
     def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
-        one = self._line_of(call, given)
-        if one is None or len(one.given) <= len(one.left):
+        line = self._line_of(call, given)
+        if line is None or len(line.given) <= len(line.left):
             return
-        one.calls += 1
-        one.left.append(_numbers(given["tensor"]))
-        if len(one.left) == _CALLS:
-            self._sink(SumsReduced(Location.parse(call.location), tuple(one.given), tuple(one.left)))
-            one.calls = _MOST_CALLS
+        line.calls += 1
+        line.left.append(_numbers(given["tensor"]))
+        if len(line.left) == _CALLS:
+            self._sink(SumsReduced(Location.parse(call.location), tuple(line.given), tuple(line.left)))
+            line.calls = _MOST_CALLS
 
     def _line_of(self, call: Call, given: Mapping[str, Any]) -> _Line | None:
         tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
@@ -120,8 +120,8 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
             return None
         if key not in self._lines and len(self._lines) >= _MOST_LINES:
             return None
-        one = self._lines.setdefault(key, _Line())
-        return one if one.calls < _MOST_CALLS else None
+        line = self._lines.setdefault(key, _Line())
+        return line if line.calls < _MOST_CALLS else None
 
 
 def _numbers(tensor: torch.Tensor) -> _Numbers:

@@ -56,7 +56,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
     def backward_ended(self) -> None:
         """Detect gradients added by a finished backward pass without a reduction."""
         marks, before = self._marked(), self._marks
-        if any(now is not None and now != then for now, then in zip(marks, before, strict=False)):
+        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
             if self._in_forward:
                 self._event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
@@ -93,14 +93,14 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         frames = [*frames_from(sys._getframe(1))]
         if any(frame.f_code.co_filename == DDP_FILE for frame in frames):
             return
-        own = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
-        found = next((frame for frame in own if not _is_method_of(frame, parts)), None)
-        if found is not None:
-            self._event = LoopEvent("forward inside", location=str(location_of(found)))
+        user_frames = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
+        caller = next((frame for frame in user_frames if not _is_method_of(frame, parts)), None)
+        if caller is not None:
+            self._event = LoopEvent("forward inside", location=str(location_of(caller)))
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
     """Return True if the frame runs a method of one of the modules."""
     code = frame.f_code
-    own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return isinstance(own, nn.Module) and own in parts
+    instance = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return isinstance(instance, nn.Module) and instance in parts

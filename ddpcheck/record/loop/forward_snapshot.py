@@ -43,9 +43,9 @@ class Snapshot(Struct):
     ) -> Snapshot:
         """Record a call of `module` before it runs; `thorough` costs about 40 microseconds."""
         autocast: tuple[tuple[str, torch.dtype], ...] = ()
-        for kind in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(kind):
-                autocast = (*autocast, (kind, torch.get_autocast_dtype(kind)))
+        for device_type in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device_type):
+                autocast = (*autocast, (device_type, torch.get_autocast_dtype(device_type)))
         return cls(arguments, named, vars(module).get("forward"), generators(thorough=thorough), autocast)
 
     def explain(
@@ -69,8 +69,8 @@ class Snapshot(Struct):
         def forward() -> Sequence[torch.Tensor]:
             set_generators(self.random)
             with contextlib.ExitStack() as stack:
-                for kind, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype))
+                for device_type, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device_type, dtype))
                 stack.callback(_set_forward, module, vars(module).get("forward"))
                 _set_forward(module, self.forward)
                 output = module(*self.arguments, **self.named)
@@ -80,7 +80,7 @@ class Snapshot(Struct):
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
-        now = generators(thorough=True)
+        random_state = generators(thorough=True)
         state = capture_attributes(module, buffers=True)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
@@ -91,9 +91,9 @@ class Snapshot(Struct):
             return dict.fromkeys(missing, PathEnd("unknown"))
         finally:
             state.restore(module)
-            for value, before in containers:
-                refill(value, before)
-            set_generators(now)
+            for value, content in containers:
+                refill(value, content)
+            set_generators(random_state)
         # A branch may depend on the state of a step (a counter): then the rerun has taken another branch.
         return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
 

@@ -46,15 +46,15 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
 
     def note(self, shard: torch.Tensor, where: Location) -> None:
         """Record an assignment to `.data` of a shard."""
-        name = next((name for name, known in self._recorder().parameters.items() if known is shard), None)
+        name = next((name for name, param in self._recorder().parameters.items() if param is shard), None)
         if name is not None and name not in (names := self._found.setdefault(where, [])):
             names.append(name)
 
     def forward_begins(self) -> None:
         """Pass the recorded assignments to `sink`."""
-        found, self._found = self._found, {}
-        if found:
-            self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), where) for where, names in found.items()])
+        entries, self._found = self._found, {}
+        if entries:
+            self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), line) for line, names in entries.items()])
 
 
 def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
@@ -76,5 +76,5 @@ def _followed(original: Any) -> Any:
 def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
     caller = sys._getframe(_CALLER)
     if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
-        for one in [*_open]:
-            one.note(shard, location_of(caller))
+        for recorder in [*_open]:
+            recorder.note(shard, location_of(caller))

@@ -68,8 +68,8 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         """Request a report of the events so far, which show a fault, after `step`."""
         if not self.to_report:
             events = (*self._last_step, *self.ledger.events)
-            off = any(event.kind == "forward" and not event.synchronises for event in events)
-            line = assignment_in_program(SYNC_SETTING, value=False) if off else None
+            is_off = any(event.kind == "forward" and not event.synchronises for event in events)
+            line = assignment_in_program(SYNC_SETTING, value=False) if is_off else None
             self.to_report = events if line is None else (*events, LoopEvent(SYNC_SETTING, str(line)))
             self._alarm(step)
 
@@ -86,5 +86,5 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
 
 
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
-    record = found() if (found := _records.get(wrapper)) else None
+    record = record_ref() if (record_ref := _records.get(wrapper)) else None
     return None if record is None else record.note

@@ -95,7 +95,7 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
     @property
     def follows(self) -> bool:
         """Return True if an optimizer with parameters of the wrapper has stepped."""
-        return any(known.holds for known in self._known.values())
+        return any(entry.holds for entry in self._known.values())
 
     def attach(self) -> None:
         """Follow every optimizer of this process during the lifetime of this object."""
@@ -114,15 +114,15 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
             self._note_unanswered()
         else:
             self._unanswered = 0
-        known = self._known.get(optimizer)
-        if known is None or known.groups != len(optimizer.param_groups):
-            known = self._known.setdefault(optimizer, _Followed())
-            known.groups = len(optimizer.param_groups)
-            known.holds = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, self._tracker.parameters.tensors))
-        if not known.holds:
+        entry = self._known.get(optimizer)
+        if entry is None or entry.groups != len(optimizer.param_groups):
+            entry = self._known.setdefault(optimizer, _Followed())
+            entry.groups = len(optimizer.param_groups)
+            entry.holds = not {*map(id, parameters_of(optimizer))}.isdisjoint(map(id, self._tracker.parameters.tensors))
+        if not entry.holds:
             return
         number, ledger = self._tracker.number, self._loop.ledger
-        reductions, known.reductions = number - known.reductions, number
+        reductions, entry.reductions = number - entry.reductions, number
         if (reductions and not ledger.unreduced) or not self._has_others():  # fast path of a healthy step
             self._alone = 0
             self._loop.add(STEP)
@@ -143,34 +143,34 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         """Record a step without a reduction (`alone`) or with gradients added since then."""
         ledger = self._loop.ledger
         prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(held)
-        used = [one for one in ledger.open if not one.reduced] if uses else []
+        used = [entry for entry in ledger.open if not entry.reduced] if uses else []
         if used:
             self._loop.note("step")
         else:
             self._loop.add(_SPARING if ledger.unreduced else STEP)
-        around = [one for one in used if one.backward.kind in AROUND]
-        own = [one for one in used if one.forward is not None]
-        unpaired = [one for one in used if one.after is not None]
-        if own or unpaired:
+        bypassing = [entry for entry in used if entry.backward.kind in AROUND]
+        from_forward = [entry for entry in used if entry.forward is not None]
+        unpaired = [entry for entry in used if entry.after is not None]
+        if from_forward or unpaired:
             self._tracker.unreduced.clear()
             self._loop.report(self._tracker.number)
         if unpaired:
             self._tell(unpaired[-1])
             return
-        there = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
+        grad_ids = {id(p) for p in self._tracker.parameters.tensors if p.grad is not None}
         times = 0
-        if around:
+        if bypassing:
             times = self._around = self._around + 1
-        elif not alone or not there:
+        elif not alone or not grad_ids:
             self._alone = 0
-        elif there & held:
+        elif grad_ids & held:
             times = self._alone = self._alone + 1
             if prepared:  # the loss does not depend on the returned tensors
                 times, self._tracker.hooks_parameters = 0, True
-        if times == 1 and not own:
+        if times == 1 and not from_forward:
             self._listen()
-        if times == _FEWEST and not there & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
-            self._tell(own[-1] if own else None)
+        if times == _FEWEST and not grad_ids & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
+            self._tell(from_forward[-1] if from_forward else None)
 
     def _step_without_gradients(self, *, alone: bool) -> None:
         """Record a step on shards without a reduction (`alone`), or with gradients added since.
@@ -178,11 +178,11 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         Gradients that are not reduced never reach `.grad` of the shards.
         """
         ledger = self._loop.ledger
-        waits = [one for one in ledger.open if not one.reduced]
+        pending = [entry for entry in ledger.open if not entry.reduced]
         self._loop.note("step")
-        self._alone = self._alone + 1 if waits else 0
-        if waits and self._alone == (_MANY if alone and self._tracker.number else _FEWEST):
-            self._tell(waits[-1])
+        self._alone = self._alone + 1 if pending else 0
+        if pending and self._alone == (_MANY if alone and self._tracker.number else _FEWEST):
+            self._tell(pending[-1])
 
     def _is_there(self, held: set[int]) -> bool:
         """Return True if gradients of these parameters were neither reduced nor zeroed."""

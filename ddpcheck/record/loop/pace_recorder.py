@@ -36,10 +36,10 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
         if pace != self._now and self._runs < MOST_RUNS:
             after_forward = self.lines if pace[0] != self._now[0] else ()
-            found = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
-            where = found[0] if len(found) == 1 else user_location()  # line that may skip the backward pass
+            lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
+            location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
             self._now, self._runs = pace, self._runs + 1
-            self._run.add(PaceRun(self._number, step, *pace, where))
+            self._run.add(PaceRun(self._number, step, *pace, location))
 
     def ended(self, step: int) -> None:
         """Record the pace after the last reduction, unless in another loop."""

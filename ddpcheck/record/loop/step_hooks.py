@@ -39,7 +39,7 @@ def follow_steps(follower: StepFollower) -> None:
 def unfollow_steps(follower: StepFollower) -> None:
     """Stop notifying `follower`; idempotent. The last follower must not leave during a step."""
     global _followers
-    _followers = tuple(one for one in _followers if one is not follower)
+    _followers = tuple(entry for entry in _followers if entry is not follower)
     if not _followers:
         remove_hooks(_handles)
 

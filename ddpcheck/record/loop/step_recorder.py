@@ -221,9 +221,9 @@ class StepRecorder(StepListener):
             self.tell_unpaired()
             return
         self.steps_alone |= used is not None and used.under is not None
-        around = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
+        bypassing = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
         switches = shard_switches.calls if self.is_sharded else ()
-        self.tell(*switches, *(around if used is None else used.events))
+        self.tell(*switches, *(bypassing if used is None else used.events))
 
     def tell_unpaired(self) -> None:
         """Report a used backward pass without a forward pass of its own."""
@@ -232,11 +232,11 @@ class StepRecorder(StepListener):
 
     def tell_replaced(self) -> None:
         """Report trained parameters that replace, or were added to, the parameters of DDP."""
-        changed = {name: how for name, how in self.history.changed().items() if how in ("replaced", "added")}
+        changed = {name: kind for name, kind in self.history.changed().items() if kind in ("replaced", "added")}
         if "added" in changed.values():
-            known, elsewhere = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
-            trained = {name for name, p in known.items() if p.grad is not None and id(p) not in elsewhere}
-            changed = {name: how for name, how in changed.items() if how == "replaced" or name in trained}
+            params, other_ids = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
+            trained = {name for name, p in params.items() if p.grad is not None and id(p) not in other_ids}
+            changed = {name: kind for name, kind in changed.items() if kind == "replaced" or name in trained}
         if changed and self._options.parameters and not self.joins:
             self._door.tell(replace(self._plain_report(self.step), changes=changed))
 
@@ -281,8 +281,8 @@ class StepRecorder(StepListener):
         """Record the micro-batch, and probe a forward pass of the step."""
         if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
-                synchronised = {*map(id, self.parameters.values())}
-                note_parts(tensors, lambda leaf: id(leaf) not in synchronised)
+                param_ids = {*map(id, self.parameters.values())}
+                note_parts(tensors, lambda leaf: id(leaf) not in param_ids)
             self.replica.forward_returned()
         if self._micro_batches is not None:
             self._micro_batches.forward_returned(step, output)
@@ -365,9 +365,9 @@ class StepRecorder(StepListener):
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
         """Return this rank's report up to this step; `parameters`: current ones, if known."""
-        mine = self._plain_report(ended.number)
+        report = self._plain_report(ended.number)
         if self._options.parameters:
-            mine = self.history.report(
+            report = self.history.report(
                 ended.number,
                 probe=ended.probe,
                 snapshot=None if self.is_sharded else ended.snapshot,  # a rerun would need all ranks
@@ -378,7 +378,7 @@ class StepRecorder(StepListener):
         measured = () if self._micro_batches is None else self._micro_batches.measured()
         seconds = (time.monotonic() - self._began) / (ended.number + 1)
         events, self.loop.to_report = self.loop.to_report, ()
-        return replace(mine, events=events, micro_batches=measured, seconds=seconds)
+        return replace(report, events=events, micro_batches=measured, seconds=seconds)
 
     def last_report(self) -> RankReport | None:
         """Return the remaining report at the end, or `None`."""
@@ -399,7 +399,7 @@ def _context_of(
     wrapper: nn.Module, synced: Sequence[str], built: Mapping[str, int], *, began_alike: bool
 ) -> WatchContext:
     module = inner_module(wrapper)
-    aliases = {of_one[0]: of_one for of_one in all_names(module).values() if len(of_one) > 1}
+    aliases = {names[0]: names for names in all_names(module).values() if len(names) > 1}
     facts = facts_of(wrapper, {id(p): name for name, p in module.named_parameters()})
     return WatchContext(
         Names(aliases),

@@ -114,7 +114,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._listeners = listeners
         # overridden methods of the listeners, by event
         self._at_call, self._at_forward, self._at_begin, self._at_return, self._at_backward, self._at_step_end = (
-            [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(StepListener, name)]
+            [getattr(obj, name) for obj in listeners if getattr(type(obj), name) is not getattr(StepListener, name)]
             for name in _OF_EACH_STEP
         )
         self._completes = completes
@@ -170,12 +170,12 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._expected_inside = False
         if not self._step.ready:
             self._step.roots.clear()
-        for tell in self._at_call:
-            tell(wrapper, arguments, named)
+        for callback in self._at_call:
+            callback(wrapper, arguments, named)
         if not torch.is_grad_enabled():
             return
-        for tell in self._at_forward:
-            tell()
+        for callback in self._at_forward:
+            callback()
         if self.parameters.is_sharded or self.parameters.are_averaged:
             self._begin()
             self._step.snapshot = Snapshot.take(self._module, arguments, named, thorough=self.number < 1)
@@ -197,8 +197,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _begin(self) -> None:
         if len(self._step.unused) in (0, len(self.parameters.all)):  # no backward pass of the step has run yet
             self._step.unused = self.parameters.all
-            for tell in self._at_begin:
-                tell(self.number)
+            for callback in self._at_begin:
+                callback(self.number)
 
     def after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         self.in_forward = False
@@ -228,8 +228,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
             if len(tensors) != 1 or tensors[0] is not output:  # else there are no nested tensors
                 self._hook_leaves(output)
             self._step.roots.append([*map(node_of, tensors)])
-        for tell in self._at_return:
-            tell(self.number, output, tensors, synced=synced)
+        for callback in self._at_return:
+            callback(self.number, output, tensors, synced=synced)
         if self._is_hidden:
             return
         for tensor in tensors:
@@ -241,10 +241,10 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _hook_leaves(self, output: Any) -> None:
         """Detect a backward pass that ends at output leaves (e.g. an empty batch)."""
         leaves = [leaf for leaf in trainable_leaves(output) if not isinstance(leaf, nn.Parameter)]
-        if leaves and (known := self._step.snapshot) is not None:
-            given = {id(value) for value in tree_leaves((known.arguments, known.named))}
+        if leaves and (snapshot := self._step.snapshot) is not None:
+            input_ids = {id(value) for value in tree_leaves((snapshot.arguments, snapshot.named))}
             for leaf in leaves:
-                if id(leaf) not in given:
+                if id(leaf) not in input_ids:
                     leaf.register_post_accumulate_grad_hook(UnpickledHook(self._on_leaf))
 
     def settle(self) -> None:
@@ -263,11 +263,11 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _on_no_sync_gradient(self, _gradient: torch.Tensor) -> None:
         if self._backward is not Backward.NONE or self._is_hidden or (in_compiled_backward() and self._hide()):
             return
-        added = self.parameters.reached()
-        if added:  # empty under torch.autograd.grad
+        reached = self.parameters.reached()
+        if reached:  # empty under torch.autograd.grad
             at_end_of_backward(UnpickledHook(self._after_no_sync_backward))
             self._backward = Backward.NO_SYNC
-            self.unreduced |= added
+            self.unreduced |= reached
             if self.parameters.is_sharded:
                 self._loop.add(FORWARDS[False])
             self._loop.add(BACKWARD)
@@ -294,8 +294,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if self.parameters.unused_first and (unexpected := self.parameters.unexpected(reached)):
             for listener in self._listeners:
                 listener.static_graph_broken(self.number, [self.parameters.names[index] for index in unexpected])
-        everything = reached is self.parameters.all
-        if not everything:
+        is_complete = reached is self.parameters.all
+        if not is_complete:
             reached = reached | self.parameters.reached_by_another_node(self.parameters.all - reached)
             if is_grad and not reached:
                 self._backward = Backward.GRAD
@@ -306,9 +306,9 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
                 self._loop.add(BACKWARD)
             else:
                 self._begin_unpaired(reached)
-            for tell in self._at_backward:
-                tell()
-        if everything:
+            for callback in self._at_backward:
+                callback()
+        if is_complete:
             return
         self._note_arrivals(reached)
         self._step.still_expected = NONE if self._backward is Backward.GRAD else self._may_still_come(reached)
@@ -337,8 +337,8 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         for index in self.parameters.all - reached:
             parameter = self.parameters.leaves[index]
             if parameter.requires_grad:
-                arrive = parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
-                self._pass_handles.append(arrive)
+                handle = parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.add(index))
+                self._pass_handles.append(handle)
 
     def _may_still_come(self, reached: Set[int]) -> set[int]:
         """Return parameters that only a later backward pass may reach, by an unused output.
@@ -346,21 +346,21 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         If such an output also depends on a parameter that is reduced now, a later pass comes too late. The kept graph
         shows if a later pass may come, since both passes share a part of the graph.
         """
-        found: set[int] = set()
+        later: set[int] = set()
         late: set[int] = set()
-        gone = reached | (self.parameters.all - self._step.unused)
-        here = running_node()
+        reduced = reached | (self.parameters.all - self._step.unused)
+        node = running_node()
         for roots in self._step.roots:
-            used = [yes or root is here for root, yes in zip(roots, will_be_reached(roots), strict=True)]
+            used = [is_used or root is node for root, is_used in zip(roots, will_be_reached(roots), strict=True)]
             if self._step.snapshot is not None and roots is self._step.roots[-1]:
-                self._step.snapshot.used = tuple(index for index, yes in enumerate(used) if yes)
-            for root, yes in zip(roots, used, strict=True):
-                if not yes:
+                self._step.snapshot.used = tuple(index for index, is_used in enumerate(used) if is_used)
+            for root, is_used in zip(roots, used, strict=True):
+                if not is_used:
                     behind = self.parameters.behind(root)
-                    (late if gone & behind else found).update(behind)
+                    (late if reduced & behind else later).update(behind)
         if keeps_graph():
             self._step.late = self._step.late | late
-        return found
+        return later
 
     def _at_end(self) -> None:
         backward, self._backward, step = self._backward, Backward.NONE, self._step
@@ -386,9 +386,9 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     def _complete(self, callbacks: int) -> None:
         """End the step after `callbacks` callbacks; add zero gradients that DDP waits for."""
         if self._step.unused and (missing := sorted(self.parameters.awaited(self._step.unused))):
-            if told := [self.parameters.names[index] for index in missing if index not in self._step.late]:
+            if names := [self.parameters.names[index] for index in missing if index not in self._step.late]:
                 for listener in self._listeners:
-                    listener.parameters_missing(self.number, told)
+                    listener.parameters_missing(self.number, names)
             if self._completes:
                 self.parameters.add_zero_gradients(missing)
             callbacks = 0
@@ -415,5 +415,5 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         self._last, self._waits = snapshot if self.late else None, bool(awaited) and not self._completes
         self.number, step.ready, step.unused, step.late, step.snapshot = number + 1, False, NONE, NONE, None
         self.unreduced.clear()
-        for tell in self._at_step_end:
-            tell(number, names, names_awaited, snapshot)
+        for callback in self._at_step_end:
+            callback(number, names, names_awaited, snapshot)

@@ -46,19 +46,19 @@ class SyncedParameters:
         self.is_sharded = not is_ddp(wrapper)
         module = inner_module(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
-        every = dict(module.named_parameters())
+        all_params = dict(module.named_parameters())
         if getattr(wrapper, "device_mesh", None) is not None:
-            every |= hidden_parameters(module)
-        found = {n: p for n, p in every.items() if p.requires_grad and n not in ignored}
+            all_params |= hidden_parameters(module)
+        synced = {n: p for n, p in all_params.items() if p.requires_grad and n not in ignored}
         if self.is_sharded:
-            found = {name: p for name, p in found.items() if is_shard(p)}
-        self.names = list(found)
-        self.tensors = list(found.values())
+            synced = {name: p for name, p in synced.items() if is_shard(p)}
+        self.names = list(synced)
+        self.tensors = list(synced.values())
         self.leaves: list[torch.Tensor] = [*self.tensors]
-        self.all: Set[int] = frozenset(range(len(found)))
+        self.all: Set[int] = frozenset(range(len(synced)))
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
         self._groups = parameter_groups(module) if self.is_sharded else []
-        self._unknown = dict(zip(self.names, range(len(found)), strict=True)) if self.is_sharded else {}
+        self._unknown = dict(zip(self.names, range(len(synced)), strict=True)) if self.is_sharded else {}
         self._sparse = {  # found as in DDP
             id(part.weight)
             for part in module.modules()
@@ -76,8 +76,8 @@ class SyncedParameters:
         """Register hooks that find the unsharded parameters; return the handles."""
         if not self.is_sharded or (wrapper := self.wrapper()) is None:
             return []
-        added = sharding_classes()
-        parts: list[tuple[str, Any]] = [(path, p) for path, p in wrapper.named_modules() if isinstance(p, added)]
+        classes = sharding_classes()
+        parts: list[tuple[str, Any]] = [(path, p) for path, p in wrapper.named_modules() if isinstance(p, classes)]
         return [
             part.register_forward_pre_hook(UnpickledHook(partial(self.look_for_leaves, f"{path}." if path else "")))
             for path, part in parts
@@ -98,16 +98,16 @@ class SyncedParameters:
     def reached(self) -> Set[int]:
         """Return indices that the starting backward pass will reach; `all` itself if complete."""
         reached = will_be_reached(self._nodes)
-        return self.all if all(reached) else {index for index, yes in enumerate(reached) if yes}
+        return self.all if all(reached) else {index for index, is_reached in enumerate(reached) if is_reached}
 
     def reached_by_another_node(self, indices: Iterable[int]) -> set[int]:
         """Return parameters reached by a node that DDP does not hook, after a cast."""
-        found = set()
+        reached = set()
         for index in () if self.is_sharded else indices:
             parameter = self.tensors[index]
             if parameter.requires_grad and (node := gradient_node(parameter)) is not self._nodes[index]:
-                found |= {index} if all(will_be_reached([node])) else set()
-        return found
+                reached |= {index} if all(will_be_reached([node])) else set()
+        return reached
 
     def behind(self, root: Any) -> set[int]:
         """Return the parameters in the graph behind a node."""

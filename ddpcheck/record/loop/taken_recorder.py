@@ -39,9 +39,9 @@ class TakenRecorder(Recorder, subjects=("loop",)):
 
     def close(self) -> None:
         """Record the parameters at the end of the script."""
-        for watch, one in list(self._known.items()):
-            if one.calls and one.location is not None:
-                self._note(watch, one, {}, one.location)
+        for watch, followed in list(self._known.items()):
+            if followed.calls and followed.location is not None:
+                self._note(watch, followed, {}, followed.location)
 
     def taken(self, inputs: Any, gradients: Any) -> None:
         """Record `gradients` that `torch.autograd.grad` returned for `inputs`."""
@@ -49,24 +49,24 @@ class TakenRecorder(Recorder, subjects=("loop",)):
             return
         pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]
         for watch in list(self._run.watches) if pairs else ():
-            one = self._known.get(watch)
-            if one is None:
-                one = self._known[watch] = _Followed({id(p): name for name, p in watch.parameters.items()})
-            theirs = [(one.names[id(p)], p, g) for p, g in pairs if id(p) in one.names]
-            if not theirs:
+            followed = self._known.get(watch)
+            if followed is None:
+                followed = self._known[watch] = _Followed({id(p): name for name, p in watch.parameters.items()})
+            entries = [(followed.names[id(p)], p, g) for p, g in pairs if id(p) in followed.names]
+            if not entries:
                 continue
-            if is_probed(one.calls):
-                found = {name: g for name, _, g in theirs[:_MOST_PARAMETERS] if type(g) is torch.Tensor}
-                one.location = user_location()
-                self._note(watch, one, found, one.location)
-            elif len(one.marks) < _MOST_MARKS and not watch.step:
-                one.marks.append(fingerprint(min((p for _, p, _ in theirs), key=torch.Tensor.numel)))
-            one.calls += 1
+            if is_probed(followed.calls):
+                grads = {name: g for name, _, g in entries[:_MOST_PARAMETERS] if type(g) is torch.Tensor}
+                followed.location = user_location()
+                self._note(watch, followed, grads, followed.location)
+            elif len(followed.marks) < _MOST_MARKS and not watch.step:
+                followed.marks.append(fingerprint(min((p for _, p, _ in entries), key=torch.Tensor.numel)))
+            followed.calls += 1
 
     def _note(
         self, watch: ScriptWatch, one: _Followed, gradients: dict[str, torch.Tensor], where: Location | None
     ) -> None:
-        some = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
+        params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
         self._run.add(
             GradientsTaken(
                 watch.number,
@@ -75,7 +75,7 @@ class TakenRecorder(Recorder, subjects=("loop",)):
                 reductions=watch.step,
                 put_off=watch.has_unreduced,
                 gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
-                parameters={name: fingerprint(p) for name, p in some.items()},
+                parameters={name: fingerprint(p) for name, p in params.items()},
                 marks=tuple(one.marks),
             )
         )

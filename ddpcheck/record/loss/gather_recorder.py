@@ -71,18 +71,18 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         tensor = given.get(_INPUTS.get(call.operation, ""))
         if not self._run.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
-        count, where = len(call.members), Location.parse(call.location)
+        count, location = len(call.members), Location.parse(call.location)
         node = node_of(tensor) if call.differentiable else None
-        known = tensor.is_floating_point() and (node is not None or not call.differentiable)
-        if known and len(self._parts) < _MOST_GATHERED:
-            own, shape = call.members.index(dist.get_rank()), (len(tensor) * count, *tensor.shape[1:])
-            of_all = count == dist.get_world_size()
-            self._parts.append(_Parts(count, own, shape, call.operation, where, node, of_all))
+        is_usable = tensor.is_floating_point() and (node is not None or not call.differentiable)
+        if is_usable and len(self._parts) < _MOST_GATHERED:
+            group_rank, shape = call.members.index(dist.get_rank()), (len(tensor) * count, *tensor.shape[1:])
+            is_global = count == dist.get_world_size()
+            self._parts.append(_Parts(count, group_rank, shape, call.operation, location, node, is_global))
         if call.differentiable or tensor.dim() < 2 or node_of(tensor) is None or not tensor.is_floating_point():
             return
         if tensor.numel() <= _MOST_ELEMENTS and (rows := _own_rows(tensor)) is not None:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
-            self._gathered.append(_Gathered(call.operation, where, shape, rows, node_of(tensor)))
+            self._gathered.append(_Gathered(call.operation, location, shape, rows, node_of(tensor)))
 
     @property
     def awaits_backward(self) -> bool:
@@ -98,20 +98,20 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
             exchanges.note_parts(roots, lambda leaf: id(leaf) not in wrapped)
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
-        ends = {one.node for one in gathered}
-        found = ((node, _put_back(node, parts, ends)) for node in _nodes(node_of(losses), ends))
-        joins = {node: joined for node, joined in found if joined is not None}
+        ends = {op.node for op in gathered}
+        candidates = ((node, _put_back(node, parts, ends)) for node in _nodes(node_of(losses), ends))
+        joins = {node: joined for node, joined in candidates if joined is not None}
         for node, joined in itertools.islice(joins.items(), 1):
-            own = ends if joined.node is None else {*ends, joined.node}
-            others = _nodes(node_of(losses), own | joins.keys())
-            self._follow(node, joined, besides=any(to in own for other in others for to, _ in other.next_functions))
-        for one in gathered:
-            alike = sum(other.shape == one.shape for other in gathered)  # views, for example, possibly concatenated
-            shapes = [(one.shape[0] * count, one.shape[1]) for count in range(1, alike + 1)]
+            origins = ends if joined.node is None else {*ends, joined.node}
+            others = _nodes(node_of(losses), origins | joins.keys())
+            self._follow(node, joined, besides=any(to in origins for other in others for to, _ in other.next_functions))
+        for op in gathered:
+            alike = sum(other.shape == op.shape for other in gathered)  # views, for example, possibly concatenated
+            shapes = [(op.shape[0] * count, op.shape[1]) for count in range(1, alike + 1)]
             constants = (constant for shape in shapes for constant in _constants(node_of(losses), shape, ends))
-            if any(_holds(constant, one.rows) for constant in constants):
+            if any(_holds(constant, op.rows) for constant in constants):
                 names = self._without_gradient(losses, ends)
-                self._run.add(GatheredConstant(self._step, one.operation, one.location, one.shape[0], names))
+                self._run.add(GatheredConstant(self._step, op.operation, op.location, op.shape[0], names))
                 return
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
@@ -124,20 +124,20 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
     def _follow(self, node: Any, parts: _Parts, *, besides: bool) -> None:
         """Record the gradients of all parts and the own part at a node."""
         function = getattr(type(node), "_forward_cls", None)
-        where = parts.location if function is None else defined_at(function.backward)
+        source_line = parts.location if function is None else defined_at(function.backward)
 
         def keep(given: Any) -> None:
-            came.extend(None if one is None else one.detach().clone() for one in given)
+            captured.extend(None if grad is None else grad.detach().clone() for grad in given)
 
         def note(handed: Any, _given: Any) -> None:
             remove_hooks(handles)
-            arrived, factor = _handed_on(node, handed, came, parts)
-            arrived = arrived if parts.of_all else ()
+            digest, factor = _handed_on(node, handed, captured, parts)
+            digest = digest if parts.of_all else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
-                self._run.add(OwnPartPutBack(self._step, parts.operation, where, arrived, factor, inside, besides))
+                self._run.add(OwnPartPutBack(self._step, parts.operation, source_line, digest, factor, inside, besides))
 
-        came: list[torch.Tensor | None] = []  # copies: a custom backward may reduce in place
+        captured: list[torch.Tensor | None] = []  # copies: a custom backward may reduce in place
         handles = [node.register_prehook(UnpickledHook(keep, self))]
         handles.append(node.register_hook(UnpickledHook(note, self)))
 
@@ -150,8 +150,8 @@ def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[to
     """
     rows = shape[0]
     for node in _nodes(root, ends):
-        made = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
-        for name in dir(node) if rows in made else ():
+        sizes = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
+        for name in dir(node) if rows in sizes else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
             if tensor is not None and not tensor.requires_grad and tensor.is_floating_point():
                 yield from _as_rows(tensor, shape)
@@ -161,24 +161,24 @@ def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Ten
     """Yield a tensor or its transpose if the last two dimensions match `shape`."""
     if tensor.dim() < 2 or tensor.numel() > _MOST_ELEMENTS * tensor.shape[0]:
         return
-    last = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
-    if tuple(last.shape) == shape:
-        yield last
-    if tuple(last.T.shape) == shape:
-        yield last.T
+    matrix = tensor[(0,) * (tensor.dim() - 2)] if all(tensor.shape) else tensor.new_empty(0, 0)
+    if tuple(matrix.shape) == shape:
+        yield matrix
+    if tuple(matrix.T.shape) == shape:
+        yield matrix.T
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return some distinguishable, normalized rows of a rank's features, or None."""
     if tensor.shape[-1] < _FEWEST_ELEMENTS:
         return None
-    every = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
-    alike = (every @ every.T > 1 - _APART).tolist()
+    rows = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
+    close = (rows @ rows.T > 1 - _APART).tolist()
     chosen: list[int] = []
-    for number in range(len(every)):
-        if len(chosen) < _MOST_ROWS and not any(alike[number][one] for one in chosen):
-            chosen.append(number)
-    return every[chosen] if len(chosen) >= _FEWEST_ROWS and bool(every.isfinite().all()) else None
+    for index in range(len(rows)):
+        if len(chosen) < _MOST_ROWS and not any(close[index][picked] for picked in chosen):
+            chosen.append(index)
+    return rows[chosen] if len(chosen) >= _FEWEST_ROWS and bool(rows.isfinite().all()) else None
 
 
 def _holds(constant: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -195,14 +195,14 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
     """Return the parts joined by a node with only the own part's gradient."""
-    following = [one for one, _ in node.next_functions]
+    following = [next_node for next_node, _ in node.next_functions]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # a custom autograd function of the program
-        inside = next((one for one in parts if one.node is not None and one.node in following), None)
+        inside = next((part for part in parts if part.node is not None and part.node in following), None)
         return inside if ends.isdisjoint(following) else parts[0]
-    parts = [one for one in parts if one.node is None]
+    parts = [part for part in parts if part.node is None]
     if node.name().startswith(_JOINS):
-        there = [number for number, one in enumerate(following) if one is not None]
-        return next((one for one in parts if len(following) == one.count and there == [one.own]), None)
+        present = [index for index, next_node in enumerate(following) if next_node is not None]
+        return next((part for part in parts if len(following) == part.count and present == [part.own]), None)
     into_constant = node.name().endswith("CopySlices") and following[0] is None
     return next((part for part in parts if into_constant and made_shapes(node)[:1] == (part.shape,)), None)
 
@@ -210,20 +210,20 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
 def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple[float, ...], float]:
     """Return a sketch of all parts' gradient, and the own part's scale factor."""
     pairs = zip(handed, node.next_functions, strict=True)
-    own = next((one.detach().flatten() for one, (to, _) in pairs if to is not None and one is not None), None)
-    there = [one.detach().flatten() for one in given if one is not None]
-    if own is None or not there:
+    own_grad = next((grad.detach().flatten() for grad, (to, _) in pairs if to is not None and grad is not None), None)
+    arrived = [grad.detach().flatten() for grad in given if grad is not None]
+    if own_grad is None or not arrived:
         return (), 0.0
     if len(given) == parts.count > 1:
-        every = [torch.zeros_like(own) if one is None else one.detach().flatten() for one in given]
+        part_grads = [torch.zeros_like(own_grad) if grad is None else grad.detach().flatten() for grad in given]
     else:
-        every = list(there[0].chunk(parts.count))
-    if any(one.shape != own.shape for one in every):
+        part_grads = list(arrived[0].chunk(parts.count))
+    if any(grad.shape != own_grad.shape for grad in part_grads):
         return (), 0.0
-    factor = float(own.norm() / every[parts.own].norm().clamp_min(1e-30))
-    factor = factor if torch.allclose(own, every[parts.own] * factor, rtol=_PARALLEL) else 0.0
-    lost = any(bool(one.any()) for number, one in enumerate(every) if number != parts.own)
-    return tuple(sketch(torch.cat(every)).tolist()) if lost else (), factor
+    factor = float(own_grad.norm() / part_grads[parts.own].norm().clamp_min(1e-30))
+    factor = factor if torch.allclose(own_grad, part_grads[parts.own] * factor, rtol=_PARALLEL) else 0.0
+    lost = any(bool(grad.any()) for index, grad in enumerate(part_grads) if index != parts.own)
+    return tuple(sketch(torch.cat(part_grads)).tolist()) if lost else (), factor
 
 
 def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:

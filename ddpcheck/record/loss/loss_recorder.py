@@ -89,10 +89,10 @@ class LossRecorder(Recorder, subjects=("loss",)):
         if isinstance(tensor, torch.Tensor) and not tensor.is_complex() and tensor.numel() <= _MOST_A_NUMBER:
             if self._used not in (None, self._run.steps):
                 self._reduced, self._used = [], None
-            where = Location.parse(call.location)
+            user_line = Location.parse(call.location)
             values = tensor.detach().flatten().tolist()
             members = () if len(call.members) == dist.get_world_size() else call.members
-            self._reduced += [NumberReduced(float(value), where, members) for value in values]
+            self._reduced += [NumberReduced(float(value), user_line, members) for value in values]
             del self._reduced[:-_MOST_NUMBERS]
 
     def _is_probed(self, step: int) -> bool:
@@ -119,7 +119,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         if before >= _MOST_A_STEP or not isinstance(losses, torch.Tensor) or losses.numel() > 1:
             return None
         hooked = bool(reduced) and self._optimizers.have_hooks()
-        where = user_location()
+        user_line = user_location()
         source = self._source()
         targets = () if self._exchanged == step else targets_of(losses)
         arrived: dict[int, ScaledTerm] = {}
@@ -133,9 +133,9 @@ class LossRecorder(Recorder, subjects=("loss",)):
             head = heads.setdefault((head_of(node) or node, node.name()), len(heads))
             note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note, self)))
-        weighed: list[float] = []
+        totals: list[float] = []
         for node in log_softmaxes([node_of(losses)]) if node_of(losses) is not None else ():
-            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, weighed), self)))
+            handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, totals), self)))
 
         def ended() -> None:
             for handle in handles:
@@ -146,12 +146,12 @@ class LossRecorder(Recorder, subjects=("loss",)):
             now = self._optimizers.reductions()
             wrappers = tuple(number for number in now if now[number] > reductions.get(number, 0))
             put_off = tuple(sorted(self._optimizers.put_off() - set(wrappers)))
-            known = tuple(weight / scale for weight in weighed) if scale else ()
+            weights = tuple(weight / scale for weight in totals) if scale else ()
             callers = [caller for watch in list(self._run.watches) if (caller := watch.called_in)]
             uncounted = next(filter(None, (uncounted_at(code) for code, _ in callers if code is not None)), None)
             line = source.made or next((line for _, line in callers), None)  # else the package's call
-            made = step, before, terms, where, line, source.scaled, wrappers, put_off
-            self._run.add(LossDifferentiated(*made, self._run.taken, reduced, hooked, targets, known, uncounted))
+            fields = step, before, terms, user_line, line, source.scaled, wrappers, put_off
+            self._run.add(LossDifferentiated(*fields, self._run.taken, reduced, hooked, targets, weights, uncounted))
 
         return guarded(ended, self)
 
@@ -193,10 +193,10 @@ def _backward(
 
 def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
     """Return a term without the factor of the gradient scaler."""
-    own = list(term.multipliers)
-    if scale in own:
-        own.remove(scale)
-    return replace(term, factor=term.factor / scale, multipliers=tuple(own))
+    factors = list(term.multipliers)
+    if scale in factors:
+        factors.remove(scale)
+    return replace(term, factor=term.factor / scale, multipliers=tuple(factors))
 
 
 def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
@@ -205,18 +205,18 @@ def _lines_of_terms(loss: torch.Tensor, count: int) -> dict[Any, Location]:
     Only local variables of the function that calls backward, with fewer terms than the loss, are considered.
     """
     frame = user_frame(sys._getframe(1))
-    found: dict[Any, Location] = {}
+    lines: dict[Any, Location] = {}
     if frame is None or count < 2:
-        return found
-    every = {
+        return lines
+    term_nodes = {
         name: {node for node, _, _ in _terms(value)}
         for name, value in list(variables_of(frame).items())[:_MOST_VARIABLES]
         if type(value) is torch.Tensor and node_of(value) is not None and value.numel() == 1 and value is not loss
     }
-    for name in sorted(every, key=lambda name: -len(every[name])):
-        if len(every[name]) < count and (line := last_assignment(location_of(frame), name)) is not None:
-            found.update(dict.fromkeys(every[name], line))
-    return found
+    for name in sorted(term_nodes, key=lambda name: -len(term_nodes[name])):
+        if len(term_nodes[name]) < count and (line := last_assignment(location_of(frame), name)) is not None:
+            lines.update(dict.fromkeys(term_nodes[name], line))
+    return lines
 
 
 def _note_of(
@@ -246,30 +246,30 @@ _Scales = tuple[tuple[str, float], ...]
 def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
     """Yield the sums and means in a loss; nothing if too many nodes."""
     pending: list[tuple[Any, int, _Scales]] = [(node_of(loss), loss.output_nr, ())]
-    found = []
+    terms = []
     for node, index, scales in pending:  # appended to in the loop
         if node is None or len(pending) > _MOST_NODES:
             return
         name = node.name()
         if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
-            found.append((node, "mean", scales))
+            terms.append((node, "mean", scales))
         elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
-            found.append((node, "sum", scales))
+            terms.append((node, "sum", scales))
         elif name == _SINK:
             pending.append((*node.next_functions[min(index, len(node.next_functions) - 1)], scales))
         elif name.startswith(_PASSED):
-            for edge, (following, number) in enumerate(node.next_functions):
-                if following is not None:
-                    pending.append((following, number, scales + _scale(node, name[:3], edge)))
-    yield from found
+            for edge, (next_node, output_nr) in enumerate(node.next_functions):
+                if next_node is not None:
+                    pending.append((next_node, output_nr, scales + _scale(node, name[:3], edge)))
+    yield from terms
 
 
 def _scale(node: Any, name: str, edge: int) -> _Scales:
     """Return the constant factor or divisor of an operation's input, if any."""
-    other = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
-    if other is None or other.numel() != 1 or other.is_complex() or other.requires_grad:
+    constant = kept_tensor(node, "self" if edge else "other") if name in ("Mul", "Div") else None
+    if constant is None or constant.numel() != 1 or constant.is_complex() or constant.requires_grad:
         return ()
-    return ((name, float(own_part(other))),)
+    return ((name, float(own_part(constant))),)
 
 
 def _count(node: Any) -> tuple[int, bool]:
@@ -277,27 +277,27 @@ def _count(node: Any) -> tuple[int, bool]:
 
     A cross entropy saves the number of its targets that are not ignored.
     """
-    following, index = node.next_functions[0]
-    shapes = made_shapes(following)
+    next_node, index = node.next_functions[0]
+    shapes = made_shapes(next_node)
     shape = shapes[index] if shapes else ()
     count = math.prod(shape) if shapes else 0
     total, target = kept_tensor(node, "total_weight"), kept_tensor(node, "target")
     if total is not None and target is not None and kept_tensor(node, "weight") is None:
         counted = round(float(own_part(total)))
-        return counted, counted < target.numel() or _is_chosen(following, shape)
-    if following is not None and following.name().startswith("Mul") and node.name().startswith(_SUMS):
-        mask = kept_tensor(following, "self" if following.next_functions[0][0] is None else "other")
+        return counted, counted < target.numel() or _is_chosen(next_node, shape)
+    if next_node is not None and next_node.name().startswith("Mul") and node.name().startswith(_SUMS):
+        mask = kept_tensor(next_node, "self" if next_node.next_functions[0][0] is None else "other")
         if mask is not None and not mask.requires_grad and mask.numel() and bool(((mask == 0) | (mask == 1)).all()):
             return round(float(own_part(mask).sum()) * count / mask.numel()), True
-    return count, _is_chosen(following, shape)
+    return count, _is_chosen(next_node, shape)
 
 
 def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
     """Return True if the rows were selected by value from another tensor."""
     for _ in range(_MOST_FOLLOWED):
-        if node is None or ((made := made_shapes(node)) and made[0][:1] != shape[:1]):
+        if node is None or ((shapes := made_shapes(node)) and shapes[0][:1] != shape[:1]):
             return False
         if node.name().startswith(_CHOICES):
             return True
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+        node = next((next_node for next_node, _ in node.next_functions if next_node is not None), None)
     return False

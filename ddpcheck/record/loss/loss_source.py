@@ -64,8 +64,8 @@ class _Trace:
 def loss_source(frame: FrameType | None) -> LossSource:
     """Return the lines of the loss whose backward is called in `frame`."""
     trace = _Trace()
-    for scope, at in scopes_from(frame):
-        if _follow_call(trace, scope, statement_at(scope.body, at)) is None:
+    for scope, caller in scopes_from(frame):
+        if _follow_call(trace, scope, statement_at(scope.body, caller)) is None:
             break
     scaled = (location_in(scope, line) for scope, factor, line in trace.factors if is_world_size(scope, factor, set()))
     return LossSource(trace.made, next(scaled, None))
@@ -144,21 +144,21 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
 
 def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
     """Follow a name to its last assignment, and through later in-place operations."""
-    for at, target, value in sorted(bindings(scope.body, name), key=lambda found: found[0], reverse=True):
-        if at >= before:
+    for place, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
+        if place >= before:
             continue
         if isinstance(target, ast.AugAssign):
             if isinstance(target.op, ast.Mult | ast.Div):
-                trace.factors.append((scope, target.value, at[0]))
+                trace.factors.append((scope, target.value, place[0]))
                 continue
-            if _follow(trace, scope, ast.Name(name, lineno=at[0], col_offset=at[1]), at, part):
+            if _follow(trace, scope, ast.Name(name, lineno=place[0], col_offset=place[1]), place, part):
                 return True
-            return _follow(trace, scope, target.value, at, None)
+            return _follow(trace, scope, target.value, place, None)
         if isinstance(target, int):
             part = target
         if _is_constant(scope, value):  # initial value of a sum of losses
             continue
-        if not _follow(trace, scope, value, at, part):
+        if not _follow(trace, scope, value, place, part):
             trace.made = location_in(scope, value.lineno)
         return True
     return False
@@ -167,8 +167,8 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
 def _is_constant(scope: Scope, node: ast.expr) -> bool:
     """Return True for a constant, or a library call on constants: `torch.zeros(1, device=device)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        of_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
-        return of_library and function_of(resolved(scope, node.func))[0] is None and all(map(_is_literal, node.args))
+        is_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
+        return is_library and function_of(resolved(scope, node.func))[0] is None and all(map(_is_literal, node.args))
     return _is_literal(node)
 
 
@@ -203,7 +203,7 @@ def _made_here(trace: _Trace, scope: Scope, node: ast.expr) -> bool:
 
 
 def _has_loss(scope: Scope, node: ast.expr) -> bool:
-    return any(isinstance(one, ast.Name) and _is_loss(scope.value(one.id)) for one in ast.walk(node))
+    return any(isinstance(child, ast.Name) and _is_loss(scope.value(child.id)) for child in ast.walk(node))
 
 
 def _is_number(scope: Scope, node: ast.expr) -> bool:
@@ -215,8 +215,8 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
         return value is not UNKNOWN and not isinstance(value, torch.Tensor)
     if isinstance(node, ast.Call):
         called = resolved(scope, node.func)
-        plain = isinstance(called, types.FunctionType) and not is_users(called.__code__)
-        return plain or any(called is one for one in (int, float, len))
+        is_library = isinstance(called, types.FunctionType) and not is_users(called.__code__)
+        return is_library or any(called is builtin for builtin in (int, float, len))
     if isinstance(node, ast.Attribute):
         return isinstance(resolved(scope, node), int | float)
     if isinstance(node, ast.BinOp):
@@ -227,19 +227,19 @@ def _is_number(scope: Scope, node: ast.expr) -> bool:
 def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, part: int | str | None) -> bool:
     """Follow a call into a script function; any other function is the origin."""
     called = resolved(scope, call.func)
-    plain = function_of(called)[0] is None
-    if plain and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
+    is_library = function_of(called)[0] is None
+    if is_library and isinstance(call.func, ast.Attribute) and not call.args and not call.keywords:
         if isinstance(call.func.value, ast.Name) and call.func.attr not in ("mean", "sum"):  # a cast or copy
             return _follow_name(trace, scope, call.func.value.id, before, part)
     inner = scope_of_function(called)
     if inner is None:
-        given = {word.arg: word.value for word in call.keywords}
-        if isinstance(part, str) and part in given:  # a container constructed here
-            return _follow(trace, scope, given[part], before, None)
+        arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+        if isinstance(part, str) and part in arguments:  # a container constructed here
+            return _follow(trace, scope, arguments[part], before, None)
         return _made_here(trace, scope, call)
     results = reversed(list(returns(inner.body)))
-    found = any(_follow(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
-    return found or _made_here(trace, scope, call)
+    followed = any(_follow(trace, inner, result, (result.lineno + 1, 0), part) for result in results)
+    return followed or _made_here(trace, scope, call)
 
 
 # The world size
@@ -247,7 +247,7 @@ def _follow_result(trace: _Trace, scope: Scope, call: ast.Call, before: Place, p
 
 def is_world_size(scope: Scope, node: ast.expr, seen: set[Any]) -> bool:
     """Return True if an expression comes from the world size; `seen`: checked names."""
-    return any(_says_world_size(scope, one, seen) for one in ast.walk(node))
+    return any(_says_world_size(scope, child, seen) for child in ast.walk(node))
 
 
 @functools.cache
@@ -263,13 +263,13 @@ def uncounted_at(code: CodeType) -> Location | None:
 def gradients_scaled_at(frame: FrameType | None) -> Location | None:
     """Return the line that scales `.grad` by the world size, or None."""
     for scope, _ in scopes_from(frame):
-        for inner, given in ((scope, {}), *called_in(scope)):
+        for inner, arguments in ((scope, {}), *called_in(scope)):
             for node in ast.walk(inner.body):
                 if isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and ".grad" in ast.unparse(node):
-                    factors = [factor for one in ast.walk(node) for factor in _factors(one)]
-                    passed = [given[name] for one in factors if (name := ast.unparse(one)) in given]
-                    asked = [*((inner, one) for one in factors), *((scope, one) for one in passed)]
-                    if any(is_world_size(where, one, set()) for where, one in asked):
+                    factors = [factor for child in ast.walk(node) for factor in _factors(child)]
+                    passed = [arguments[name] for factor in factors if (name := ast.unparse(factor)) in arguments]
+                    candidates = [*((inner, factor) for factor in factors), *((scope, factor) for factor in passed)]
+                    if any(is_world_size(factor_scope, factor, set()) for factor_scope, factor in candidates):
                         return location_in(inner, node.lineno)
     return None
 
@@ -279,15 +279,15 @@ def gradients_changed_at(frame: FrameType | None) -> Location | None:
 
     The functions in the call stack of the step, and their callees in between, are searched.
     """
-    for scope, at in scopes_from(frame):
+    for scope, active_frame in scopes_from(frame):
         calls = (node for node in own_nodes(scope.body) if isinstance(node, ast.Expr) and _backward_call(node))
-        begins = max((node.lineno for node in calls if node.lineno < at.f_lineno), default=0)
-        between = range(begins + 1, at.f_lineno)
-        own = [(scope, node) for node in own_nodes(scope.body) if getattr(node, "lineno", 0) in between]
-        inner = [(there, node) for there, _ in called_in(scope, between) for node in ast.walk(there.body)]
-        found = {location_in(where, node.lineno) for where, node in (*own, *inner) if _writes_gradients(node)}
-        if found or begins:
-            return found.pop() if len(found) == 1 else None
+        begins = max((node.lineno for node in calls if node.lineno < active_frame.f_lineno), default=0)
+        between = range(begins + 1, active_frame.f_lineno)
+        direct = [(scope, node) for node in own_nodes(scope.body) if getattr(node, "lineno", 0) in between]
+        indirect = [(callee, node) for callee, _ in called_in(scope, between) for node in ast.walk(callee.body)]
+        lines = {location_in(owner, node.lineno) for owner, node in (*direct, *indirect) if _writes_gradients(node)}
+        if lines or begins:
+            return lines.pop() if len(lines) == 1 else None
     return None
 
 
@@ -295,7 +295,7 @@ def _writes_gradients(node: ast.AST) -> TypeGuard[ast.stmt]:
     """Return True if a statement assigns `.grad`, or changes it in place."""
     if isinstance(node, ast.Assign | ast.AugAssign):
         written = itertools.chain.from_iterable(map(ast.walk, targets_of(node)))
-        return any(isinstance(one, ast.Attribute) and one.attr == "grad" for one in written)
+        return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in written)
     if not isinstance(node, ast.Expr) or not isinstance(call := node.value, ast.Call):
         return False
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -310,8 +310,8 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
             called = resolved(scope, node.func)
             if (inner := scope_of_function(called)) is not None and (code := function_of(called)[0]) is not None:
                 names = code.co_varnames[: code.co_argcount]
-                by_word = {word.arg: word.value for word in node.keywords if word.arg is not None}
-                yield inner, {**dict(zip(names, node.args, strict=False)), **by_word}
+                by_keyword = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+                yield inner, {**dict(zip(names, node.args, strict=False)), **by_keyword}
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
@@ -333,29 +333,29 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
         called = resolved(scope, node.func)
         if called is not UNKNOWN and getattr(called, "__name__", "") == f"get_{_WORLD_SIZE}":
             return True
-        return any(is_world_size(inner, one, seen) for inner, one in _results(called, None, seen))
+        return any(is_world_size(inner, expr, seen) for inner, expr in _results(called, None, seen))
     if not isinstance(node, ast.Name | ast.Attribute):
         return False
     if isinstance(node, ast.Attribute):
         library = type(resolved(scope, node.value)).__module__.partition(".")[0]
         if library in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"):
             return node.attr in ("num_processes", _WORLD_SIZE)
-    spelled, tree = ast.unparse(node), parsed_source(scope.file)
-    if (scope.body, spelled) in seen:
+    text, tree = ast.unparse(node), parsed_source(scope.file)
+    if (scope.body, text) in seen:
         return False
-    seen.add((scope.body, spelled))
-    if spelled in _given_as_world_size(tree):
+    seen.add((scope.body, text))
+    if text in _given_as_world_size(tree):
         return True
     for body in (scope.body, tree):
-        for _, target, value in bindings(body, spelled):
+        for _, target, value in bindings(body, text):
             if not isinstance(target, int):
-                of_it: list[tuple[Scope, ast.expr]] = [(scope, value)]
+                results: list[tuple[Scope, ast.expr]] = [(scope, value)]
             elif isinstance(value, ast.Tuple):
-                of_it = [(scope, value.elts[target])] if target < len(value.elts) else []
+                results = [(scope, value.elts[target])] if target < len(value.elts) else []
             else:
                 called = resolved(scope, value.func) if isinstance(value, ast.Call) else UNKNOWN
-                of_it = list(_results(called, target, seen))
-            if any(is_world_size(where, one, seen) for where, one in of_it):
+                results = list(_results(called, target, seen))
+            if any(is_world_size(owner, expr, seen) for owner, expr in results):
                 return True
     return False
 
@@ -366,16 +366,16 @@ def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Sc
     if inner is None or (inner.body, part) in seen:
         return
     seen.add((inner.body, part))
-    for one in returns(inner.body):
+    for expr in returns(inner.body):
         if part is None:
-            yield inner, one
-        elif isinstance(one, ast.Tuple) and part < len(one.elts):
-            yield inner, one.elts[part]
+            yield inner, expr
+        elif isinstance(expr, ast.Tuple) and part < len(expr.elts):
+            yield inner, expr.elts[part]
 
 
 @functools.cache
 def _given_as_world_size(tree: ast.Module) -> frozenset[str]:
     """Return the expressions passed as `world_size` or `num_replicas` in a file."""
-    words = (word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords)
-    given = (word.value for word in words if word.arg in (_WORLD_SIZE, "num_replicas"))
-    return frozenset(ast.unparse(one) for one in given if isinstance(one, ast.Name | ast.Attribute))
+    keywords = (keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords)
+    values = (keyword.value for keyword in keywords if keyword.arg in (_WORLD_SIZE, "num_replicas"))
+    return frozenset(ast.unparse(expr) for expr in values if isinstance(expr, ast.Name | ast.Attribute))

@@ -18,13 +18,13 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets of a loss that combines torch's losses arithmetically."""
-    found = []
+    targets = []
     nodes = filter(_has_target, nodes_behind([node_of(loss)], _MOST_NODES, _is_arithmetic))
     for target in (kept_tensor(node, "target") for node in nodes):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
-                found.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
-    return tuple(found[:_MOST_TARGETS])
+                targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
+    return tuple(targets[:_MOST_TARGETS])
 
 
 def _is_arithmetic(node: Any) -> bool:

@@ -100,8 +100,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
         return self._has_moved and self._has_gradients()
 
     def _has_gradients(self) -> bool:
-        left = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
-        return any(bool(gradient.detach().ne(0).any()) for gradient in left if gradient.layout == torch.strided)
+        grads = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
+        return any(bool(gradient.detach().ne(0).any()) for gradient in grads if gradient.layout == torch.strided)
 
     # Measuring
 
@@ -112,14 +112,14 @@ class MicroBatches(Recorder, subjects=("loss",)):
         for count, node in enumerate(nodes):
             if _has_own_head(node, nodes):
                 measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
-                self._handles.append(node.register_prehook(lambda given, measure=measure: measure(given[0])))
+                self._handles.append(node.register_prehook(lambda grads, measure=measure: measure(grads[0])))
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
-        made = [node_of(tensor) for tensor in scores]
+        score_nodes = [node_of(tensor) for tensor in scores]
         for count, logits in enumerate(scores):
-            if _has_own_head(node_of(logits), made):
+            if _has_own_head(node_of(logits), score_nodes):
                 node, index = _where_used(logits)
                 measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
-                self._handles.append(node.register_prehook(lambda given, m=measure, i=index: m(given[i])))
+                self._handles.append(node.register_prehook(lambda grads, m=measure, i=index: m(grads[i])))
 
     def _note(
         self, which: tuple[int, str, int, int], measure: Callable[[torch.Tensor], torch.Tensor]
@@ -131,8 +131,8 @@ class MicroBatches(Recorder, subjects=("loss",)):
                 return
             values = torch.tensor([1.0, 0.0, 1.0])  # unknown weight
             self._unread.discard(which[2])
-            left_alone = self._unread or (self._across_reductions and not self._has_gradients())
-            if not left_alone:  # several forwards in one loss are not micro-batches; ignore gradients of a skipped step
+            is_mixed = self._unread or (self._across_reductions and not self._has_gradients())
+            if not is_mixed:  # several forwards in one loss are not micro-batches; ignore gradients of a skipped step
                 with torch.no_grad(), contextlib.suppress(Exception):
                     values = measure(gradient)
             self._measured.append((index, *which, values))
@@ -181,13 +181,13 @@ def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
 def _summary(weights: torch.Tensor, counted: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """Return the target count, common weight (0 if weights differ), and row count."""
     rows = torch.tensor(float(counted.numel()), device=counted.device)
-    number = counted.sum().float()
+    count = counted.sum().float()
     weights = weights[sampled].float()
     if not weights.numel():
-        return torch.stack([number, torch.zeros_like(rows), rows])
-    middle = weights.median()
-    same = ((weights - middle).abs() <= _TOLERANCE * middle.abs()).all() & (middle > 0) & middle.isfinite()
-    return torch.stack([number, torch.where(same, middle, torch.zeros_like(middle)), rows])
+        return torch.stack([count, torch.zeros_like(rows), rows])
+    median = weights.median()
+    is_equal = ((weights - median).abs() <= _TOLERANCE * median.abs()).all() & (median > 0) & median.isfinite()
+    return torch.stack([count, torch.where(is_equal, median, torch.zeros_like(median)), rows])
 
 
 def _of_log_probabilities(gradient: torch.Tensor) -> torch.Tensor:
@@ -202,27 +202,27 @@ class _Logits:
 
     def __init__(self, logits: torch.Tensor) -> None:
         rows = _rows(logits.detach())
-        most = max(_LEAST_ROWS, _ELEMENTS // max(1, rows.shape[-1]))
+        limit = max(_LEAST_ROWS, _ELEMENTS // max(1, rows.shape[-1]))
         self._chosen = torch.arange(len(rows), device=rows.device)
-        if len(rows) > most:  # aperiodic sampling avoids the same position in every sequence
-            golden = torch.arange(most, dtype=torch.float64).mul(0.6180339887498949).frac()
+        if len(rows) > limit:  # aperiodic sampling avoids the same position in every sequence
+            golden = torch.arange(limit, dtype=torch.float64).mul(0.6180339887498949).frac()
             self._chosen = (golden * len(rows)).long().unique().to(rows.device)
         self._kept = rows[self._chosen]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         rows = _rows(gradient)
         counted = rows.amin(-1) < 0
-        some = rows[self._chosen].float()
+        grad = rows[self._chosen].float()
         probabilities = self._kept.float().softmax(-1)
-        target = some.argmin(-1, keepdim=True)
-        wrong = probabilities.scatter_add(-1, target, -torch.ones_like(some[:, :1]))
+        target = grad.argmin(-1, keepdim=True)
+        wrong = probabilities.scatter_add(-1, target, -torch.ones_like(grad[:, :1]))
         smooth = probabilities - 1 / probabilities.shape[-1]  # direction of label smoothing
         if probabilities.shape[-1] < 3:
             smooth = torch.zeros_like(smooth)  # the same direction as `wrong`
-        rest = wrong - _along(wrong, smooth) * smooth
-        weights = _along(some, rest)
-        rest_of_it = some - weights * wrong
-        off = (rest_of_it - _along(rest_of_it, smooth) * smooth).norm(dim=-1) > _TOLERANCE * some.norm(dim=-1)
+        direction = wrong - _along(wrong, smooth) * smooth
+        weights = _along(grad, direction)
+        residual = grad - weights * wrong
+        off = (residual - _along(residual, smooth) * smooth).norm(dim=-1) > _TOLERANCE * grad.norm(dim=-1)
         weights = torch.where(off, torch.full_like(weights[:, 0], torch.nan), weights[:, 0])
         return _summary(weights, counted, counted[self._chosen])
 

@@ -55,25 +55,25 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
         last: GatheredTargets | None = None
         for targets, columns in _cross_entropies(node_of(loss)):
             for tensor, call, line in gathered:
-                own = _place_of(tensor, columns)
-                if own is None or columns.shape[1] < 2 * len(tensor):
+                column = _place_of(tensor, columns)
+                if column is None or columns.shape[1] < 2 * len(tensor):
                     continue
                 different = tuple(targets.unique().tolist())
                 if len(different) <= 2 * len(tensor):  # two views at most; more targets mean a loss of all rows
-                    where, classes = Location.parse(call.location), columns.shape[1]
+                    location, classes = Location.parse(call.location), columns.shape[1]
                     step, rows = self._run.steps, len(tensor)
-                    found = GatheredTargets(step, where, call.members, own, rows, classes, different, line)
-                    if found != last:
-                        self._run.add(found)
-                    last = found
+                    entry = GatheredTargets(step, location, call.members, column, rows, classes, different, line)
+                    if entry != last:
+                        self._run.add(entry)
+                    last = entry
 
 
 def _line_of_cross_entropy() -> Location | None:
     """Return the next cross entropy in the source of functions on the stack."""
     for frame in program_numbers.program_frames():
-        body, held = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
+        body, names = body_of(frame.f_code), {**frame.f_globals, **variables_of(frame)}
         calls = (node for node in own_nodes(body) if isinstance(node, ast.Call)) if body is not None else ()
-        lines = [call.lineno for call in calls if call.lineno > frame.f_lineno and _is_cross_entropy(call.func, held)]
+        lines = [call.lineno for call in calls if call.lineno > frame.f_lineno and _is_cross_entropy(call.func, names)]
         if lines:
             return Location(relative_path(frame.f_code.co_filename), min(lines))
     return None
@@ -83,8 +83,8 @@ def _is_cross_entropy(called: ast.expr, held: Mapping[str, Any]) -> bool:
     name, *attributes = ast.unparse(called).split(".")
     value = held.get(name)
     for attribute in attributes:
-        own = getattr(value, "__dict__", None) or {}
-        value = own.get(attribute, own.get("_modules", {}).get(attribute))
+        members = getattr(value, "__dict__", None) or {}
+        value = members.get(attribute, members.get("_modules", {}).get(attribute))
     return [name, *attributes][-1] == "cross_entropy" or isinstance(value, torch.nn.CrossEntropyLoss)
 
 
@@ -94,7 +94,7 @@ def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if not node.name().startswith("NllLoss"):
             continue
         targets = kept_tensor(node, "target")
-        soft = [after for after, _ in node.next_functions if after is not None]
+        soft = [next_node for next_node, _ in node.next_functions if next_node is not None]
         is_soft = len(soft) == 1 and soft[0].name().startswith("LogSoftmax")
         classes = kept_tensor(soft[0], "result") if is_soft else None
         if targets is None or targets.dim() != 1 or classes is None:
@@ -112,11 +112,11 @@ def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:
         return None
-    alike = torch.nn.functional.normalize(rows.float(), dim=1)
-    alike = alike @ torch.nn.functional.normalize(columns.float(), dim=0)
-    best = alike.argmax(1)
+    cosines = torch.nn.functional.normalize(rows.float(), dim=1)
+    cosines = cosines @ torch.nn.functional.normalize(columns.float(), dim=0)
+    best = cosines.argmax(1)
     first = int(best[0])
     in_order = best == torch.arange(first, first + count, device=best.device)
-    same = alike.gather(1, best[:, None]) > _ALIKE
-    others = (alike > 1 - 1e-6).sum()  # copies of the same rows elsewhere
-    return first if bool(in_order.all()) and bool(same.all()) and int(others) <= count else None
+    is_close = cosines.gather(1, best[:, None]) > _ALIKE
+    copies = (cosines > 1 - 1e-6).sum()  # copies of the same rows elsewhere
+    return first if bool(in_order.all()) and bool(is_close.all()) and int(copies) <= count else None

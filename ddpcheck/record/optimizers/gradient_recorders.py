@@ -67,9 +67,9 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
         self._clipped("clip_grad_norm_", result if norm is None else norm, limit)
 
     def _clips_value(self, *arguments: Any, **named: Any) -> Iterator[None]:
-        given = arguments[0] if arguments else named.get("parameters")
-        is_list = isinstance(given, torch.Tensor | list | tuple)
-        norm = _norm(given) if is_list and self._run.is_written(self._clips) else None
+        parameters = arguments[0] if arguments else named.get("parameters")
+        is_list = isinstance(parameters, torch.Tensor | list | tuple)
+        norm = _norm(parameters) if is_list and self._run.is_written(self._clips) else None
         self._before()
         yield
         self._clipped("clip_grad_value_", norm)
@@ -86,20 +86,20 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 
     def backward_begins(self) -> None:
         """Compare gradient norms with the last backward pass when a new pass begins."""
-        known = self._norms
-        here = user_location() if known else None
-        for watch in list(self._run.watches) if known else ():
-            before = known.get(watch.number)
-            if before is None:
+        last_norms = self._norms
+        location = user_location() if last_norms else None
+        for watch in list(self._run.watches) if last_norms else ():
+            last_norm = last_norms.get(watch.number)
+            if last_norm is None:
                 continue
-            now = _norm(watch.parameters.values()) or 0.0
-            if 0.0 < now < math.inf and abs(now - before) > _SAME * before:
-                name, where = self._last
+            norm = _norm(watch.parameters.values()) or 0.0
+            if 0.0 < norm < math.inf and abs(norm - last_norm) > _SAME * last_norm:
+                name, clip_line = self._last
                 put_off = watch.has_unreduced
-                if put_off or here == self._line:  # otherwise the next loss may involve other parameters
-                    change = now / before
-                    where = where or here
-                    self._run.add(GradientsChanged(watch.number, self._run.steps, name, change, where, put_off))
+                if put_off or location == self._line:  # otherwise the next loss may involve other parameters
+                    change = norm / last_norm
+                    clip_line = clip_line or location
+                    self._run.add(GradientsChanged(watch.number, self._run.steps, name, change, clip_line, put_off))
         self.forget()
 
     def backward_ended(self) -> None:
@@ -118,17 +118,17 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
 def kinds_clipped(error: BaseException) -> list[list[str]]:
     """Return parameter names from the `clip_grad_norm_` that raised: shards, then others."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    found = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
-    given = None if found is None else variables_of(found).get("parameters")
-    trained = [p for p in given if p.grad is not None] if isinstance(given, list | tuple) else []
+    clip = next((frame for frame in frames if frame.f_code.co_name == "clip_grad_norm_"), None)
+    parameters = None if clip is None else variables_of(clip).get("parameters")
+    trained = [p for p in parameters if p.grad is not None] if isinstance(parameters, list | tuple) else []
     names = names_of_parameters({id(p) for p in trained}) if trained else {}
     return [[names.get(id(p), "?").partition(".")[2] for p in trained if is_shard(p) is kind] for kind in (True, False)]
 
 
 def patch_clip_grad_norm(before: Callable[..., Any]) -> None:
     """Call `before` with the arguments of each gradient norm clip (see `norm_given`)."""
-    known = hasattr(clip_grad, _WITH_NORM)
-    patched(clip_grad if known else nn.utils, _WITH_NORM if known else "clip_grad_norm_", before)
+    has_norm = hasattr(clip_grad, _WITH_NORM)
+    patched(clip_grad if has_norm else nn.utils, _WITH_NORM if has_norm else "clip_grad_norm_", before)
 
 
 def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -143,8 +143,8 @@ def norm_given(arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
 def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
     """Return the total gradient norm of parameters; `rows`: gradients already in rows."""
     if rows is None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        rows = in_rows({str(number): p.grad for number, p in enumerate(given) if p.grad is not None})
+        params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        rows = in_rows({str(number): p.grad for number, p in enumerate(params) if p.grad is not None})
     if not rows.names or any(type(gradient) is not torch.Tensor for gradient in rows.others.values()):
         return None
     return math.hypot(*norms(rows).values())
@@ -202,70 +202,70 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
 
     def begins_to_step(self, optimizer: Any, number: int) -> bool:
         """Record an optimizer before its step; return True if no longer followed."""
-        one = self._known.get(optimizer)
-        if one is None:
-            held = [p for p in parameters_of(optimizer) if p.grad is not None]
-            if held:
-                plain = type(held[0].grad) is torch.Tensor
-                self._known[optimizer] = _Followed(number, tensor_ref(held[0]), plain)
+        tracked = self._known.get(optimizer)
+        if tracked is None:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            if params:
+                is_plain = type(params[0].grad) is torch.Tensor
+                self._known[optimizer] = _Followed(number, tensor_ref(params[0]), is_plain)
                 self.follows = True
             return False
-        self._tell_left(optimizer, one)
-        self._tell_zeroed(one)
-        return one.steps >= _MOST_LOOKED_AT
+        self._tell_left(optimizer, tracked)
+        self._tell_zeroed(tracked)
+        return tracked.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
         """Record the gradients left after a step; `steps` of all optimizers."""
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
-        for other, one in living:
-            one.steps += other is optimizer
-            if one.plain and (other is optimizer or not one.left):
-                one.left, one.own = _mark(one.sample()), other is optimizer
+        for other, tracked in living:
+            tracked.steps += other is optimizer
+            if tracked.plain and (other is optimizer or not tracked.left):
+                tracked.left, tracked.own = _mark(tracked.sample()), other is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Compare gradients with those left by the last step when backward begins."""
         leaves: Iterable[Any] | None = None
-        for optimizer, one in self._living():
-            one.now = _gradient_of(one)
-            if (one.left or one.mixed) and not (value := _mark(one.sample())):
-                one.left, one.mixed = 0, None  # zeroed
-                if one.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
-                    one.sample, one.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
-            elif one.left and value != one.left:
-                one.left = 0
-            elif one.left and one.times_left == _FEWEST_LEFT - 1:
-                one.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
-            if _repeats(one.zeroed_before) and not one.for_inputs and isinstance(loss, torch.Tensor):
+        for optimizer, tracked in self._living():
+            tracked.now = _gradient_of(tracked)
+            if (tracked.left or tracked.mixed) and not (value := _mark(tracked.sample())):
+                tracked.left, tracked.mixed = 0, None  # zeroed
+                if tracked.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
+                    tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
+            elif tracked.left and value != tracked.left:
+                tracked.left = 0
+            elif tracked.left and tracked.times_left == _FEWEST_LEFT - 1:
+                tracked.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
+            if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = walk_graph([loss]).leaves if leaves is None else leaves
-                one.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
+                tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
     def backward_ended(self) -> None:
-        here: Location | None = None
-        for _, one in self._living():
-            if not one.plain or getattr(one.sample(), "grad", None) is None or _is_as_it_was(one):
+        location: Location | None = None
+        for _, tracked in self._living():
+            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_as_it_was(tracked):
                 continue
-            here = here or user_location()
-            if one.left:
-                one.mixed, one.left = (one.line, here), 0
-            one.line = here
+            location = location or user_location()
+            if tracked.left:
+                tracked.mixed, tracked.left = (tracked.line, location), 0
+            tracked.line = location
         self.note_changed()
 
     def note_changed(self) -> None:
         """Record the current gradients as final, after backward or clipping."""
-        for _, one in self._living():
-            one.now = _gradient_of(one)
+        for _, tracked in self._living():
+            tracked.now = _gradient_of(tracked)
 
     def zeroes(self, optimizer: Any) -> None:
         """Record that the program zeroes nonzero gradients of an optimizer."""
-        one = self._known.get(optimizer)
-        if one is None or one.steps >= _MOST_LOOKED_AT:
+        tracked = self._known.get(optimizer)
+        if tracked is None or tracked.steps >= _MOST_LOOKED_AT:
             return
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if gradients and bool(sum(float(dense(g).detach().abs().sum()) for g in gradients[:_SOME_PARAMETERS])):
-            where = user_location()
-            one.zeroed[where] = one.zeroed.get(where, 0) + 1
+            location = user_location()
+            tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
     def _tell_left(self, optimizer: Any, one: _Followed) -> None:
         mixed, one.mixed = one.mixed, None
@@ -273,9 +273,9 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         one.times_left = one.times_left + 1 if again else 0
         if mixed is not None and one.times_left == _FEWEST_LEFT and not one.told:
             one.told = True
-            held = [p for ref in one.held if (p := ref()) is not None]
-            every = len([p for p in parameters_of(optimizer) if p.grad is not None])
-            names = self._names(held) if len(held) < every else ()
+            params = [p for ref in one.held if (p := ref()) is not None]
+            count = len([p for p in parameters_of(optimizer) if p.grad is not None])
+            names = self._names(params) if len(params) < count else ()
             self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location(), names))
 
     def _tell_zeroed(self, one: _Followed) -> None:
@@ -287,15 +287,15 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         again = repeats and _is_as_it_was(one) and not one.for_inputs
         one.times_zeroed = one.times_zeroed + 1 if again else 0
         if one.times_zeroed == _FEWEST_ZEROED:
-            where = max(one.zeroed, key=lambda line: one.zeroed[line])
-            self._sink(GradientsZeroed(one.number, one.zeroed[where], where))
+            location = max(one.zeroed, key=lambda line: one.zeroed[line])
+            self._sink(GradientsZeroed(one.number, one.zeroed[location], location))
         one.zeroed, one.zeroed_before = {}, one.zeroed
         one.for_inputs = False
 
     def _living(self) -> list[tuple[Any, _Followed]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [(other, one) for other, one in list(self._known.items()) if one.steps < _MOST_LOOKED_AT]
+        return [(other, tracked) for other, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:
@@ -308,8 +308,8 @@ def _gradient_of(one: _Followed) -> _State:
 
 
 def _is_as_it_was(one: _Followed) -> bool:
-    gradient, (before, version) = getattr(one.sample(), "grad", None), one.now
-    return gradient is not None and before() is gradient and version_of(gradient) == version
+    gradient, (gradient_ref, version) = getattr(one.sample(), "grad", None), one.now
+    return gradient is not None and gradient_ref() is gradient and version_of(gradient) == version
 
 
 def _mark(parameter: Any) -> int:
@@ -365,9 +365,9 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
 
     def of(self, *gradients: list[torch.Tensor]) -> tuple[int, ...]:
         """Return the input fingerprints if their total size matches a list of gradients."""
-        sizes = [[gradient.numel() for gradient in some] for some in gradients]
-        elements = {sum(size for size in some if size > least) for some in sizes for least in (0, _FEW)}
-        return tuple(one for _, one in self._given) if sum(size for size, _ in self._given) in elements else ()
+        sizes = [[gradient.numel() for gradient in group] for group in gradients]
+        elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
+        return tuple(digest for _, digest in self._given) if sum(size for size, _ in self._given) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Return True if a rank-specific parameter's gradient was reduced repeatedly."""

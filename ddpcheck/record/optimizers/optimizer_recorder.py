@@ -122,8 +122,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def note_sum(self, tensor: Any, location: Location | None, callers: tuple[str, ...] = ()) -> None:
         """Record that an all_reduce over all ranks left a sum in `tensor`."""
         for known in self._all[:_MOST_LOOKED_AT]:
-            after = known.used[0] == self._backwards and not known.inside and known.late is None
-            if after and getattr(known.sample(), "grad", None) is tensor is not None:
+            is_after = known.used[0] == self._backwards and not known.inside and known.late is None
+            if is_after and getattr(known.sample(), "grad", None) is tensor is not None:
                 known.late = Location.parse(below_common(callers, known.used[1])) or location
         if type(tensor) is torch.Tensor and self._run.is_written(self._run.steps) and len(self._sums) < _MOST_SUMS:
             self._sums[id(tensor)] = tensor_ref(tensor), version_of(tensor), location
@@ -143,7 +143,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return -1 if known is None else known.number
 
     def _held(self) -> list[torch.Tensor]:
-        return [p for one in list(self._known) for p in parameters_of(one)]
+        return [p for optimizer in list(self._known) for p in parameters_of(optimizer)]
 
     # Steps
 
@@ -198,44 +198,44 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
                 self._zeroings.has_stepped(optimizer, self._run.steps)
 
     def _described(self, optimizer: Any, known: _Optimizer, watches: list[ScriptWatch]) -> OptimizerStep:
-        held = parameters_of(optimizer)
-        shards = {id(p): p for p in held if type(p) not in PLAIN and is_shard(p)}
+        params = parameters_of(optimizer)
+        shards = {id(p): p for p in params if type(p) not in PLAIN and is_shard(p)}
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
-        inside = {wrapped[id(p)]: p for p in held if id(p) in wrapped}
-        whole = {name: p for name, p in inside.items() if id(p) not in shards} if shards else inside
-        alone = {known.alone[id(p)]: p for p in held if id(p) in known.alone and not is_part(p)}
+        synced = {wrapped[id(p)]: p for p in params if id(p) in wrapped}
+        unsharded = {name: p for name, p in synced.items() if id(p) not in shards} if shards else synced
+        unwrapped = {known.alone[id(p)]: p for p in params if id(p) in known.alone and not is_part(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
         settled = not known.apart and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
-        gradients = ([p.grad for p in some if p.grad is not None] for some in (alone.values(), self._held()))
+        gradients = ([p.grad for p in group if p.grad is not None] for group in (unwrapped.values(), self._held()))
         scaler = self._lines.scaler
-        every = {**whole, **alone}
+        named = {**unsharded, **unwrapped}
         summed: dict[str, Location | None] = {}
         if self._sums:
             # gradients written in place before the sum may have been divided
-            written = [name for name, p in alone.items() if p.grad is not None and version_of(p.grad)]
-            summed = {n: line for n, p in every.items() if n not in written and (line := self._sum_in(p.grad))}
+            written = [name for name, p in unwrapped.items() if p.grad is not None and version_of(p.grad)]
+            summed = {n: line for n, p in named.items() if n not in written and (line := self._sum_in(p.grad))}
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
             known.changed_at = gradients_changed_at(user_frame(sys._getframe(1)))
             known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if shards else None
         known.used = self._backwards, lines
-        others = [one for one in self._lines.optimizers() if one not in self._known]
+        others = [other for other in self._lines.optimizers() if other not in self._known]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
-        idle = {names[id(p)] for names in numbered for one in others for p in parameters_of(one) if id(p) in names}
-        names = {id(p): name for name, p in every.items()} if optimizer.state else {}
+        idle = {names[id(p)] for names in numbered for other in others for p in parameters_of(other) if id(p) in names}
+        names = {id(p): name for name, p in named.items()} if optimizer.state else {}
         return OptimizerStep(
             known.number,
             known.steps,
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
             user_location(),
-            held=tuple(inside),
+            held=tuple(synced),
             reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > sum(known.reduced.values()) and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
-            norms=norms({name: gradient for name, p in whole.items() if (gradient := p.grad) is not None}),
+            norms=norms({name: gradient for name, p in unsharded.items() if (gradient := p.grad) is not None}),
             states=norms(
                 {
                     f"{names[id(p)]}: {key}": value
@@ -245,8 +245,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
                     if isinstance(value, torch.Tensor) and value.shape == p.shape
                 }
             ),
-            alone=fingerprints(alone.items()),
-            gradients=sketches({name: dense(p.grad) for name, p in alone.items() if p.grad is not None}),
+            alone=fingerprints(unwrapped.items()),
+            gradients=sketches({name: dense(p.grad) for name, p in unwrapped.items() if p.grad is not None}),
             marks=tuple(known.marks),
             unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
             collectives=self._run.log.collectives,
@@ -256,8 +256,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             schedule=known.schedule,
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), self._sum_at),
-            local={name: self._local[id(p)] for name, p in alone.items() if id(p) in self._local},
-            unclipped={name: self._unclipped[id(p)] for name, p in alone.items() if id(p) in self._unclipped},
+            local={name: self._local[id(p)] for name, p in unwrapped.items() if id(p) in self._local},
+            unclipped={name: self._unclipped[id(p)] for name, p in unwrapped.items() if id(p) in self._unclipped},
             left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
             late_sum_at=known.late,
             restored_at=self._lines.of_restored(optimizer),
@@ -266,7 +266,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             changed_at=known.changed_at,
             shards=sum(p.requires_grad for p in shards.values()),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
-            in_fsdp1=count_in_fsdp1(held),
+            in_fsdp1=count_in_fsdp1(params),
             made_with=self._lines.rates_of(optimizer),
             reduced_at=self.given.largest,
             broadcast_at=self.given.before,
@@ -275,25 +275,25 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
             given=self.given.of(*gradients),
-            parts_reduced=self._names_of([p for p in held if self.given.is_reduced(p)]),
+            parts_reduced=self._names_of([p for p in params if self.given.is_reduced(p)]),
             parts_reduced_at=self.given.of_a_part,
-            shard_states=shard_states(optimizer, {n: p for n, p in inside.items() if id(p) in shards}),
+            shard_states=shard_states(optimizer, {n: p for n, p in synced.items() if id(p) in shards}),
         )
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
         """Return gradient sketches of parameters in no wrapper, by parameter id."""
-        of_optimizers = ((p, known) for one, known in list(self._known.items()) for p in parameters_of(one))
-        loose = {str(id(p)): p.grad for p, known in of_optimizers if id(p) in known.alone and p.grad is not None}
-        some = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
-        return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in some.items()}).items()}
+        params = ((p, known) for optimizer, known in list(self._known.items()) for p in parameters_of(optimizer))
+        loose = {str(id(p)): p.grad for p, known in params if id(p) in known.alone and p.grad is not None}
+        sampled = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
+        return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in sampled.items()}).items()}
 
     def _before_clip(self) -> None:
         self._unclipped = self._unclipped or (self._sketches() if self._local else {})
 
     def _sum_in(self, gradient: torch.Tensor | None) -> Location | None:
         """Return the line of the all_reduce that last wrote a gradient, or None."""
-        made, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
-        return line if gradient is not None and made() is gradient and version_of(gradient) == version else None
+        summed, version, line = self._sums.get(id(gradient), (lambda: None, 0, None))
+        return line if gradient is not None and summed() is gradient and version_of(gradient) == version else None
 
     def _names_of(self, parameters: list[torch.Tensor]) -> tuple[str, ...]:
         names = {key: name for watch in list(self._run.watches) for key, name in watch.numbered.items()}
@@ -305,13 +305,13 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         """Return the watches on wrappers of an optimizer's parameters (cached)."""
         key = len(optimizer.param_groups), self._run.watches.refs
         if known.watches[0] != key:
-            held = {id(p) for p in parameters_of(optimizer)}
-            theirs = []
+            ids = {id(p) for p in parameters_of(optimizer)}
+            watches = []
             for last in sorted(self._run.watches, key=lambda watch: -watch.number):  # the newest wrapper of a parameter
-                if ours := held & {id(p) for p in last.parameters.values()}:
-                    theirs.append(last)
-                    held -= ours
-            known.watches = key, list(map(ref, theirs))
+                if shared := ids & {id(p) for p in last.parameters.values()}:
+                    watches.append(last)
+                    ids -= shared
+            known.watches = key, list(map(ref, watches))
         return [*filter(None, map(call, known.watches[1]))]
 
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
@@ -346,8 +346,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def have_hooks(self) -> bool:
         """Return True if the script has hooks on gradients of wrapped parameters."""
-        every = itertools.chain.from_iterable(watch.parameters.values() for watch in self._run.watches)
-        return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(every))
+        params = itertools.chain.from_iterable(watch.parameters.values() for watch in self._run.watches)
+        return any(not isinstance(hook, UnpickledHook) for hook in hooks_on(params))
 
     def put_off(self) -> set[int]:
         """Return the numbers of wrappers with gradients not yet averaged."""
@@ -387,10 +387,10 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.zeroes(optimizer)
 
     def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
-        theirs = {id(p) for p in module.parameters()}
+        module_ids = {id(p) for p in module.parameters()}
         for optimizer in list(self._known):
-            held = {id(p) for p in parameters_of(optimizer)}
-            if held <= theirs:
+            ids = {id(p) for p in parameters_of(optimizer)}
+            if ids <= module_ids:
                 self._before_zero_grad(optimizer, *arguments, **named)
 
 

@@ -47,8 +47,8 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
     `plain`: the shards are plain tensors, without `to_local` calls.
     """
     for scope, _ in scopes_from(frame):
-        for inner, _given in ((scope, {}), *called_in(scope)):
-            bodies = [inner.body, *(one.body for one, _ in called_in(inner))]
+        for inner, _arguments in ((scope, {}), *called_in(scope)):
+            bodies = [inner.body, *(callee.body for callee, _ in called_in(inner))]
             if (plain or any(_mentions(body, _OF_SHARDS) for body in bodies)) and (line := _norm_line(inner.body)):
                 return location_in(inner, line)
     return None
@@ -56,15 +56,15 @@ def shard_norm_at(frame: FrameType | None, *, plain: bool = False) -> Location |
 
 def _norm_line(body: ast.AST) -> int | None:
     """Return the line of a norm of values derived from `.grad`, or None."""
-    made: set[str] = set()
-    for node in sorted((one for one in own_nodes(body) if isinstance(one, _BINDING)), key=lambda one: one.lineno):
+    derived: set[str] = set()
+    for node in sorted((stmt for stmt in own_nodes(body) if isinstance(stmt, _BINDING)), key=lambda stmt: stmt.lineno):
         value = node.iter if isinstance(node, ast.For) else node.value
-        if value is None or not (_mentions(value, ("grad",)) or made & _names(value)):
+        if value is None or not (_mentions(value, ("grad",)) or derived & _names(value)):
             continue
         if not isinstance(node, ast.For) and _takes_norm(value):
             return node.lineno
         for target in [node.target] if isinstance(node, ast.For) else targets_of(node):
-            made |= _names(target)
+            derived |= _names(target)
     return None
 
 
@@ -73,12 +73,12 @@ def _mentions(body: ast.AST, attributes: tuple[str, ...]) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def _takes_norm(node: ast.AST) -> bool:
-    of_powers = any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Pow) for one in ast.walk(node))
-    return of_powers or _mentions(node, _NORMS)
+    has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(node))
+    return has_power or _mentions(node, _NORMS)
 
 
 _HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
@@ -158,43 +158,43 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
     def _note_given(self, module: nn.Module, layouts: Sequence[Any]) -> None:
         """Hook a module whose input is split, except along the last dimension."""
-        if parts := [number for number, one in enumerate(layouts) if getattr(one, "dim", -1) != -1]:
+        if parts := [index for index, layout in enumerate(layouts) if getattr(layout, "dim", -1) != -1]:
             hook = UnpickledHook(functools.partial(self._given, parts))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _given(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Record data split over the ranks by the script (requires no grad)."""
-        given = [arguments[number] for number in parts if number < len(arguments)]
+        inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():
-            self._parts_given |= any(isinstance(one, torch.Tensor) and not one.requires_grad for one in given)
+            self._parts_given |= any(isinstance(tensor, torch.Tensor) and not tensor.requires_grad for tensor in inputs)
 
     def _distributes(self, module: nn.Module, mesh: Any = None, *_arguments: Any, **named: Any) -> Iterator[None]:
         yield
         mesh = named.get("device_mesh", mesh)
         ranks = tuple(mesh.mesh.flatten().tolist())
         if len(ranks) > 1:
-            own = {part: _names_of_split(part) for part in module.modules()}
-            self.split(ranks, {part: names for part, names in own.items() if names}, user_location())
+            names_by_part = {part: _names_of_split(part) for part in module.modules()}
+            self.split(ranks, {part: names for part, names in names_by_part.items() if names}, user_location())
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         number, count = self._steps.get(optimizer, (len(self._steps), 0))
         self._steps[optimizer] = number, count + 1
         if not is_sampled(count, self._every):
             return
-        held = parameters_of(optimizer)
+        params = parameters_of(optimizer)
         if not count:
             self._norm_at = self._norm_at or shard_norm_at(user_frame(sys._getframe(1)), plain=True)
-            theirs = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
-            loose = ({id(p) for p in held} | self._split_now().keys()) - theirs.keys()
-            found = names_of_parameters(loose) if loose and self._lines is not None else {}  # unused without `lines`
-            self._names |= {one: name.partition(".")[2] for one, name in found.items()} | theirs
-        named = {self._names[id(p)]: p for p in held if id(p) in self._names}
+            watched = {id(p): name for watch in list(self._watches) for name, p in watch.parameters.items()}
+            loose = ({id(p) for p in params} | self._split_now().keys()) - watched.keys()
+            names = names_of_parameters(loose) if loose and self._lines is not None else {}  # unused without `lines`
+            self._names |= {key: name.partition(".")[2] for key, name in names.items()} | watched
+        named = {self._names[id(p)]: p for p in params if id(p) in self._names}
         split = self._split_now()
         sharded = {id(p) for watch in list(self._watches) if watch.is_sharded for p in watch.parameters.values()}
         parts = tuple(name for name, p in named.items() if id(p) in split)
         whole = {name: p for name, p in named.items() if id(p) not in split}
         others = () if self._lines is None else self._lines.optimizers()
-        everywhere = {id(p) for one in (*others, optimizer) for p in parameters_of(one)}
+        assigned = {id(p) for opt in (*others, optimizer) for p in parameters_of(opt)}
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None and not is_sum(p.grad)}
         self._sink(
             PartStep(
@@ -203,7 +203,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 user_location(),
                 None if self._lines is None else self._lines.of_optimizer(optimizer),
                 parts,
-                tuple(name for one, name in split.items() if one not in everywhere),
+                tuple(name for key, name in split.items() if key not in assigned),
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),
                 fingerprints(whole.items()),
                 sketches({name: dense(gradients[name]) for name in whole if name in gradients}),
@@ -217,20 +217,20 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
     def _split_now(self) -> dict[int, str]:
         """Return names of split parameters by id, despite replacements by DDP in forward."""
-        found = {}
+        split_names = {}
         for module, names in list(self._split.items()):
             for name in names:
-                own = vars(module)["_parameters"].get(name)
+                param = vars(module)["_parameters"].get(name)
                 for watch in list(self._watches):
                     path = watch.path_of(module)
                     if path is not None:
-                        own = watch.parameters.get(f"{path}.{name}".lstrip("."), own)
-                if own is not None:
-                    found[id(own)] = self._names.get(id(own), name)
-        return found
+                        param = watch.parameters.get(f"{path}.{name}".lstrip("."), param)
+                if param is not None:
+                    split_names[id(param)] = self._names.get(id(param), name)
+        return split_names
 
 
 def _names_of_split(module: nn.Module) -> list[str]:
     """Return the names of a module's own parameters that are sharded."""
-    own: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
-    return [name for name, p in own if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]
+    params: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
+    return [name for name, p in params if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

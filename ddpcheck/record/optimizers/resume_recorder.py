@@ -102,9 +102,9 @@ def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterato
     if "param_groups" in held and "state" in held:
         yield held, numbers
         return
-    numbers = {**numbers, **{key: one for key, one in held.items() if type(key) is str and type(one) is int}}
-    for one in held.values():
-        yield from _optimizers_in(one, numbers, depth + 1)
+    numbers = {**numbers, **{key: value for key, value in held.items() if type(key) is str and type(value) is int}}
+    for value in held.values():
+        yield from _optimizers_in(value, numbers, depth + 1)
 
 
 def _whole(step: Any) -> int:

@@ -77,8 +77,8 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         if not self.followed:
             return None
         groups = optimizer.param_groups  # shared with wrappers around the optimizer
-        ours = [one for one in list(self._known.values()) if getattr(one.optimizer(), "param_groups", None) is groups]
-        return max((one.state for one in reversed(ours)), key=lambda state: state.steps, default=None)
+        schedules = [s for s in list(self._known.values()) if getattr(s.optimizer(), "param_groups", None) is groups]
+        return max((s.state for s in reversed(schedules)), key=lambda state: state.steps, default=None)
 
     def look_for(self, optimizer: Any) -> None:
         """Follow user objects that hold an optimizer and have a `step`."""
@@ -87,7 +87,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
             if not is_users(getattr(step, "__code__", None)) or issubclass(type(value), Optimizer):
                 continue
             with contextlib.suppress(Exception):  # unhashable, no weak references, or raises on access
-                if value not in self._known and any(one is optimizer for _, one in held_in("", value)):
+                if value not in self._known and any(item is optimizer for _, item in held_in("", value)):
                     self._follow(value, _Schedule(ref(optimizer), ScheduleState(None)))
 
     def _made(self, schedule: Any, *arguments: Any, **named: Any) -> None:
@@ -99,7 +99,7 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
 
     def _follow(self, schedule: Any, known: _Schedule) -> None:
         self._known[schedule] = known
-        kind = next(one for one in type(schedule).__mro__ if "step" in vars(one))
+        kind = next(cls for cls in type(schedule).__mro__ if "step" in vars(cls))
         if kind not in self.followed:
             self.followed.add(kind)
             patched(kind, "step", self._steps)
@@ -109,16 +109,16 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
         if not count:
             count += [next(self._numbers), 0]
         number = self._number_of(getattr(schedule, "optimizer", None))
-        value, where = float(metrics), user_location()
+        value, location = float(metrics), user_location()
         if is_called_by_a_package():
-            where = self._monitors.line_of(value) or where
-        self._sink(MetricUsed(count[0], count[1], value, where, number))
+            location = self._monitors.line_of(value) or location
+        self._sink(MetricUsed(count[0], count[1], value, location, number))
         count[1] += 1
 
     def _steps(self, schedule: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         known = self._known.get(schedule)
-        made = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
-        if known is None or known.stepping or not made:  # skip super().step(), and the first step in the constructor
+        ready = not isinstance(schedule, LRScheduler) or hasattr(schedule, "_last_lr")
+        if known is None or known.stepping or not ready:  # skip super().step(), and the first step in the constructor
             yield
             return
         if not known.state.steps:  # numbers before stepping
@@ -161,23 +161,23 @@ def _numbers_of(schedule: Any) -> Iterator[float]:
     pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
     seen = 0
     while pending and seen < 8 * _MOST_NUMBERS:
-        one = pending.pop()
+        value = pending.pop()
         seen += 1
-        if type(one) in (int, float):
-            yield float(one)
-        elif isinstance(one, Mapping):
-            pending += [*one.keys(), *one.values()] if len(one) < _MOST_NUMBERS else []
-        elif isinstance(one, list | tuple):
-            pending += one[:_MOST_NUMBERS]
-        elif isinstance(one, functools.partial):
-            pending += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, FunctionType):
-            pending += [variable.value for variable in function_variables(one)]
-            pending += [dist.get_world_size()] * ("get_world_size" in one.__code__.co_names)
-        elif isinstance(one, MethodType):
-            pending.append(one.__func__)
-        elif callable(one) and is_users(getattr(type(one).__call__, "__code__", None)):
-            pending += (getattr(one, "__dict__", None) or {}).values()
+        if type(value) in (int, float):
+            yield float(value)
+        elif isinstance(value, Mapping):
+            pending += [*value.keys(), *value.values()] if len(value) < _MOST_NUMBERS else []
+        elif isinstance(value, list | tuple):
+            pending += value[:_MOST_NUMBERS]
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, FunctionType):
+            pending += [variable.value for variable in function_variables(value)]
+            pending += [dist.get_world_size()] * ("get_world_size" in value.__code__.co_names)
+        elif isinstance(value, MethodType):
+            pending.append(value.__func__)
+        elif callable(value) and is_users(getattr(type(value).__call__, "__code__", None)):
+            pending += (getattr(value, "__dict__", None) or {}).values()
 
 
 def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
@@ -187,10 +187,10 @@ def _takes_world_size(frame: FrameType, optimizer: Any) -> bool:
     if scope is None or statement is None:
         return False
     for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
-        given = [*call.args, *(word.value for word in call.keywords)]
-        others = [one for one in given if resolved(scope, one) is not optimizer]
-        if len(others) < len(given):
-            return any(is_world_size(scope, one, set()) for one in others)
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        others = [argument for argument in arguments if resolved(scope, argument) is not optimizer]
+        if len(others) < len(arguments):
+            return any(is_world_size(scope, argument, set()) for argument in others)
     return False
 
 
@@ -218,10 +218,10 @@ def _is_number_of_ranks(scope: Scope, node: ast.AST) -> bool:
 
 def _loop_around(scope: Scope, line: int) -> ast.expr | None:
     """Return the iterable of the innermost loop around a line, or None."""
-    found: dict[int, ast.expr] = {}
+    iterables: dict[int, ast.expr] = {}
     for node in own_nodes(scope.body):
         if isinstance(node, ast.For) and node.lineno <= line <= (node.end_lineno or 0):
-            found[node.lineno] = node.iter
+            iterables[node.lineno] = node.iter
         elif isinstance(node, ast.ListComp) and node.lineno <= line <= (node.end_lineno or 0):
             return node.generators[-1].iter
-    return found[max(found)] if found else None
+    return iterables[max(iterables)] if iterables else None

@@ -60,23 +60,23 @@ class HookedGradients:
         if self._has_hooks(leaf, "_post_accumulate_grad_hooks"):
             first = UnpickledHook(lambda parameter: self._keep(name, parameter.grad))
             last = UnpickledHook(functools.partial(self._accumulated, name, accumulated))
-            handles += [leaf.register_post_accumulate_grad_hook(one) for one in (first, last)]
+            handles += [leaf.register_post_accumulate_grad_hook(hook) for hook in (first, last)]
             _call_first(leaf._post_accumulate_grad_hooks, handles[-2])
         return handles
 
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
         """Register hooks on a module with full backward hooks, before its forward pass."""
         handles: list[Any] = []
-        for held in ("_backward_hooks", "_backward_pre_hooks"):
-            if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, held):
+        for attribute in ("_backward_hooks", "_backward_pre_hooks"):
+            if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):
                 continue
             first, last = (
-                UnpickledHook(lambda _module, given, *_more, note=note: note(name, given))
+                UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
                 for note in (self._keep_all, self._arrived_all)
             )
-            register: Any = getattr(module, _REGISTERS[held])
-            handles += [register(one) for one in (first, last)]
-            _call_first(getattr(module, held), handles[-2])
+            register: Any = getattr(module, _REGISTERS[attribute])
+            handles += [register(hook) for hook in (first, last)]
+            _call_first(getattr(module, attribute), handles[-2])
         return handles
 
     def _keep_all(self, name: str, gradients: tuple[Any, ...]) -> None:
@@ -93,9 +93,9 @@ class HookedGradients:
 
     def _has_hooks(self, leaf: Any, held: str) -> bool:
         """Return True if the program has registered hooks of this kind."""
-        hooks = [one for one in (getattr(leaf, held, None) or {}).values() if not isinstance(one, UnpickledHook)]
-        where = [one for one in map(defined_at, hooks) if one is not None and is_user_file(one.path)]
-        self.location = self.location or next(iter(where), None)
+        hooks = [hook for hook in (getattr(leaf, held, None) or {}).values() if not isinstance(hook, UnpickledHook)]
+        lines = [line for line in map(defined_at, hooks) if line is not None and is_user_file(line.path)]
+        self.location = self.location or next(iter(lines), None)
         return bool(hooks)
 
     def _keep(self, name: str, gradient: Any) -> None:
@@ -124,21 +124,21 @@ def _call_first(hooks: Any, handle: Any) -> None:
 def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     """Classify the change of elements, if ranks can be compared by it."""
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
-    given, left = before.double(), after.double()
-    known = given.isfinite() & left.isfinite() & (given.abs() > 1e-30)
-    whole = bool(known.all())
-    given, left = given[known], left[known]
-    if len(given) < _FEWEST:
+    old, new = before.double(), after.double()
+    finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)
+    whole = bool(finite.all())
+    old, new = old[finite], new[finite]
+    if len(old) < _FEWEST:
         return HookedGradient()
-    zero = left == 0
-    factors = (left / given)[~zero]
+    zero = new == 0
+    factors = (new / old)[~zero]
     if len(factors) and float(factors.max() - factors.min()) <= same * float(factors.abs().mean()):
         if not bool(zero.any()):
             return HookedGradient("scaled", float(factors.mean()))
         return HookedGradient("masked", float(factors.mean()), fingerprint(zero)) if whole else HookedGradient()
-    cut = (left - given).abs() > same * given.abs()
-    sizes, limits = given[cut].abs(), left[cut].abs()
-    if len(limits) >= _FEWEST and bool((left[cut] * given[cut] > 0).all()) and bool((limits < sizes).all()):
+    cut = (new - old).abs() > same * old.abs()
+    sizes, limits = old[cut].abs(), new[cut].abs()
+    if len(limits) >= _FEWEST and bool((new[cut] * old[cut] > 0).all()) and bool((limits < sizes).all()):
         limit = float(limits.mean())
         if float(limits.max() - limits.min()) <= same * limit < float(sizes.max() - sizes.min()):
             return HookedGradient("limited", limit)

@@ -156,16 +156,16 @@ class ParameterHistory:
         """Return changes of parameters since wrapping, by name: "added", "replaced", ..."""
         changed = changes(self._at_start, self._module, parameters)
         if self._wrapper.sharded:  # `fully_shard` adopts other changes in the next forward pass
-            changed = {name: how for name, how in changed.items() if how in ("added", "replaced")}
+            changed = {name: kind for name, kind in changed.items() if kind in ("added", "replaced")}
             parameters = dict(self._module.named_parameters()) if changed else {}
             used = shards_in_use(self._module) if changed else set()
             if not used:  # gathered parameters are unknown, and may replace a shard temporarily
                 gathered = (n for n in parameters if is_gathered(parameters[n], self._parameters.get(n)))
                 whole = set(gathered) - self._wrapper.ignored
-                changed = {name: how for name, how in changed.items() if name not in whole or how == "added"}
-            changed = {name: how for name, how in changed.items() if id(parameters[name]) not in used}
-            changed = {n: how for n, how in changed.items() if how == "added" or parameters[n].requires_grad}
-        return {name: how for name, how in changed.items() if name not in self._created_in_forward}
+                changed = {name: kind for name, kind in changed.items() if name not in whole or kind == "added"}
+            changed = {name: kind for name, kind in changed.items() if id(parameters[name]) not in used}
+            changed = {n: kind for n, kind in changed.items() if kind == "added" or parameters[n].requires_grad}
+        return {name: kind for name, kind in changed.items() if name not in self._created_in_forward}
 
     def _probed(self, step: int, probe: StepProbe, snapshot: Snapshot | None) -> StepEvidence:
         self._created_in_forward |= probe.created_in_forward.keys()
@@ -188,8 +188,8 @@ class ParameterHistory:
         """Return why backward gave no gradient; for compiled code, as if run eagerly."""
         compiled = {name for name, end in probe.lost.items() if end.reason == COMPILED_CODE}
         self._ends |= self._explained(compiled - self._ends.keys(), snapshot)
-        known = {name: self._ends[name] for name in compiled & self._ends.keys()}
-        return probe.lost | {name: end for name, end in known.items() if end.cause != "unknown"}
+        ends = {name: self._ends[name] for name in compiled & self._ends.keys()}
+        return probe.lost | {name: end for name, end in ends.items() if end.cause != "unknown"}
 
     def _ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
@@ -220,9 +220,9 @@ class _ZeroGradients:
         if not self._zero:
             return set()
         moving = [name for name in self._parameters if name not in zero_or_missing][:1]
-        now = {name: fingerprint(self._parameters[name]) for name in moving}
-        self._moving = self._moving or now
-        moved = any(self._moving.get(name) != value for name, value in now.items())
+        current = {name: fingerprint(self._parameters[name]) for name in moving}
+        self._moving = self._moving or current
+        moved = any(self._moving.get(name) != value for name, value in current.items())
         return self._zero if moved else set()
 
 
@@ -318,26 +318,26 @@ class StepProbe:
             if self.keep is not None:
                 self.hooked.arrived(name, gradient)
                 self._keep_held(name)
-                came = self.keep(name, gradient.detach() if plain else dense(gradient))
-                self.local[name] = self.local[name] + came if name in self.local else came
+                value = self.keep(name, gradient.detach() if plain else dense(gradient))
+                self.local[name] = self.local[name] + value if name in self.local else value
 
         return arrived
 
     def _changed_in_place(self, name: str) -> None:
         """Keep `.grad` as left by program hooks, since that value is averaged."""
-        held = self._parameters[name].grad
-        if self.keep is not None and held is not None and name in self.local and not is_shard(held):
-            self.local[name] = self.keep(name, dense(held))
+        grad = self._parameters[name].grad
+        if self.keep is not None and grad is not None and name in self.local and not is_shard(grad):
+            self.local[name] = self.keep(name, dense(grad))
 
     def _keep_held(self, name: str) -> None:
         """Keep `.grad` from backward passes not reduced, which is part of this average."""
-        held = self._parameters[name].grad
-        if name in self.local or name in self.held or held is None or self.keep is None:
+        grad = self._parameters[name].grad
+        if name in self.local or name in self.held or grad is None or self.keep is None:
             return
-        if is_shard(held):
-            self.held[name] = dense(held).clone()
+        if is_shard(grad):
+            self.held[name] = dense(grad).clone()
         else:
-            self.local[name] = self.keep(name, dense(held))
+            self.local[name] = self.keep(name, dense(grad))
 
     def backward_begins(self) -> None:
         """Keep `.grad`; a parameter used outside of forward may already have a gradient."""
@@ -349,8 +349,8 @@ class StepProbe:
         walk = walk_graph(tensors)
         self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
         self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
-        now = self._parts.now().parameters
-        new = {} if now is self._before else {name: p for name, p in now.items() if name not in self._before}
+        params = self._parts.now().parameters
+        new = {} if params is self._before else {name: p for name, p in params.items() if name not in self._before}
         if new:
             gathered = shards_in_use(self._module)  # a shard with two names has two unsharded parameters
             self.created_in_forward |= {
@@ -360,12 +360,12 @@ class StepProbe:
             }
             twice = gathered_twice(self._module)
             self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
-        known = {*map(id, now.values()), *map(id, self._leaves)}
-        strange = {id(leaf) for leaf in walk.leaves if leaf.requires_grad} - known
-        if strange:
+        known_ids = {*map(id, params.values()), *map(id, self._leaves)}
+        unknown = {id(leaf) for leaf in walk.leaves if leaf.requires_grad} - known_ids
+        if unknown:
             names = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in unregistered_tensors(self._module)}
-            wanted = strange - parameters_in_wrappers()
-            self.unregistered = tuple(UnregisteredTensor(*names[place]) for place in names if place in wanted)
+            wanted = unknown - parameters_in_wrappers()
+            self.unregistered = tuple(UnregisteredTensor(*names[key]) for key in names if key in wanted)
 
     def close(self) -> None:
         """Remove the hooks, and find lost gradients: only None arrived.
@@ -394,5 +394,5 @@ def zero_gradients(parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """Return the parameters whose gradient exists and is exactly zero."""
     gradients = {name: own_part(p.grad) for name, p in parameters.items() if p.grad is not None and p.numel()}
     values = [g.coalesce().values() if g.layout == torch.sparse_coo else g for g in gradients.values()]
-    some = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
-    return {name for name, yes in zip(gradients, some, strict=True) if not yes}
+    nonzero = torch.stack([value.ne(0).any() for value in values]).tolist() if values else []
+    return {name for name, is_nonzero in zip(gradients, nonzero, strict=True) if not is_nonzero}

@@ -37,12 +37,12 @@ def _scale(held: MutableMapping[Any, Any], size: int, scaled: int, path: str, se
         return
     seen.add(id(held))
     for name, value in [*held.items()]:
-        inside = f"{path}.{name}" if path else f"{name}"
+        full_path = f"{path}.{name}" if path else f"{name}"
         if _has_size(name, value, size):
             held[name] = scaled
-            yield inside
-        elif inside.count(".") < _DEEPEST:
-            yield from _scale_inside(value, size, scaled, inside, seen)
+            yield full_path
+        elif full_path.count(".") < _DEEPEST:
+            yield from _scale_inside(value, size, scaled, full_path, seen)
 
 
 def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:

@@ -78,8 +78,8 @@ class RandomDraws(Recorder, subjects=("parity",)):
         if not self._replays:
             self._samples.refuse(key, "the script fails with the numbers of all ranks")
             return drawn
-        of_ranks = self._samples.of_ranks(key, number) if name.endswith(("randperm", "permutation")) else ()
-        if len(of_ranks) > 1 and rows_of(drawn) == sum(map(rows_of, of_ranks)):
+        rank_draws = self._samples.of_ranks(key, number) if name.endswith(("randperm", "permutation")) else ()
+        if len(rank_draws) > 1 and rows_of(drawn) == sum(map(rows_of, rank_draws)):
             return drawn  # a permutation over the samples of all ranks; each rank only permuted its own shard
         try:
             value = self._samples.replayed(key, number, rows_of(drawn))
@@ -103,16 +103,16 @@ class RandomDraws(Recorder, subjects=("parity",)):
         for name in _OF_NUMPY:
             if callable(original := getattr(module.Generator, name, None)):
                 methods[name] = self._drawing(original, f"Generator.{name}")
-        followed = type("Generator", (module.Generator,), methods)
+        generator_class = type("Generator", (module.Generator,), methods)
 
         def following(make: Callable[..., Any]) -> Callable[..., Any]:
-            return functools.wraps(make)(lambda *given, **named: followed(make(*given, **named).bit_generator))
+            return functools.wraps(make)(lambda *args, **named: generator_class(make(*args, **named).bit_generator))
 
         Patch(module, "default_rng", following)
 
     def _concatenates(self, tensors: Any, dim: int = 0, **_named: Any) -> Iterator[None]:
-        made: Any = yield
-        self._samples.note_cat(made, tensors, dim)
+        result: Any = yield
+        self._samples.note_cat(result, tensors, dim)
 
     def _of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Make a method split each rank's part of a tensor; concatenate the pieces."""
@@ -123,10 +123,10 @@ class RandomDraws(Recorder, subjects=("parity",)):
             if parts is None or torch.compiler.is_compiling():
                 return original(tensor, *arguments, **named)
             pieces = [[*original(part, *arguments, **named)] for part in parts]
-            whole = len({len(some) for some in pieces}) == 1 and all(piece.dim() for piece in pieces[0])
-            made = [cat(some) for some in zip(*pieces, strict=True)] if whole else []
-            self._samples.note_rows(tuple(len(some[0]) for some in pieces) if made else ())
-            return (iter if original.__name__ == "__iter__" else tuple)(made or original(tensor, *arguments, **named))
+            is_even = len({len(chunks) for chunks in pieces}) == 1 and all(piece.dim() for piece in pieces[0])
+            joined = [cat(group) for group in zip(*pieces, strict=True)] if is_even else []
+            self._samples.note_rows(tuple(len(chunks[0]) for chunks in pieces) if joined else ())
+            return (iter if original.__name__ == "__iter__" else tuple)(joined or original(tensor, *arguments, **named))
 
         return divide
 
@@ -138,11 +138,11 @@ def _line_of_draw(frame: FrameType) -> str:
     """
     if str(frame.f_globals.get("__name__", "")).startswith("ddpcheck."):
         return ""
-    for one in itertools.islice(frames_from(frame), _DEEPEST):
-        if str(one.f_globals.get("__name__", "")).startswith(NOT_OF_THE_STEP):
+    for current in itertools.islice(frames_from(frame), _DEEPEST):
+        if str(current.f_globals.get("__name__", "")).startswith(NOT_OF_THE_STEP):
             return ""
-        if one.f_code.co_name == "__init__" and isinstance(variables_of(one).get("self"), nn.Module):
+        if current.f_code.co_name == "__init__" and isinstance(variables_of(current).get("self"), nn.Module):
             return ""
-        if is_of_program(one.f_code.co_filename):
-            return f"{location_of(one)}{'' if torch.is_grad_enabled() else ' without gradients'}"
+        if is_of_program(current.f_code.co_filename):
+            return f"{location_of(current)}{'' if torch.is_grad_enabled() else ' without gradients'}"
     return ""

@@ -43,9 +43,9 @@ class RankLayers(Recorder, subjects=("parity",)):
         # Random numbers are drawn in memory order, so keep the memory format of a rank's tensor.
         strides = inputs.stride()
         order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-        back = sorted(range(len(strides)), key=order.__getitem__)
-        parts = (inputs[owners.to(inputs.device) == place] for place in range(int(owners.max()) + 1))
-        return tuple(part.permute(order).contiguous().permute(back) for part in parts)
+        inverse = sorted(range(len(strides)), key=order.__getitem__)
+        parts = (inputs[owners.to(inputs.device) == rank] for rank in range(int(owners.max()) + 1))
+        return tuple(part.permute(order).contiguous().permute(inverse) for part in parts)
 
     def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -67,8 +67,8 @@ class RankLayers(Recorder, subjects=("parity",)):
                 return original(query, key, value, *arguments, **named)
             if mask is None or len(mask) != len(query):  # one mask for all rows
                 return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
-            rest, more = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
-            return self._with_states(lambda *parts: original(*parts, *rest, **more), query, key, value, mask)
+            rest_args, kwargs = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
+            return self._with_states(lambda *parts: original(*parts, *rest_args, **kwargs), query, key, value, mask)
 
         return attention
 
@@ -83,18 +83,18 @@ class RankLayers(Recorder, subjects=("parity",)):
         key, generator = f"dropout {self._calls}", _generator(inputs[0])
         self._calls += 1
         if not self._samples.replays:
-            kept = generator.get_state(), *(tuple(one.shape) for one in inputs)
-            self._samples.keep(f"{key}#{self._backward}", kept)
+            entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
+            self._samples.keep(f"{key}#{self._backward}", entry)
             return compute(*inputs)
-        states, parts = self._samples.of_ranks(key, self._backward), [self._parts(one) for one in inputs]
-        if not states or any(len(some) != len(states) for some in parts):
+        states, parts = self._samples.of_ranks(key, self._backward), [self._parts(tensor) for tensor in inputs]
+        if not states or any(len(input_parts) != len(states) for input_parts in parts):
             return compute(*inputs)
-        before, made = generator.get_state(), []
-        for (state, *shapes), *some in zip(states, *parts, strict=True):
+        saved_state, outputs = generator.get_state(), []
+        for (state, *shapes), *args in zip(states, *parts, strict=True):
             generator.set_state(state)
-            made.append(_without_padding(compute, some, shapes) if self._samples.is_padded else compute(*some))
-        generator.set_state(before)
-        return self._samples.in_rows(cat(made))
+            outputs.append(_without_padding(compute, args, shapes) if self._samples.is_padded else compute(*args))
+        generator.set_state(saved_state)
+        return self._samples.in_rows(cat(outputs))
 
     def _normalizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -110,13 +110,13 @@ class RankLayers(Recorder, subjects=("parity",)):
         ) -> torch.Tensor:
             layer = sys._getframe(1).f_locals.get("self")
             parts = self._parts(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
-            made: list[torch.Tensor] = []
+            outputs: list[torch.Tensor] = []
             for part in parts or (inputs,):
-                statistics = (None, None) if made else (mean, variance)
-                made.append(original(part, *statistics, weight, bias, training, *more, **named))
+                statistics = (None, None) if outputs else (mean, variance)
+                outputs.append(original(part, *statistics, weight, bias, training, *more, **named))
             if parts:
                 self._samples.splits_statistics = True
-            return self._samples.in_rows(cat(made)) if parts else made[0]
+            return self._samples.in_rows(cat(outputs)) if parts else outputs[0]
 
         return batch_norm
 
@@ -131,8 +131,8 @@ def _without_padding(
     compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> torch.Tensor:
     """Compute without padding, to draw as many numbers as the rank; pad afterwards."""
-    own = [one[tuple(map(slice, (len(one), *shape[1:])))].clone() for one, shape in zip(inputs, shapes, strict=True)]
-    made = compute(*own)
-    whole = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], made.shape[-1])  # dropout, attention
-    missing = [size - own_size for size, own_size in zip(whole, made.shape, strict=True)]
-    return functional.pad(made, [count for size in reversed(missing) for count in (0, size)])
+    trimmed = [x[tuple(map(slice, (len(x), *shape[1:])))].clone() for x, shape in zip(inputs, shapes, strict=True)]
+    output = compute(*trimmed)
+    sizes = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], output.shape[-1])  # dropout, attention
+    missing = [size - output_size for size, output_size in zip(sizes, output.shape, strict=True)]
+    return functional.pad(output, [count for size in reversed(missing) for count in (0, size)])

@@ -68,10 +68,10 @@ class Noise:
 
 
 def _skewed(original: Callable[[], Any]) -> Callable[[], Any]:
-    began = original()
+    begin_time = original()
 
     @functools.wraps(original)
     def clock() -> Any:
-        return type(began)(began + (original() - began) * _FASTER)
+        return type(begin_time)(begin_time + (original() - begin_time) * _FASTER)
 
     return clock

@@ -118,9 +118,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         full, splits = self.samples.why_full, self.samples.splits_statistics
         batch = self._options.batch if self.samples.is_smaller else 0
         full_at = self._full_at if full else 0
-        ended = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, full, batch)
+        entry = ParityEnded(self._steps, self.samples.backwards, why, full_at, splits, full, batch)
         scaled = (*sorted(self.samples.scaled),)
-        self.write(replace(ended, steps_schedules=self._frameworks.steps_schedules, scaled=scaled))
+        self.write(replace(entry, steps_schedules=self._frameworks.steps_schedules, scaled=scaled))
 
     def write(self, entry: Entry) -> None:
         if os.getpid() == self._process:
@@ -170,9 +170,9 @@ class ParityRecorder(Recorder, subjects=("parity",)):
     def _backward(self, tensors: Any = None, *_arguments: Any, **_named: Any) -> None:
         if os.getpid() != self._process:
             return
-        most = self._options.backwards
-        if self._reader is not None and 0 < most <= self.samples.backwards:
-            self._leave(f"after {most} backward passes, for which samples were recorded")
+        limit = self._options.backwards
+        if self._reader is not None and 0 < limit <= self.samples.backwards:
+            self._leave(f"after {limit} backward passes, for which samples were recorded")
         self._trace.end(evaluates=self.samples.evaluates, steps=self._steps)
         if not self.samples.why_full:
             self._full_at = self.samples.backwards
@@ -232,8 +232,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if self._reader is None:
             self.samples.keep(key, rows)
             return
-        of_ranks = self._reader.get(key)
-        if len(of_ranks) > 1 and not self._options.in_turn and 0 < sum(of_ranks) * len(of_ranks) == rows:
+        rank_rows = self._reader.get(key)
+        if len(rank_rows) > 1 and not self._options.in_turn and 0 < sum(rank_rows) * len(rank_rows) == rows:
             self._leave(IN_TURN)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
@@ -250,8 +250,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             for _, value in program_numbers.held_by_program():
                 if isinstance(value, nn.Module):
                     self._name(value)
-        names = [self._names.get(p, f"parameter {place}") for place, p in enumerate(parameters)]
-        values = norms({f"{place}": own_part(p) for place, p in enumerate(parameters)})
+        names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(parameters)]
+        values = norms({f"{index}": own_part(p) for index, p in enumerate(parameters)})
         return ParityStep(
             number,
             count,
@@ -268,15 +268,15 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         if not step.count:
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-        gradients = {f"{place}": own_part(p.grad) for place, p in parameters.items() if p.grad is not None}
+        gradients = {f"{index}": own_part(p.grad) for index, p in parameters.items() if p.grad is not None}
         if self._noise is not None:
             self._noise.round(gradients.values())
         sizes = norms(gradients)
         if step.sharded:  # keep one replica of each, so that the ranks' norms combine to the full norm
-            sizes = {place: size * _counts(parameters[int(place)]) for place, size in sizes.items()}
-        made = replace(
+            sizes = {index: size * _counts(parameters[int(index)]) for index, size in sizes.items()}
+        entry = replace(
             step,
-            norms=tuple(sizes.get(f"{place}", -1.0) for place in parameters),
+            norms=tuple(sizes.get(f"{index}", -1.0) for index in parameters),
             gradient=() if step.sharded else _together(sketches(gradients)),
             losses=tuple(float(loss) for loss in self._losses[:_FEW]),
             loss_at=self._loss_at,
@@ -284,7 +284,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             backwards=self.samples.backwards,
             samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # padded rows differ
         )
-        self.write(made)
+        self.write(entry)
         self._clip, self._losses, self._given = None, [], torch.zeros_like(self._given)
 
     def _known_rates(self) -> set[float]:
@@ -301,9 +301,9 @@ def _loss_line(frame: FrameType | None) -> Location | None:
         return None
     path, line = frame.f_code.co_filename, frame.f_lineno
     if (path, line) not in _loss_lines:
-        where, found = location_of(frame), _LOSS.search(linecache.getline(path, line))
-        name = next(filter(None, found.groups()), "") if found else ""
-        _loss_lines[path, line] = (last_assignment(where, name) if name else None) or where
+        location, match = location_of(frame), _LOSS.search(linecache.getline(path, line))
+        name = next(filter(None, match.groups()), "") if match else ""
+        _loss_lines[path, line] = (last_assignment(location, name) if name else None) or location
     return _loss_lines[path, line]
 
 
@@ -327,8 +327,8 @@ def _as_rank(original: Callable[..., int], rank: int) -> Callable[..., int]:
 
     @functools.wraps(original)
     def get_rank(*arguments: Any, **named: Any) -> int:
-        known = original(*arguments, **named)
-        return rank if is_of_program(sys._getframe(1).f_code.co_filename) else known
+        actual = original(*arguments, **named)
+        return rank if is_of_program(sys._getframe(1).f_code.co_filename) else actual
 
     return get_rank
 
@@ -344,17 +344,17 @@ def _counts(parameter: Any) -> bool:
     if not is_shard(parameter):
         return _is_part(parameter) or not dist.is_initialized() or dist.get_rank() == 0
     coordinate = parameter.device_mesh.get_coordinate() or ()
-    return not any(place for place, how in zip(coordinate, parameter.placements, strict=True) if how.is_replicate())
+    return not any(i for i, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate())
 
 
 def _together(parts: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
     """Combine the sketches of all tensors with tensor-dependent signs."""
     size = max(map(len, parts.values()), default=0)
     total = [0.0] * size
-    for place, part in enumerate(parts.values()):
-        for number, value in enumerate(part):
-            at = (number * 7 + place * 13) % size
-            total[at] += value if (place * 31 + number * 17) % 5 % 2 else -value
+    for index, part in enumerate(parts.values()):
+        for column, value in enumerate(part):
+            position = (column * 7 + index * 13) % size
+            total[position] += value if (index * 31 + column * 17) % 5 % 2 else -value
     return tuple(total)
 
 
@@ -380,9 +380,9 @@ def start(options: ParityOptions, folder: str) -> None:
     pass_over_packages()
     if options.replays:
         redirect_files(folder, options.since, [options.samples])
-    recorder = made = ParityRecorder(options)
+    recorder = current = ParityRecorder(options)
 
     def failed(error: Exception, one: Recorder) -> None:
-        made.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
+        current.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
 
     OwnErrors.taken_by = failed

@@ -59,11 +59,11 @@ class SampleWriter:
         if system.f_bavail * system.f_frsize < _LEFT_FREE + len(blob):
             self.why_full = f"fewer than {_LEFT_FREE >> 20} MiB are free for temporary files"
             return
-        whole = _LENGTHS.pack(len(name), len(blob)) + name + blob
+        record = _LENGTHS.pack(len(name), len(blob)) + name + blob
         try:
-            written = self._file.write(whole)
-            if written < len(whole):  # a partial write; the next write raises the error
-                self._file.write(whole[written:])
+            written = self._file.write(record)
+            if written < len(record):  # a partial write; the next write raises the error
+                self._file.write(record[written:])
         except OSError as error:
             self.why_full = _reason(error)
 
@@ -82,18 +82,18 @@ class SampleReader:
 
     def get(self, key: str) -> list[Any]:
         """Return the values of a key in rank order, without missing ranks."""
-        found = []
-        for path, places in zip(self._paths, self._places, strict=True):
-            if key in places:
-                start, size = places[key]
+        values = []
+        for path, offsets in zip(self._paths, self._places, strict=True):
+            if key in offsets:
+                start, size = offsets[key]
                 with path.open("rb") as file:
                     file.seek(start)
-                    found.append(pickle.loads(file.read(size)))
-        return found
+                    values.append(pickle.loads(file.read(size)))
+        return values
 
     def count(self, key: str) -> int:
         """Return the number of ranks with a value under a key."""
-        return sum(key in places for places in self._places)
+        return sum(key in offsets for offsets in self._places)
 
 
 def _packed(value: Any) -> bytes:
@@ -117,9 +117,9 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 def _places_in(path: Path) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     if not path.exists():
-        return found
+        return offsets
     size = path.stat().st_size
     with path.open("rb") as file:
         while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
@@ -127,9 +127,9 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
             if file.tell() + name + length > size:  # the rank was killed while writing, or the disk was full
                 break
             key = file.read(name).decode()
-            found[key] = file.tell(), length
+            offsets[key] = file.tell(), length
             file.seek(length, 1)
-    return found
+    return offsets
 
 
 def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
@@ -138,8 +138,8 @@ def together(values: Sequence[Any], *, is_whole: bool = False) -> Any:
     Raises:
         NotTogetherError: The values have no batch dimension, or their other dimensions differ.
     """
-    is_one = not is_whole and all(is_same(values[0], value) for value in values[1:])
-    return values[0] if is_one else _joined(values)
+    are_equal = not is_whole and all(is_same(values[0], value) for value in values[1:])
+    return values[0] if are_equal else _joined(values)
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -164,7 +164,7 @@ def _joined(values: Sequence[Any]) -> Any:
     elif isinstance(first, list | tuple):
         if len({len(value) for value in values}) > 1:
             raise NotTogetherError("their lengths differ")
-        items = [_joined(some) for some in zip(*values, strict=True)]
+        items = [_joined(elements) for elements in zip(*values, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if all(is_same(first, value) for value in values[1:]):
         return first
@@ -188,12 +188,12 @@ def _padded(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     padding = next((value for value in (*_PADDING, *repeated) if value in ends), None)
     if padding is None:
         return []
-    made = []
+    padded = []
     for value in values:
-        whole = value.new_full((len(value), *longest), int(padding) if not value.is_floating_point() else padding)
-        whole[tuple(map(slice, value.shape))] = value
-        made.append(whole)
-    return made
+        full = value.new_full((len(value), *longest), int(padding) if not value.is_floating_point() else padding)
+        full[tuple(map(slice, value.shape))] = value
+        padded.append(full)
+    return padded
 
 
 def is_padded(value: Any, part: Any) -> bool:
@@ -227,5 +227,5 @@ def is_same(one: Any, other: Any) -> bool:
         )
     if getattr(one, "shape", None) != getattr(other, "shape", None):
         return False
-    same = one == other
-    return bool(same.all()) if hasattr(same, "all") else bool(same)
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

@@ -141,8 +141,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         values = self._reader.get(f"{key}#{number // turns}")
         if len(values) != len(self._order):
             return values
-        places = self._order if turns == 1 else [self._order[number % turns]]
-        return [values[place] for place in places]
+        ranks = self._order if turns == 1 else [self._order[number % turns]]
+        return [values[rank] for rank in ranks]
 
     def keep(self, key: str, value: Any) -> None:
         """Record a value for the single process."""
@@ -207,7 +207,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     def note_cat(self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
         """Record the ranks of concatenated rows from several batches (crops, views)."""
         owners = [self.owners(len(tensor)) for tensor in tensors if len(tensor)] if self.rows and not dim else [None]
-        if known := [some for some in owners if some is not None]:
+        if known := [owner for owner in owners if owner is not None]:
             if len(known) == len(owners) > 1:
                 self._owners[len(made)] = cat(known)
 
@@ -231,14 +231,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     # Loaders
 
     def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
-        place = 1 if kind is data.DataLoader else 2  # index of batch_size in the arguments, without `self`
+        position = 1 if kind is data.DataLoader else 2  # index of batch_size in the arguments, without `self`
         size_of = guarded(self._size_of)
 
         @functools.wraps(construct)
         def __init__(loader: Any, *arguments: Any, **named: Any) -> None:
-            if (size := size_of(sys._getframe(1), kind, loader, arguments, named, place)) is not None:
-                if len(arguments) > place:
-                    arguments = (*arguments[:place], size, *arguments[place + 1 :])
+            if (size := size_of(sys._getframe(1), kind, loader, arguments, named, position)) is not None:
+                if len(arguments) > position:
+                    arguments = (*arguments[:position], size, *arguments[position + 1 :])
                 else:
                     named = {**named, "batch_size": size}
             construct(loader, *arguments, **named)
@@ -286,40 +286,40 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if os.getpid() != self._process:
             return
         key = self._keys.get(loader) or f"DataLoader {_line_of(sys._getframe(1), loader)}#0"
-        made = _Pass(f"{key} pass {self._passes[key]}", self.backwards)
+        pass_ = _Pass(f"{key} pass {self._passes[key]}", self.backwards)
         self._passes[key] += 1
         with contextlib.suppress(Exception):  # a sampler without a length
-            made.length = len(loader)
-            made.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
+            pass_.length = len(loader)
+            pass_.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
         self.on_pass()
         iterator = yield
-        self._open[iterator] = made
+        self._open[iterator] = pass_
 
     def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         took = guarded(self._took)
 
         @functools.wraps(original)
         def __next__(iterator: Any) -> Any:
-            made = self._open.get(iterator)
-            if made is None or os.getpid() != self._process:
+            pass_ = self._open.get(iterator)
+            if pass_ is None or os.getpid() != self._process:
                 return original(iterator)
             outer, self.loads = self.loads, True
             try:
                 batch = original(iterator)
             except StopIteration:
-                if (replayed := self._in_place_of(made, None)) is None:
-                    self._ended(made)
+                if (replayed := self._in_place_of(pass_, None)) is None:
+                    self._ended(pass_)
                     raise
                 return replayed[0]
             finally:
                 self.loads = outer
-            replayed = self._in_place_of(made, batch)
-            if replayed is None and self._has_ended(made):
-                self._ended(made)
+            replayed = self._in_place_of(pass_, batch)
+            if replayed is None and self._has_ended(pass_):
+                self._ended(pass_)
                 raise StopIteration
-            took(made, batch)
-            if 1 < made.batches == made.length and not is_of_program(sys._getframe(1).f_code.co_filename):
-                self._ended(made)  # a package that counts batches does not request another
+            took(pass_, batch)
+            if 1 < pass_.batches == pass_.length and not is_of_program(sys._getframe(1).f_code.co_filename):
+                self._ended(pass_)  # a package that counts batches does not request another
             return batch if replayed is None else replayed[0]
 
         return __next__
@@ -360,10 +360,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         if made.is_replayed is None:
             assert self._reader is not None
             ended = self._reader.get(f"{made.key} ended")
-            rows = sum(of_rank for _, of_rank in ended)
+            rows = sum(rank_rows for _, rank_rows in ended)
             others = 0 <= made.rows_of_one < rows - self._reader.world_size and rows % max(1, made.rows_of_one)
-            few = all(batches <= _MOST_WITHOUT for batches, _ in ended)
-            made.is_replayed = self._reader.count(f"{made.key} trains") > 0 or (bool(others) and few)
+            is_short = all(batches <= _MOST_WITHOUT for batches, _ in ended)
+            made.is_replayed = self._reader.count(f"{made.key} trains") > 0 or (bool(others) and is_short)
         return made.is_replayed
 
     def _has_ended(self, made: _Pass) -> bool:
@@ -396,16 +396,16 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         """Record that a backward pass begins and that all passes in progress train."""
         self.backwards += 1
         if self._reader is None:
-            for made in [*self._open.values()]:
-                if made.batches and made.key not in self._refused:
-                    self._refused.add(made.key)
-                    self.keep(f"{made.key} trains", True)
+            for pass_ in [*self._open.values()]:
+                if pass_.batches and pass_.key not in self._refused:
+                    self._refused.add(pass_.key)
+                    self.keep(f"{pass_.key} trains", True)
 
 
 def _line_of(frame: FrameType, thing: object) -> str:
     """Return the program line that constructs or iterates over an object."""
-    for one in frames_from(frame):
-        if is_of_program(one.f_code.co_filename):
-            if one.f_code.co_name != "__init__" or next(iter(variables_of(one).values()), None) is not thing:
-                return str(location_of(one))
+    for current in frames_from(frame):
+        if is_of_program(current.f_code.co_filename):
+            if current.f_code.co_name != "__init__" or next(iter(variables_of(current).values()), None) is not thing:
+                return str(location_of(current))
     return ""

@@ -73,10 +73,10 @@ class Shown(Recorder, subjects=("parity",)):
 
     def look(self) -> None:
         """Record the program's numbers, and possible ratios of them, before an evaluation."""
-        held = program_numbers.numbers_of_program()
-        counts = [(name.partition(".")[0], value) for name, value in held.items() if value > 1 and value == value // 1]
-        shares = {v / n for name, v in held.items() for function, n in counts if name.startswith(f"{function}.")}
-        self._known = {*held.values(), *shares}
+        known = program_numbers.numbers_of_program()
+        counts = [(name.partition(".")[0], value) for name, value in known.items() if value > 1 and value == value // 1]
+        shares = {v / n for name, v in known.items() for function, n in counts if name.startswith(f"{function}.")}
+        self._known = {*known.values(), *shares}
 
     def _prints(self, *texts: Any, sep: str | None = None, **_named: Any) -> None:
         self._show("printed", (" " if sep is None else sep).join(map(str, texts)))
@@ -127,20 +127,20 @@ class Shown(Recorder, subjects=("parity",)):
         during = self._samples.is_under_way
         evaluates = self._samples.evaluates
         rates, known = (
-            tuple(place for place, number in enumerate(numbers) if program_numbers.like(number, some))
-            for some in (self._rates(), self._known)
+            tuple(index for index, number in enumerate(numbers) if program_numbers.like(number, values))
+            for values in (self._rates(), self._known)
         )
-        where = program_numbers.line_of_output()
-        shown = NumbersShown(how, where, _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
-        self._sink(replace(shown, known=known if evaluates else (), rates=rates))
+        location = program_numbers.line_of_output()
+        entry = NumbersShown(how, location, _NUMBER.sub("#", text), numbers, self._steps(), evaluates, during)
+        self._sink(replace(entry, known=known if evaluates else (), rates=rates))
 
     def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         if os.getpid() != self._process or self._saved >= _MOST_SAVED:
             return
         self._saved += 1
-        found = dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
-        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-        sizes = {n: _norms(t) for n, t in found.items() if t.is_floating_point() and t.device.type != "meta"}
+        tensors = dict(itertools.islice(_named_tensors(obj), _MOST_TENSORS))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        sizes = {n: _norms(t) for n, t in tensors.items() if t.is_floating_point() and t.device.type != "meta"}
         self._sink(TensorsSaved(program_numbers.line_of_output(), self._steps(), shapes, sizes))
         self._dumps(obj)
 
@@ -168,5 +168,5 @@ def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
         for key, item in value.items():
             yield from _named_tensors(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _named_tensors(item, f"{path}[{place}]")
+        for index, item in enumerate(value):
+            yield from _named_tensors(item, f"{path}[{index}]")

@@ -110,14 +110,14 @@ class ValueTrace(Recorder, subjects=("parity",)):
 
 def _numbers_in(frame: FrameType) -> dict[str, _Numbers]:
     """Return the numbers in local variables, and inside their objects and mappings."""
-    found: dict[str, _Numbers] = {}
+    variables: dict[str, _Numbers] = {}
     for name, value in [*frame.f_locals.items()]:
         if (numbers := _numbers_of(value)) is not None:
-            found[name] = numbers
+            variables[name] = numbers
         elif name[:2] != "__":
-            inside = program_numbers.held_in(name, value)[:_MOST_INSIDE]
-            found |= {path: numbers for path, item in inside if (numbers := _numbers_of(item)) is not None}
-    return found
+            items = program_numbers.held_in(name, value)[:_MOST_INSIDE]
+            variables |= {path: numbers for path, item in items if (numbers := _numbers_of(item)) is not None}
+    return variables
 
 
 def _numbers_of(value: Any) -> _Numbers | None:

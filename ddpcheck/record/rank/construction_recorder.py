@@ -55,9 +55,9 @@ class ConstructionRecorder(Recorder):
             group = mesh.get_group(mesh_dim=0)
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         description = _without(structure_of(module), ignored)
-        shapes = {size for one in description.parameters for size in one.shape}
+        shapes = {size for param in description.parameters for size in param.shape}
         shapes |= {len(part._modules) for part in module.modules()}
-        now = (one for path, item, where in program_variables(depth=1) for one in _sized([(path, item)], where))
+        now = (v for path, item, where in program_variables(depth=1) for v in _sized([(path, item)], where))
         sizes = dict.fromkeys((*self._sizes, *now))
         return WrapperBegun(
             class_name(module),
@@ -67,44 +67,44 @@ class ConstructionRecorder(Recorder):
             user_location(),
             self._lines_of(module),
             tuple(_in_order_of_sets(module)),
-            tuple(one for one in sizes if _may_be(one.size, shapes))[:_MOST_SIZES],
+            tuple(v for v in sizes if _may_be(v.size, shapes))[:_MOST_SIZES],
         )
 
     def _registered(self, module: nn.Module, name: str, thing: Any) -> None:
         frame = sys._getframe(1)
-        where = user_location(frame)
-        if where is None:
+        location = user_location(frame)
+        if location is None:
             return
-        known = self._lines.get(id(module))
-        if known is None or known[0]() is not module:
-            known = self._lines[id(module)] = (ref(module), {})
-        known[1][name] = where
+        entry = self._lines.get(id(module))
+        if entry is None or entry[0]() is not module:
+            entry = self._lines[id(module)] = (ref(module), {})
+        entry[1][name] = location
         if isinstance(thing, nn.Parameter) and not nn.parameter.is_lazy(thing) and len(self._sizes) < _MOST_SIZES:
-            wanted = set(thing.shape)
-            for inner in _user_functions(frame):
-                found = _sized(variables_of(inner).items(), location_of(inner))
-                self._sizes.update((one, None) for one in found if _may_be(one.size, wanted))
+            sizes = set(thing.shape)
+            for user_frame in _user_functions(frame):
+                variables = _sized(variables_of(user_frame).items(), location_of(user_frame))
+                self._sizes.update((variable, None) for variable in variables if _may_be(variable.size, sizes))
 
     def _lines_of(self, module: nn.Module) -> dict[str, Location]:
         """Return the registration line by child name; omitted if equal to the parent's."""
-        found: dict[str, Location] = {}
+        locations: dict[str, Location] = {}
         nearest: dict[str, Location | None] = {}  # registration line by module path, inherited from the parent
         for path, part in module.named_modules():
-            above, _, own = path.rpartition(".")
-            nearest[path] = found.get(path, nearest.get(above) if own else None)
-            known = self._lines.get(id(part))
-            if known is not None and known[0]() is part:
-                for name, where in known[1].items():
-                    if where != nearest[path]:
-                        found[f"{path}.{name}".lstrip(".")] = where
-        return found
+            parent, _, child = path.rpartition(".")
+            nearest[path] = locations.get(path, nearest.get(parent) if child else None)
+            entry = self._lines.get(id(part))
+            if entry is not None and entry[0]() is part:
+                for name, location in entry[1].items():
+                    if location != nearest[path]:
+                        locations[f"{path}.{name}".lstrip(".")] = location
+        return locations
 
 
 def _without(description: ModuleDescription, ignored: frozenset[str]) -> ModuleDescription:
     if not ignored:
         return description
     parameters, buffers = (
-        tuple(one for one in kind if one.name not in ignored) for kind in (description.parameters, description.buffers)
+        tuple(t for t in entries if t.name not in ignored) for entries in (description.parameters, description.buffers)
     )
     return replace(description, parameters=parameters, buffers=buffers)
 
@@ -125,8 +125,8 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
 
 def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
     """Return the innermost user functions on the stack, without module top levels."""
-    found = (one for one in frames_from(frame) if is_of_program(one.f_code.co_filename))
-    return itertools.islice((one for one in found if one.f_code.co_name != "<module>"), _MOST_FRAMES)
+    frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
+    return itertools.islice((f for f in frames if f.f_code.co_name != "<module>"), _MOST_FRAMES)
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:

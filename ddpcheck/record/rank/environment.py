@@ -65,8 +65,8 @@ def note_unwatched(error: Exception) -> None:
     from urllib.parse import quote  # import only if needed
 
     if (options := options_of_run(os.environ)) is not None:
-        said = f"rank {os.environ.get('RANK', '?')} is not watched: {type(error).__name__}: {error}"
-        Path(options.folder, UNWATCHED + quote(said.partition("\n")[0], safe=" ':")[:_LONGEST]).touch()
+        reason = f"rank {os.environ.get('RANK', '?')} is not watched: {type(error).__name__}: {error}"
+        Path(options.folder, UNWATCHED + quote(reason.partition("\n")[0], safe=" ':")[:_LONGEST]).touch()
 
 
 def unwatched_in(folder: Path) -> tuple[str, ...]:

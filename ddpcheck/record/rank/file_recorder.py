@@ -70,7 +70,7 @@ class FileRecorder(Recorder, subjects=("files",)):
     def _saves(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         began = self._log.collectives, self._log.waited
         sharded = [watch.parameters for watch in list(self._watches) if watch.is_sharded]
-        shard = next((found for one in sharded if (found := shard_held(obj, one)) is not None), None)
+        shard = next((candidate for params in sharded if (candidate := shard_held(obj, params)) is not None), None)
         self._note(f, began, None, writes=True, shard=shard)  # recorded early: this rank may be killed during the save
         yield
         self._note(f, began, None, writes=True, shard=shard)
@@ -146,9 +146,9 @@ class FileRecorder(Recorder, subjects=("files",)):
 
     def _note_removed(self, path: Any, *_folder: int) -> None:
         """Record the size before a removal, by base name (`dir_fd` paths are relative)."""
-        last = os.path.basename(os.fsdecode(path))
+        basename = os.path.basename(os.fsdecode(path))
         for name in self._opened:
-            if os.path.basename(name) == last:
+            if os.path.basename(name) == basename:
                 self._note_size(name)
 
     def _note_size(self, name: str) -> None:
@@ -161,10 +161,10 @@ class FileRecorder(Recorder, subjects=("files",)):
             return
         self._looks += 1
         try:
-            found = os.stat(path)
+            file_stat = os.stat(path)
         except OSError:  # no such file: the program's own call raises
             return
-        if found.st_mtime < self._started or not stat.S_ISREG(found.st_mode):
+        if file_stat.st_mtime < self._started or not stat.S_ISREG(file_stat.st_mode):
             return
         name = os.path.realpath(path)
         if name.startswith(_NO_FILES) or name.endswith(".py") or self._reads[name] >= _MOST_READS:  # skip source files

@@ -62,7 +62,7 @@ class LineRecorder(Recorder):
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that the script constructed and still references."""
-        return [one for one in list(self._optimizers) if hasattr(one, "param_groups")]
+        return [optimizer for optimizer in list(self._optimizers) if hasattr(optimizer, "param_groups")]
 
     def of_optimizer(self, optimizer: Any) -> Location | None:
         """Return the line that constructed the optimizer."""
@@ -82,19 +82,19 @@ class LineRecorder(Recorder):
             key[:2] == (watch.number, "requires_grad") for key in self._seen
         ):
             return
-        where = assignment_in_program("requires_grad", "unfrozen" in kinds)
-        self._note(watch, "requires_grad", "requires_grad", (), where)
+        location = assignment_in_program("requires_grad", "unfrozen" in kinds)
+        self._note(watch, "requires_grad", "requires_grad", (), location)
 
     def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
-        if (where := user_location()) is not None:
-            self._optimizers[optimizer] = where
+        if (location := user_location()) is not None:
+            self._optimizers[optimizer] = location
             self.made += 1
         yield
         self._rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
-        if (where := user_location()) is not None:
-            self._restored[optimizer] = where
+        if (location := user_location()) is not None:
+            self._restored[optimizer] = location
 
     def _scaler_steps(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         self.scaler = scaler if scaler.is_enabled() else None
@@ -109,11 +109,11 @@ class LineRecorder(Recorder):
         watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
-        where = user_location()
-        times = self._evaluated[where] = self._evaluated.get(where, 0) + 1
-        for watch in watches if times <= _MOST_TIMES else ():
-            if (watch.number, "mode", where) not in self._seen and (path := _path_in(watch, module)) is not None:
-                self._note(watch, "mode", "eval", (path,), where)
+        location = user_location()
+        count = self._evaluated[location] = self._evaluated.get(location, 0) + 1
+        for watch in watches if count <= _MOST_TIMES else ():
+            if (watch.number, "mode", location) not in self._seen and (path := _path_in(watch, module)) is not None:
+                self._note(watch, "mode", "eval", (path,), location)
 
     def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
         self._note_parameters("requires_grad", "requires_grad_", thing)
@@ -125,17 +125,17 @@ class LineRecorder(Recorder):
 
     def _tensor_hooked(self, _tensor: torch.Tensor, hook: Any) -> None:
         code = None if isinstance(hook, UnpickledHook) else code_of(hook)
-        if code is not None and code not in self._hooks and (where := user_location()) is not None:
-            self._hooks[code] = where
+        if code is not None and code not in self._hooks and (location := user_location()) is not None:
+            self._hooks[code] = location
 
     def note_step_in_backward(self, optimizer: Any) -> None:
         """Record an optimizer step during backward, before DDP has averaged the gradients."""
-        held = {id(p) for p in parameters_of(optimizer)}
+        param_ids = {id(p) for p in parameters_of(optimizer)}
         hooks = (self._hooks.get(frame.f_code) for frame in frames_from(sys._getframe(1)))
-        where = next(filter(None, hooks), None) or user_location()
+        location = next(filter(None, hooks), None) or user_location()
         for watch in list(self._run.watches):
-            if not watch.is_sharded and (names := tuple(n for n, p in watch.module_parameters() if id(p) in held)):
-                self._note(watch, "stepped", f"{type(optimizer).__name__}.step", names, where)
+            if not watch.is_sharded and (names := tuple(n for n, p in watch.module_parameters() if id(p) in param_ids)):
+                self._note(watch, "stepped", f"{type(optimizer).__name__}.step", names, location)
 
     def _note_parameters(self, what: str, how: str, thing: Any) -> None:
         watches = list(self._run.watches)

@@ -51,9 +51,9 @@ def _note_raised(file: Path, error: Exception) -> None:
     from ddpcheck.findings.replace import replace
 
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__qualname__}{f': {lines[0]}' if lines else ''}"
-    noted = json.decode(file.read_bytes(), type=Joining)
-    file.with_suffix(RAISED).write_bytes(json.encode(replace(noted, error=said)))
+    message = f"{type(error).__qualname__}{f': {lines[0]}' if lines else ''}"
+    joining = json.decode(file.read_bytes(), type=Joining)
+    file.with_suffix(RAISED).write_bytes(json.encode(replace(joining, error=message)))
 
 
 def _joining(given: Mapping[str, Any]) -> Any:

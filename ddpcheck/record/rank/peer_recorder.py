@@ -37,8 +37,8 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
         parameters = tuple(inspect.signature(original).parameters)
 
         def around(*arguments: Any, **named: Any) -> Generator[None, Any, None]:
-            given = {**dict(zip(parameters, arguments, strict=False)), **named}
-            wait = PeerWait(name, _peer_of(given), int(given.get("tag") or 0), str(user_location() or ""))
+            bound = {**dict(zip(parameters, arguments, strict=False)), **named}
+            wait = PeerWait(name, _peer_of(bound), int(bound.get("tag") or 0), str(user_location() or ""))
             if name in _RECEIVES:
                 self._receives(PeerReceived(wait.peer, self._run.steps > 0))
             if name in _STARTED:
@@ -81,6 +81,6 @@ def _peer_of(given: Mapping[str, Any]) -> int:
     peer = next((rank for key in ("dst", "src") if (rank := given.get(key)) is not None), None)
     if peer is not None:
         return int(peer)
-    in_group = next((rank for key in ("group_dst", "group_src") if (rank := given.get(key)) is not None), None)
+    group_rank = next((rank for key in ("group_dst", "group_src") if (rank := given.get(key)) is not None), None)
     group: Any = given.get("group") or dist.group.WORLD
-    return -1 if in_group is None else dist.get_global_rank(group, int(in_group))
+    return -1 if group_rank is None else dist.get_global_rank(group, int(group_rank))

@@ -187,11 +187,11 @@ class _WatchedRank:
         atexit.register(guarded(self._ended))
 
     def _constructed(self, wrapper: nn.Module, *arguments: Any, **named: Any) -> Iterator[None]:
-        watched = here = os.getpid() == self._process
-        if here and type(wrapper).__module__.startswith("ddpcheck."):
+        watched = in_rank = os.getpid() == self._process
+        if in_rank and type(wrapper).__module__.startswith("ddpcheck."):
             watched = False
-            why = f"the script watches its model itself ({type(wrapper).__name__}), so ddpcheck run does not compare it"
-            self._log.add(NotCompared(UNNUMBERED, why))
+            msg = f"the script watches its model itself ({type(wrapper).__name__}), so ddpcheck run does not compare it"
+            self._log.add(NotCompared(UNNUMBERED, msg))
         if watched and (begun := self._constructions.begun((wrapper, *arguments), named, _DDP.__init__)) is not None:
             self._log.add(begun)
         self._log.turn(begins=True)
@@ -228,11 +228,11 @@ class _WatchedRank:
         self._log.add_call(call if error is None or call.place else _while_handling(call, error))
 
     def _destroying(self, group: Any = None) -> Iterator[None]:
-        of_all = os.getpid() == self._process and dist.is_initialized() and group in (None, dist.group.WORLD)
-        if of_all and "gloo" in backend_of():
+        is_world = os.getpid() == self._process and dist.is_initialized() and group in (None, dist.group.WORLD)
+        if is_world and "gloo" in backend_of():
             time.sleep(_LAST_WORK)
         yield
-        if of_all:
+        if is_world:
             self._log.add(GroupDestroyed())
 
     def _waits_at_store(self, *_arguments: Any, **_named: Any) -> Iterator[None]:
@@ -308,9 +308,9 @@ class _WatchedRank:
         if os.getpid() != self._process:
             return None
         self._of_group[group := name_of_group(group_of(wrapper) or dist.group.WORLD)] += 1
-        of_group = self._of_group[group]  # equal on all ranks of the group, which construct wrappers in the same order
+        count = self._of_group[group]  # equal on all ranks of the group, which construct wrappers in the same order
         note = self._lines.note_changes
-        watch = ScriptWatch(self._run, wrapper, note, began_alike=began_alike, of_group=of_group, built=built, at=at)
+        watch = ScriptWatch(self._run, wrapper, note, began_alike=began_alike, of_group=count, built=built, at=at)
         if watch.is_off:
             return None
         self._watches.add(watch)
@@ -324,9 +324,9 @@ class _WatchedRank:
         """Detect a backward pass through an overwritten tensor, and gradients summed by hand."""
         self._sums.note_left(call, given)
         tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
-        of_all = len(call.members) == dist.get_world_size()
-        is_sum, is_average = (of_all and call.operation == "all_reduce" and op == one for one in _SUMS)
-        if call.operation in ("all_reduce", "broadcast") and of_all:
+        is_world = len(call.members) == dist.get_world_size()
+        is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)
+        if call.operation in ("all_reduce", "broadcast") and is_world:
             self._optimizers.states.note_together(tensor)
             if is_sum:
                 self._optimizers.note_sum(tensor, Location.parse(call.location), call.callers)
@@ -337,9 +337,9 @@ class _WatchedRank:
 
         def on_gradient(gradient: torch.Tensor) -> None:
             factor = float(gradient) if gradient.numel() == 1 else None
-            same = fingerprint(gradient) if is_sum or is_average else 0
-            line = Location.parse(call.location)
-            self._log.add(ReducedInPlace(call.operation, line, gradient.numel(), factor, same, is_average))
+            digest = fingerprint(gradient) if is_sum or is_average else 0
+            location = Location.parse(call.location)
+            self._log.add(ReducedInPlace(call.operation, location, gradient.numel(), factor, digest, is_average))
             handle.remove()
 
         if self._overwritings < _MOST_OVERWRITINGS:
@@ -349,8 +349,8 @@ class _WatchedRank:
     def _failed(self, error: Exception, recorder: Recorder) -> None:
         self._watches.discard(recorder)
         steps = max([self._run.steps, *(watch.step for watch in self._watches)])
-        where = recorder.name, recorder.subjects, steps
-        self._log.add(WatchingFailed(whole_traceback(error), *where, in_a_line(error)))
+        fields = recorder.name, recorder.subjects, steps
+        self._log.add(WatchingFailed(whole_traceback(error), *fields, in_a_line(error)))
 
     def _ended(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:
@@ -379,11 +379,11 @@ def _while_handling(call: Call, error: BaseException) -> Call:
     if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return call
     with contextlib.suppress(Exception):  # `__str__` of the exception may raise
-        kind, text, where = type(error).__qualname__, str(error), exception_location(error)
+        kind, text, location = type(error).__qualname__, str(error), exception_location(error)
         if (original := original_of(error)) is not None:
-            kind, text, where = original.type, original.text, original.location or where
+            kind, text, location = original.type, original.text, original.location or location
         lines = text.strip().splitlines() or [""]
-        return replace(call, place=place_of_handling(kind, where, lines[0]))
+        return replace(call, place=place_of_handling(kind, location, lines[0]))
     return call
 
 

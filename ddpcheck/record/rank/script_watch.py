@@ -118,8 +118,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self.is_sharded = self._recorder.is_sharded
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
-        of_all = len(self._recorder.ranks) == dist.get_world_size()
-        self._gathers_together = mesh is not None and (of_all or self._gathers_in is not None)
+        is_world = len(self._recorder.ranks) == dist.get_world_size()
+        self._gathers_together = mesh is not None and (is_world or self._gathers_in is not None)
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
@@ -153,11 +153,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     def has_other_shards(self) -> bool:
         """Return True if the module uses new shards, e.g. after `load_state_dict(assign=True)`."""
-        name, known = next(iter(self.parameters.items()), ("", None))
-        here: Any = self.module
-        for part in name.split("."):
-            here = getattr(here, part, None)
-        return here is not known and isinstance(here, torch.Tensor) and is_shard(here)
+        name, param = next(iter(self.parameters.items()), ("", None))
+        value: Any = self.module
+        for attribute in name.split("."):
+            value = getattr(value, attribute, None)
+        return value is not param and isinstance(value, torch.Tensor) and is_shard(value)
 
     def shards_forward(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Record the start of a sharded module's forward pass, and its all-gather."""
@@ -170,8 +170,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     def note_scale(self, name: str, part: nn.Module, where: Location | None) -> None:
         """Record a call that sets the divisor of a sharded module's reduction."""
-        theirs = {id(p) for p in part.parameters()}
-        names = tuple(n for n, p in self.module_parameters() if id(p) in theirs)
+        param_ids = {id(p) for p in part.parameters()}
+        names = tuple(n for n, p in self.module_parameters() if id(p) in param_ids)
         self._log.add(ModuleChanged(self.number, "scale", name, names, where, self.forwards, self.step))
 
     def note_module(self, path: str, part: nn.Module, where: Location | None) -> None:
@@ -219,8 +219,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     def later_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return parameters added, replaced or unfrozen after wrapping, by name."""
         changed = self._recorder.history.changed()
-        known = dict(self.module_parameters())
-        return ((name, known[name]) for name, how in changed.items() if how in _SINCE and name in known)
+        params = dict(self.module_parameters())
+        return ((name, params[name]) for name, kind in changed.items() if kind in _SINCE and name in params)
 
     def path_of(self, module: nn.Module) -> str | None:
         """Return the path of a module at wrapping time, or `None` if unknown."""
@@ -306,15 +306,15 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if was_attached and not failing:
             self._replica.write_buffers()
             self._pace.ended(self.step)
-        if was_attached and (apart := self._marks.at_last()) is not None:
-            self._log.add(apart)
+        if was_attached and (mark := self._marks.at_last()) is not None:
+            self._log.add(mark)
         self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
         if was_attached and not failing and self.is_sharded and self.step:
             self._replica.write_statistics(self.step)
-        if was_attached and not failing and (last := self._recorder.last_report()) is not None:
-            self._log.add(StepsReported(self.number, last, closing=self._recorder.settles))
+        if was_attached and not failing and (report := self._recorder.last_report()) is not None:
+            self._log.add(StepsReported(self.number, report, closing=self._recorder.settles))
 
     # Methods of `Door`
 
@@ -358,8 +358,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._is_fresh = True
             if self.is_sharded:
                 self._reduced = {name: size for name, size in self._norms().items() if LEAST < size < math.inf}
-            if (given := ended.snapshot) is not None:
-                self._inputs.trained(step, (given.arguments, dict(given.named)), self._collectives.line)
+            if (snapshot := ended.snapshot) is not None:
+                self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)
 
     def _report(self, mine: RankReport) -> None:

@@ -79,17 +79,17 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
                 Patch(state, name, functools.partial(_never_compiled, around=around))
 
     def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
-        where = user_location()
+        location = user_location()
         for module in (modules,) if isinstance(modules, nn.Module) else modules:  # torch 2.4 passes one module
-            self._lines[module] = where
+            self._lines[module] = location
 
     def _scaled(self, name: str, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
-        where = user_location()
+        location = user_location()
         watch = self._known[module][0]() if module in self._known else None
         if watch is not None:
-            watch.note_scale(name, module, where)
+            watch.note_scale(name, module, location)
         else:
-            self._scales.setdefault(module, []).append((name, where))
+            self._scales.setdefault(module, []).append((name, location))
 
     def _follow_values(self, home: ModuleType) -> None:
         parameter = vars(home).get("FSDPParam")
@@ -126,27 +126,27 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         In the first forward pass, torch adopts new shards.
         """
         assigned, self._assigned = self._assigned, []
-        for one in assigned:
-            module, name, given, where = one
-            part, parameter = module(), given()
+        for entry in assigned:
+            module_ref, name, param_ref, location = entry
+            part, parameter = module_ref(), param_ref()
             path = None if part is None else watch.path_of(part)
             if part is None or parameter is None:
                 continue
             if path is None:
-                self._assigned.append(one)
+                self._assigned.append(entry)
                 continue
             used = set() if first else shards_in_use_as(watch.module, part, name)
             if id(parameter) not in used if used else not is_shard(parameter):
-                watch.note_replaced(f"{path}.{name}".lstrip("."), where, later=not first)
+                watch.note_replaced(f"{path}.{name}".lstrip("."), location, later=not first)
 
     def _before(self, _state: Any, module: nn.Module, arguments: Any, named: Any) -> Iterator[None]:
         first = module not in self._known
-        made, prefix = self._begin(module) if first else self._known[module]
-        watch = made()
+        watch_ref, prefix = self._begin(module) if first else self._known[module]
+        watch = watch_ref()
         if watch is not None and watch.module is module and watch.has_other_shards():
             watch.close()
-            made, prefix = self._begin(module)
-            watch = made()
+            watch_ref, prefix = self._begin(module)
+            watch = watch_ref()
         if watch is not None and watch.module is module:
             self._note_replaced(watch, first=first)
             watch.shards_forward(module, arguments, named)
@@ -163,20 +163,20 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
     def _begin(self, module: nn.Module) -> tuple[Callable[[], ScriptWatch | None], str]:
         """Watch the outermost module, whose forward pass runs first."""
         watch = self._watch(module, self._values_of(module), self._lines.get(module))
-        made: Callable[[], ScriptWatch | None] = (lambda: None) if watch is None else ref(watch)
+        watch_ref: Callable[[], ScriptWatch | None] = (lambda: None) if watch is None else ref(watch)
         for path, part in module.named_modules():
-            self._known[part] = made, f"{path}." if path else ""
-            for name, where in self._scales.pop(part, ()):
+            self._known[part] = watch_ref, f"{path}." if path else ""
+            for name, location in self._scales.pop(part, ()):
                 if watch is not None:
-                    watch.note_scale(name, part, where)
+                    watch.note_scale(name, part, location)
             if part in self._modules and watch is not None:
                 watch.note_module(path, part, self._modules.pop(part))
         return self._known[module]
 
     def _values_of(self, module: nn.Module) -> dict[str, int]:
-        found = {}
+        values = {}
         for name, shard in module.named_parameters():
-            known, whole, before = self._built.pop(id(shard), (lambda: None, 0, 0))
-            if known() is shard and fingerprint(shard) == before:
-                found[name] = whole
-        return found
+            shard_ref, whole, before = self._built.pop(id(shard), (lambda: None, 0, 0))
+            if shard_ref() is shard and fingerprint(shard) == before:
+                values[name] = whole
+        return values

@@ -97,5 +97,5 @@ def follow_ends() -> None:
 def _tell(error: BaseException | None) -> None:
     if isinstance(error, SystemExit) and error.code:  # torch.multiprocessing exits with 1 after an exception
         error = error.__context__ or error
-    for told in on_end:
-        told(error)
+    for callback in on_end:
+        callback(error)

@@ -81,17 +81,17 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             tensors, backend = tensors_of(given), dist.get_backend(given.get("group"))
             result = id(given.get("tensor"))
             versions = [  # views share the version counter of their base
-                (tensor_ref(one), version_of(one) + (id(one) == result and _writes(one, call, backend)))
-                for one in map(given.get, _GIVEN)
-                if isinstance(one, torch.Tensor) and not one._is_view()
-                if all(other._base is not one for other in tensors)
+                (tensor_ref(tensor), version_of(tensor) + (id(tensor) == result and _writes(tensor, call, backend)))
+                for tensor in map(given.get, _GIVEN)
+                if isinstance(tensor, torch.Tensor) and not tensor._is_view()
+                if all(t._base is not tensor for t in tensors)
             ]
             self._before = (id(given), versions)
 
     def _started(self, call: Call, given: Mapping[str, Any], work: object) -> None:
-        where = Location.parse(call.location)
+        location = Location.parse(call.location)
         tensors = tensors_of(given)
-        if not tensors or where is None or isinstance(work, _COALESCED) or not _is_of_program(sys._getframe(1)):
+        if not tensors or location is None or isinstance(work, _COALESCED) or not _is_of_program(sys._getframe(1)):
             return
         if not self._follows:
             self._follows = True
@@ -103,7 +103,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._pending[id(work)] = _Pending(
             handle,
             call.operation,
-            where,
+            location,
             all(tensor.device.type == "cpu" for tensor in tensors),
             [*map(weakref.ref, tensors)],
             {*map(place_of, tensors)},
@@ -130,7 +130,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         if pending is None or not pending.on_cpu or not self._looks_at(pending):
             return
         of_gradients = self._are_gradients(pending.places)
-        if of_gradients or _are_held([tensor for one in pending.tensors if (tensor := one()) is not None]):
+        if of_gradients or _are_held([tensor for ref in pending.tensors if (tensor := ref()) is not None]):
             self._add(WorkDropped(pending.operation, pending.location, of_gradients))
 
     def _looks_at(self, pending: _Pending) -> bool:
@@ -152,14 +152,14 @@ def _writes(tensor: torch.Tensor, call: Call, backend: str) -> bool:
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if a program variable, container or module refers to a tensor."""
-    wanted = set(map(id, tensors))
-    for _, value, _ in program_variables(depth=1) if wanted else ():
-        held: Iterable[object] = (value,)
+    tensor_ids = set(map(id, tensors))
+    for _, value, _ in program_variables(depth=1) if tensor_ids else ():
+        objects: Iterable[object] = (value,)
         if type(value) in (list, tuple, dict):
-            held = list(value.values() if type(value) is dict else value)
+            objects = list(value.values() if type(value) is dict else value)
         elif issubclass(type(value), nn.Module):
-            held = itertools.chain(nn.Module.buffers(value), nn.Module.parameters(value))
-        if not wanted.isdisjoint(map(id, held)):
+            objects = itertools.chain(nn.Module.buffers(value), nn.Module.parameters(value))
+        if not tensor_ids.isdisjoint(map(id, objects)):
             return True
     return False
 

@@ -55,10 +55,10 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         key = None if frame is None else (frame.f_code, frame.f_lineno)
         line = self._lines.get(key)
         if line is None:
-            where = user_location(frame) if frame is not None else None
+            location = user_location(frame) if frame is not None else None
             if len(self._lines) >= _MOST_LINES:  # code objects may be created anew in each step
                 self._lines.clear()
-            line = self._lines[key] = self._by_location.setdefault(where, _Line(where))
+            line = self._lines[key] = self._by_location.setdefault(location, _Line(location))
         self.forwards += 1
         line.forwards += 1
         self._last = line
@@ -79,8 +79,8 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         """Record the buffer broadcast of a DDP forward pass, if any."""
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
             if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
-                which = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
-                note_collective(DDP_FORWARD, ", ".join(which), wrapper.process_group)
+                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
+                note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
 
     def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
         """Return True if DDP exchanges the bucket order: first training forward after a backward."""
@@ -90,8 +90,8 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
         """Record the all-gather of a sharded module's forward pass."""
-        where = user_location()
-        line = self._by_location.get(where, _Line(where))
+        location = user_location()
+        line = self._by_location.get(location, _Line(location))
         place = ""
         if torch.is_grad_enabled():
             place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)

@@ -63,22 +63,22 @@ _SIMILAR_NORM = 0.7  # norm ratio; an average of two starts stays above, althoug
 def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
     """Return the tables that an object holds, e.g. a dataset."""
     name = type(holder).__name__
-    held = getattr(holder, "__dict__", {})
+    attrs = getattr(holder, "__dict__", {})
     file = file_of_class(type(holder))
-    where = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
-    found = [DerivedTable(f"{name}.{key}", table, location) for key, item in held.items() if (table := _table(item))]
-    found = [replace(one, location=(where and last_assignment(where, one.name)) or location) for one in found]
-    return found + [one for key, item in held.items() for one in _places_in(f"{name}.{key}", item, where)]
+    until = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
+    tables = [DerivedTable(f"{name}.{key}", table, location) for key, item in attrs.items() if (table := _table(item))]
+    tables = [replace(t, location=(until and last_assignment(until, t.name)) or location) for t in tables]
+    return tables + [t for key, item in attrs.items() for t in _places_in(f"{name}.{key}", item, until)]
 
 
 def tables_of_program() -> list[DerivedTable]:
     """Return dictionaries and text lists in variables of running user functions and modules."""
-    found: list[DerivedTable] = []
-    for path, value, where in program_variables(depth=1):
+    tables: list[DerivedTable] = []
+    for path, value, location in program_variables(depth=1):
         if table := _table(value):
-            found.append(DerivedTable(path, table, where and _line_of(path, where)))
-        found += _places_in(path, value, where)
-    return found
+            tables.append(DerivedTable(path, table, location and _line_of(path, location)))
+        tables += _places_in(path, value, location)
+    return tables
 
 
 def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
@@ -102,10 +102,10 @@ def _table(value: Any) -> dict[str, str] | None:
     """Return a dictionary of plain keys and values as `repr` strings, or `None`."""
     if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
         return None
-    held = value.copy()  # copy first: another thread may change the dictionary
-    if not all(issubclass(type(item), str | int) for pair in held.items() for item in pair):  # safe for proxy objects
+    table = value.copy()  # copy first: another thread may change the dictionary
+    if not all(issubclass(type(item), str | int) for pair in table.items() for item in pair):  # safe for proxy objects
         return None
-    return {repr(key): repr(item) for key, item in held.items()}
+    return {repr(key): repr(item) for key, item in table.items()}
 
 
 # Models
@@ -138,15 +138,15 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         steps = {*map(id, held)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
         # a teacher may be wrapped for its buffers while frozen: no step of its own is compared
-        watched = [(w, every) for w, every in watched if any(p.requires_grad or id(p) in steps for p in every.values())]
-        wrapped = [one for watch, every in watched if not watch.is_sharded for one in _of_wrapped(watch, every)]
+        watched = [(w, named) for w, named in watched if any(p.requires_grad or id(p) in steps for p in named.values())]
+        wrapped = [params for watch, named in watched if not watch.is_sharded for params in _of_wrapped(watch, named)]
         wrapped.sort(key=len, reverse=True)  # a module may contain another: largest first
-        trained = steps | {id(p) for of_one in wrapped for p in of_one.values()}
-        trained.update(id(p) for _, every in watched for p in every.values())
+        trained = steps | {id(p) for params in wrapped for p in params.values()}
+        trained.update(id(p) for _, named in watched for p in named.values())
         seen: set[int] = set()
         parts = functools.cache(lambda: _parts_of(watch for watch, _ in watched))
         self._uses.follow_wrapped()
-        for path, value, where in program_variables(depth=2, nested=_MOST_NESTED) if wrapped else ():
+        for path, value, location in program_variables(depth=2, nested=_MOST_NESTED) if wrapped else ():
             if id(value) in seen or not issubclass(type(value), nn.Module | dict | list):
                 continue
             if isinstance(value, nn.Module) and not _can_be_followed(value, trained):
@@ -156,7 +156,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
             if any(node_of(tensor) is not None for tensor in state.values()):
                 continue  # differentiated in an inner loop
             if state and not stays:
-                self._first[path] = id(value), self._described(optimizer, count, path, value, state, where)
+                self._first[path] = id(value), self._described(optimizer, count, path, value, state, location)
                 state = {}
             copies = bool(state)
             if not state and isinstance(value, nn.Module):
@@ -168,8 +168,8 @@ class StateRecorder(Recorder, subjects=("replicas",)):
                     if first is not None and seen_as == id(value):  # now known to stay
                         self._run.add(first)
                 if copies and isinstance(value, nn.Module):
-                    self._uses.follow(value, path, _line_of(path, where))
-                self._run.add(self._described(optimizer, count, path, value, state, where, copies=copies))
+                    self._uses.follow(value, path, _line_of(path, location))
+                self._run.add(self._described(optimizer, count, path, value, state, location, copies=copies))
 
     def _described(
         self,
@@ -187,9 +187,9 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         together = min(self._together[place_of(tensor)] for tensor in state.values())
         kind, line = type(value).__name__, _line_of(path, where)
         if not copies:
-            line = next((at for name in state if (at := writing_line(value, name)) is not None), line)
-        other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
-        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, other)
+            line = next((location for name in state if (location := writing_line(value, name)) is not None), line)
+        is_other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
+        return StateHeld(optimizer, count, path, kind, values, copies, used, line, together, is_other)
 
     def note_together(self, tensor: Any) -> None:
         """Count a collective that made a tensor equal on all ranks."""
@@ -220,18 +220,18 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         if not items or not all(issubclass(type(item), torch.Tensor) for item in items):
             return {}, False
         first = items[0]
-        before, self._seen[path] = self._seen.get(path), tensor_ref(first)
-        stays = before is not None and before() is first
+        last_ref, self._seen[path] = self._seen.get(path), tensor_ref(first)
+        stays = last_ref is not None and last_ref() is first
         if stays:
             self._stay.add(path)
         stays = stays if isinstance(value, list) else path in self._stay or "." in path
         tensors, by_name = _by_name(value), isinstance(value, dict)
-        for ours in wrapped:
-            if found := _like(ours, tensors, by_name=by_name):
-                return (found if _is_near(found, ours) else {}), stays
-        for ours in parts():
-            if (found := _like(ours, tensors, by_name=by_name)) and _points_alike(found, ours):
-                return found, stays
+        for params in wrapped:
+            if matched := _like(params, tensors, by_name=by_name):
+                return (matched if _is_near(matched, params) else {}), stays
+        for params in parts():
+            if (matched := _like(params, tensors, by_name=by_name)) and _points_alike(matched, params):
+                return matched, stays
         return {}, False
 
     def _of_criterion(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -275,7 +275,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
 def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[Mapping[str, torch.Tensor]]:
     """Return the synchronized parameters, and all parameters if some are frozen."""
     trained = watch.parameters
-    return [one for one in (trained, every if len(every) > len(trained) else {}) if trained and one]
+    return [params for params in (trained, every if len(every) > len(trained) else {}) if trained and params]
 
 
 def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
@@ -289,8 +289,8 @@ def _is_of_a_part(tensors: Mapping[str, torch.Tensor], parts: Iterable[Mapping[s
     """Return True if a module copies a part: same layers, or similar weights."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layers = {name.rpartition(".")[0] for name in tensors}
-    alike = (one for one in parts if {name: tensor.shape for name, tensor in one.items()} == shapes)
-    return any(len(layers) > 1 or _points_alike(tensors, one) for one in alike)
+    candidates = (part for part in parts if {name: tensor.shape for name, tensor in part.items()} == shapes)
+    return any(len(layers) > 1 or _points_alike(tensors, part) for part in candidates)
 
 
 def _like(
@@ -299,8 +299,8 @@ def _like(
     """Return `tensors` that match `ours` by name or place, and shape; else {}."""
     if not by_name:
         ours = _by_name(list(ours.values())) if len(ours) == len(tensors) else {}
-    found = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
-    return found if len(found) == len(ours) and all(found[n].shape == ours[n].shape for n in found) else {}
+    matched = {n: tensors[n] for n in ours if n in tensors and not (by_name and tensors[n].requires_grad)}
+    return matched if len(matched) == len(ours) and all(matched[n].shape == ours[n].shape for n in matched) else {}
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -331,15 +331,15 @@ def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
 def _points_alike(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
     """Return True if the largest parameters point alike, with enough elements of both signs."""
     a, b = _largest(found, ours)
-    known = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
-    return bool(known and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
+    is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
+    return bool(is_enough and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
 
 
 def _largest(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return leading elements of the matching tensor, and of our largest parameter."""
     name = max(ours, key=lambda name: ours[name].numel())
-    place = name if name in found else str(list(ours).index(name))
-    a, b = (_plain(one.detach().flatten()[:_MOST_NUMBERS]) for one in (found[place], ours[name]))
+    key = name if name in found else str(list(ours).index(name))
+    a, b = (_plain(t.detach().flatten()[:_MOST_NUMBERS]) for t in (found[key], ours[name]))
     return a, b
 
 
@@ -357,10 +357,10 @@ def _can_be_followed(module: nn.Module, trained: Set[int]) -> bool:
     try:
         if any(id(p) in trained for p in nn.Module.parameters(module)):
             return False
-        held = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
+        tensors = [*_parameters(module).values(), *(tensor for _, tensor in nn.Module.named_buffers(module))]
     except AttributeError:  # `__init__` was not called
         return False
-    return not isinstance(module, torch.jit.ScriptModule) and not any(map(nn.parameter.is_lazy, held))
+    return not isinstance(module, torch.jit.ScriptModule) and not any(map(nn.parameter.is_lazy, tensors))
 
 
 # Variables
@@ -372,27 +372,27 @@ def names_of_parameters(wanted: set[int]) -> dict[int, str]:
     kinds = ((item, type(item)) for item in gc.get_objects())
     modules = [item for item, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, wrapper)]
     children = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for module in modules:
         if id(module) not in children and "_parameters" in vars(module):
             for name, parameter in module.named_parameters():
                 if id(parameter) in wanted:
-                    found.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-    return found
+                    names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+    return names
 
 
 def names_of_tensors(wanted: set[int]) -> dict[int, str]:
     """Return variable paths of wanted tensors, also in lists, tuples and dicts."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for path, value, _ in program_variables(depth=1):
         if id(value) in wanted:
-            found.setdefault(id(value), path)
+            names.setdefault(id(value), path)
         kind = type(value)
         items = enumerate(value) if kind in (list, tuple) else value.items() if kind is dict else ()
         for key, item in itertools.islice(items, _MOST_OBJECTS):
             if id(item) in wanted:
-                found.setdefault(id(item), f"{path}[{key!r}]")
-    return found
+                names.setdefault(id(item), f"{path}[{key!r}]")
+    return names
 
 
 def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, Location]]:
@@ -404,12 +404,12 @@ def program_variables(depth: int, nested: int = 0) -> Iterator[tuple[str, Any, L
     names: set[str] = set()
     for frame in frames_from(sys._getframe(1)):
         if is_user_file(frame.f_code.co_filename):
-            where = location_of(frame)
+            location = location_of(frame)
             for name, value in itertools.chain(variables_of(frame).items(), list(frame.f_globals.items())):
                 for path, item in _followed(name, value, depth, nested):
                     if path not in names and len(names) < _MOST_OBJECTS:
                         names.add(path)
-                        yield path, item, where
+                        yield path, item, location
 
 
 def _followed(path: str, value: Any, depth: int, nested: int) -> Iterator[tuple[str, Any]]:

@@ -71,11 +71,11 @@ class ReplicaCapture:
         return fingerprints(self._tensors(parameters).items())
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
-        found = self._known.now().parameters if parameters is None else parameters
-        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, found.values())):  # usual case
-            return {**found}
-        whole = {n: p for n, p in found.items() if not (n in self._shards or is_shard(p) or is_part(p))}
-        return {**whole, **self._shards} if self._with_shards else whole
+        params = self._known.now().parameters if parameters is None else parameters
+        if not self._shards and not has_parts() and _PLAIN.issuperset(map(type, params.values())):  # usual case
+            return {**params}
+        unsharded = {n: p for n, p in params.items() if not (n in self._shards or is_shard(p) or is_part(p))}
+        return {**unsharded, **self._shards} if self._with_shards else unsharded
 
     def capture(
         self,
@@ -107,10 +107,10 @@ class ReplicaCapture:
         self.count += 1
         if step:
             return ReplicaState(description, values)
-        alone = {name for name, p in parts.parameters.items() if is_part(p)}
+        part_names = {name for name, p in parts.parameters.items() if is_part(p)}
         before = (
-            {name: value for name, value in then.items() if name not in alone}
-            for then in (self._constructed, self._at_first_forward)
+            {name: value for name, value in digests.items() if name not in part_names}
+            for digests in (self._constructed, self._at_first_forward)
         )
         return ReplicaState(description, values, *before)
 
@@ -119,7 +119,7 @@ def _gradients(
     trained: Mapping[str, torch.Tensor], reduced: Mapping[str, torch.Tensor], rows: InRows
 ) -> dict[str, int]:
     """Return the fingerprints of gradients; 0 for a missing gradient."""
-    there = {name: p.grad for name, p in trained.items() if p.grad is not None}
-    others = {name: gradient for name, gradient in there.items() if reduced.get(name) is not trained[name]}
-    known = {**fingerprints(rows), **fingerprints(others.items())}
-    return {name: known[name] if name in there else 0 for name in trained}
+    grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    others = {name: gradient for name, gradient in grads.items() if reduced.get(name) is not trained[name]}
+    digests = {**fingerprints(rows), **fingerprints(others.items())}
+    return {name: digests[name] if name in grads else 0 for name in trained}

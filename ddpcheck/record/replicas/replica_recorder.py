@@ -60,9 +60,9 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
         Called at an optimizer step: some scripts move parameters temporarily between forward and backward.
         """
-        of_step, self._captured = self._captured, None
-        if of_step is not None:
-            captured, parameters = of_step
+        pending, self._captured = self._captured, None
+        if pending is not None:
+            captured, parameters = pending
             values = replace(captured.state.values, parameters=self._recorder.replica.parameters(parameters))
             tensors, sharded = self._recorder.parameters, captured.shard >= 0
             in_parts = not sharded and not captured.step and len(self._recorder.ranks) < self._world_size
@@ -85,8 +85,8 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         """Keep the state after the backward pass of a step, to be written later."""
         tensors = self._recorder.parameters
         gradients = {name: p.grad for name, p in tensors.items() if p.grad is not None}
-        self.reduced = left = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
-        state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, left))
+        self.reduced = rows = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
+        state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
         self._note_writes(buffers, step)
         state = replace(state, values=replace(state.values, buffers=buffers))
@@ -103,8 +103,8 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             beside = {*probe.beside, *(name for name, gradient in gradients.items() if is_subnormal(gradient))}
             local = {name: kept for name, kept in probe.local.items() if name not in beside}
             own, averaged = (
-                {name: Sketch("f", numbers) for name, numbers in of_all.items()}
-                for of_all in (short_sketches(_by_shard(local)), _reduced(left, probe.held))
+                {name: Sketch("f", numbers) for name, numbers in vectors.items()}
+                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.held))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
             if probe.hooked.changed or probe.hooked.factors:
@@ -118,21 +118,21 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
         `fully_shard` does not synchronize running statistics; a script may do so from time to time.
         """
-        theirs = batch_statistics(dict(self._module.named_modules()))
-        buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in theirs)
+        statistics = batch_statistics(dict(self._module.named_modules()))
+        buffers = fingerprints((name, buffer) for name, buffer in self._module.named_buffers() if name in statistics)
         if buffers:
             values = DdpStepEvidence(self._recorder.rank, step, buffers=buffers)
             self._log.add(ReplicaCaptured(self._number, step, ReplicaState(ModuleDescription(), values)))
 
     def _own_buffers(self, values: Mapping[str, int], parts: Parts) -> dict[str, int]:
-        theirs = batch_statistics(parts.modules) if values else set()
-        return {name: value for name, value in values.items() if name not in theirs}
+        statistics = batch_statistics(parts.modules) if values else set()
+        return {name: value for name, value in values.items() if name not in statistics}
 
     def _note_writes(self, buffers: dict[str, int], step: int) -> None:
         changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
         for name in sorted(changed - self._written):
-            where = writing_line(self._module, name)
-            self._log.add(ModuleChanged(self._number, "buffer", "", (name,), where, step=step))
+            location = writing_line(self._module, name)
+            self._log.add(ModuleChanged(self._number, "buffer", "", (name,), location, step=step))
         self._buffers, self._written = buffers, self._written | changed
 
 
@@ -140,11 +140,11 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     """Return kept gradients by name, and parts by "shard number/name"."""
     return {
         name: kept
-        for of_all, parts in local.items()
+        for param_name, parts in local.items()
         for name, kept in (
-            [(f"{number}/{of_all}", part) for number, part in enumerate(parts.parts)]
+            [(f"{number}/{param_name}", part) for number, part in enumerate(parts.parts)]
             if isinstance(parts, KeptParts)
-            else [(of_all, parts)]
+            else [(param_name, parts)]
         )
     }
 

@@ -27,7 +27,7 @@ def _follow_slots(names: list[str]) -> bool:
     """Return True if the hash slots rise for some table size, except at collisions."""
     hashes, size = [hash(name) for name in names], 8
     while size < _SLOTS * len(names):
-        rising = sum(one & (size - 1) <= other & (size - 1) for one, other in pairwise(hashes))
+        rising = sum(current & (size - 1) <= following & (size - 1) for current, following in pairwise(hashes))
         if rising >= _IN_ORDER * (len(names) - 1):
             return True
         size *= 2

@@ -47,23 +47,23 @@ class LoadRecorder(Recorder, subjects=("files",)):
         result = yield
         missing, unexpected = list(result.missing_keys), set(result.unexpected_keys)
         if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
-            for other in [one for one in self._in_vain if _holds(module, one) or _holds(one, module)]:
-                del self._in_vain[other]
+            for related in [m for m in self._in_vain if _holds(module, m) or _holds(m, module)]:
+                del self._in_vain[related]
         elif (prefix := common_prefix(missing, list(state))) is not None and len(self._in_vain) < _MOST:
-            name, of_state, keys = type(module).__name__, prefix[0], prefix[1]
+            name, has_prefix, keys = type(module).__name__, prefix[0], prefix[1]
             self.waits = True
-            self._in_vain[module] = NothingLoaded(name, user_location(), keys, of_state, len(missing))
+            self._in_vain[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
 
     def hand_over(self) -> None:
         """Report loads without effect, before an optimizer step or at the end."""
-        for one in list(self._in_vain.values()):
-            self._sink(one)
+        for entry in list(self._in_vain.values()):
+            self._sink(entry)
         self._in_vain.clear()
         self.waits = False
 
 
 def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(one is other for one in module.modules())
+    return any(submodule is other for submodule in module.modules())
 
 
 def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
@@ -73,17 +73,17 @@ def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bo
         (True if the state has the prefix, prefix), or None if no prefix matches most keys of the smaller side: a state
         may contain adapters only, or a module may be a part of the saved model.
     """
-    fewest, of_module, of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
-    for key, other in itertools.chain(
+    fewest, keys_of_module, keys_of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
+    for key, other_key in itertools.chain(
         itertools.product(missing[:4], unexpected), itertools.product(missing, unexpected[:4])
     ):
-        if other.endswith(f".{key}"):
-            prefix = other.removesuffix(key)
-            if 2 * sum(f"{prefix}{one}" in of_state for one in missing) > fewest:
+        if other_key.endswith(f".{key}"):
+            prefix = other_key.removesuffix(key)
+            if 2 * sum(f"{prefix}{name}" in keys_of_state for name in missing) > fewest:
                 return True, prefix
-        elif key.endswith(f".{other}"):
-            prefix = key.removesuffix(other)
-            if 2 * sum(f"{prefix}{one}" in of_module for one in unexpected) > fewest:
+        elif key.endswith(f".{other_key}"):
+            prefix = key.removesuffix(other_key)
+            if 2 * sum(f"{prefix}{name}" in keys_of_module for name in unexpected) > fewest:
                 return False, prefix
     return None
 
@@ -128,10 +128,10 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         if module in self._followed or len(self._followed) >= _MOST_MODULES:
             return
         if not any(map(is_shard, nn.Module.parameters(module))):
-            one = _Followed(name, location, wrapped)
+            entry = _Followed(name, location, wrapped)
             for layer in _layers(module):
                 if layer not in self._followed:
-                    self._followed[layer] = one
+                    self._followed[layer] = entry
                     after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
 
     def follow_wrapped(self) -> None:
@@ -151,34 +151,34 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._run.watches)):
             return
         self.follow(module, type(module).__name__, None)
-        for one in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
-            one.loaded, one.step, one.location = _digest(module), -1, user_location()
+        for entry in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
+            entry.loaded, entry.step, entry.location = _digest(module), -1, user_location()
 
     def _resets(self, layer: nn.Module) -> None:
         if self._run.steps:
             self._reset[layer] = user_location()
 
     def _called(self, module: nn.Module, *_arguments: Any) -> None:
-        one, step = self._followed.get(module), self._run.steps
-        if one is None or not step or not _evaluates(module, one):
+        use, step = self._followed.get(module), self._run.steps
+        if use is None or not step or not _evaluates(module, use):
             return
-        if one.step != step:
-            one.loaded = one.loaded if one.step == -1 else None
-            one.step, one.fresh = step, set()
+        if use.step != step:
+            use.loaded = use.loaded if use.step == -1 else None
+            use.step, use.fresh = step, set()
         lines = lines_of_program(sys._getframe(1))
-        if lines in one.fresh or not lines or (lines not in one.uses and len(one.uses) >= _MOST_LINES):
+        if lines in use.fresh or not lines or (lines not in use.uses and len(use.uses) >= _MOST_LINES):
             return
-        one.fresh.add(lines)
-        one.uses[lines] += 1
-        if one.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(one.uses[lines]):
+        use.fresh.add(lines)
+        use.uses[lines] += 1
+        if use.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(use.uses[lines]):
             return
-        if not one.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
+        if not use.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # trained by an optimizer
         digest = _digest(module)
         reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
-        statistics, where = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
+        statistics, line = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
         self._run.add(
-            StateUsed(step, one.name, lines, digest, one.wrapped, digest == one.loaded, one.location, statistics, where)
+            StateUsed(step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line)
         )
 
 

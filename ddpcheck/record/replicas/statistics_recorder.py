@@ -80,7 +80,7 @@ class _Look:
 
     def without_rows(self) -> _Look:
         """Return a copy for the comparison with the next look."""
-        return replace(self, inputs=[replace(one, rows=one.rows[:0]) for one in self.inputs], samples=[], whole=[])
+        return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], whole=[])
 
 
 @dataclass(slots=True)
@@ -127,22 +127,22 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
             hook = OutsideOfTraining(UnpickledHook(functools.partial(self._acts, state)))
             for part in (wrapper.module, *wrapper.module.children()):
-                own = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
-                if own and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
+                user = part is wrapper.module or type(part) is nn.Sequential or is_of_program(file_of_class(type(part)))
+                if user and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
                     before_forward(part, hook, with_kwargs=True)
 
     def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
         """Count a collective whose input may be a known statistic, or a multiple."""
-        known = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
-        if not known or len(call.members) < 2 or self._calls >= _MOST_CALLS:
+        sizes = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
+        if not sizes or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
         tensors = map(tensor_of, tree_leaves(dict(given)))
-        if not (handed := [one for one in tensors if one is not None and one.numel() >= min(known.values())]):
+        if not (inputs := [t for t in tensors if t is not None and t.numel() >= min(sizes.values())]):
             return
         self._calls += 1
-        now = _held(set(known.values()), lambda _: False)[0].held
-        names = known.keys() & now.keys()
-        self._exchanged.update(name for name in names if any(_contains(one, now[name]) for one in handed))
+        variables = _held(set(sizes.values()), lambda _: False)[0].held
+        names = sizes.keys() & variables.keys()
+        self._exchanged.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
     def _acts(self, state: _Followed, part: nn.Module, *given: Any) -> None:
         """Handle a call of a module part, by the wrapper or in a rollout."""
@@ -170,12 +170,12 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         for name, tally in state.tallies.items():
             if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
                 continue
-            tally.is_trained_on |= any(_are_from(tally, given, mean) for given in look.inputs)
+            tally.is_trained_on |= any(_are_from(tally, x, mean) for x in look.inputs)
             fits = tally.is_trained_on and tally.goes_on is not False and tally.moves.count(0) <= len(tally.moves) / 2
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
-            where, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
+            line, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
             exchanged, tally.moves = self._exchanged[name], []
-            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, where, exchanged))
+            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, exchanged))
 
     def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
@@ -190,16 +190,16 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
     _divide(look, last)
     changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
     finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
-    found = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
-    for name in changed if counts else found:
+    fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
+    for name in changed if counts else fits:
         tally, mean = state.tallies.setdefault(name, _Tally()), look.held[name]
         if begins:
-            tally.goes_on = name in found or tally.goes_on is True
-        tally.moves.append(found[name][0] if name in found else 0)
-        if name in found:
-            tally.features, tally.scale = mean.features, found[name][1]
-            alike = [given.rows for given in look.inputs if given.features == mean.features]
-            tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in alike]
+            tally.goes_on = name in fits or tally.goes_on is True
+        tally.moves.append(fits[name][0] if name in fits else 0)
+        if name in fits:
+            tally.features, tally.scale = mean.features, fits[name][1]
+            batches = [x.rows for x in look.inputs if x.features == mean.features]
+            tally.rows += [(rows.clone(), rows * tally.scale + mean.mean) for rows in batches]
 
 
 _Found = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by name of a statistic
@@ -221,51 +221,51 @@ def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
 
 def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables that moved like the mean of the inputs times a held scale."""
-    found: _Found = {}
+    fits: _Found = {}
     for name in changed:
         now, before = look.held[name], last.held[name]
         best = _FITS
-        for of, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
-            alike = [given for given in of.inputs if given.features == now.features > 1]
-            alike = [given for given in alike if _is_same_way(now, before, given)]
-            scales = _scales(scaled_by, name) if alike else torch.empty(0)
-            for given in alike if len(scales) else ():
-                moved, known = _moved(now, before, scales)
-                known &= given.rounding <= _ROUNDED * given.mean.norm()
-                residual = _residuals(moved * known, given.mean * known)
-                plain = (given.mean, given.mean - before.mean)  # plain sums or means of the inputs, no statistics
-                plainly = torch.minimum(*(_residuals(moved * known, one * known / scales) for one in plain))
-                residual[(residual * _CLEARLY >= plainly) | (known.sum(1) < 3)] = 1.0
+        for src, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
+            inputs = [x for x in src.inputs if x.features == now.features > 1]
+            inputs = [x for x in inputs if _is_same_way(now, before, x)]
+            scales = _scales(scaled_by, name) if inputs else torch.empty(0)
+            for x in inputs if len(scales) else ():
+                moved, mask = _moved(now, before, scales)
+                mask &= x.rounding <= _ROUNDED * x.mean.norm()
+                residual = _residuals(moved * mask, x.mean * mask)
+                plain = (x.mean, x.mean - before.mean)  # plain sums or means of the inputs, no statistics
+                plainly = torch.minimum(*(_residuals(moved * mask, base * mask / scales) for base in plain))
+                residual[(residual * _CLEARLY >= plainly) | (mask.sum(1) < 3)] = 1.0
                 number = int(residual.argmin())
                 if residual[number] < best:
-                    best, found[name] = float(residual[number]), (int(known[number].sum()) - 1, scales[number])
-    return found
+                    best, fits[name] = float(residual[number]), (int(mask[number].sum()) - 1, scales[number])
+    return fits
 
 
 def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
     """Return False if no positive scale fits the move to the inputs (quick test)."""
     moved, size = now.mean - before.mean, given.mean.norm()
-    known = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
-    return not bool((known & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
+    mask = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
+    return not bool((mask & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
 
 
 def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables subtracted from known samples that moved towards the samples' mean."""
-    found: _Found = {}
-    for given in look.inputs if changed else ():
+    fits: _Found = {}
+    for x in look.inputs if changed else ():
         for samples in look.samples:
-            for (offset, scale), name in itertools.product(_affine(given, samples), changed):
+            for (offset, scale), name in itertools.product(_affine(x, samples), changed):
                 now, before = look.held[name], last.held[name]
-                if now.features == given.features and _is_at(offset, scale, now):
+                if now.features == x.features and _is_at(offset, scale, now):
                     look.offsets[name] = samples.mean
-                elif now.features != given.features or not _is_at(offset, scale, before):
+                elif now.features != x.features or not _is_at(offset, scale, before):
                     continue
-                moved, known = _moved(now, before, scale[None])
-                known &= offset.abs() > _CLEARLY * _SAME * scale
+                moved, mask = _moved(now, before, scale[None])
+                mask &= offset.abs() > _CLEARLY * _SAME * scale
                 for mean in (samples.mean, last.offsets.get(name)):  # updated before or after use
-                    if mean is not None and _are_shares(moved * known, (mean - before.mean) / scale * known)[0]:
-                        found[name] = max(1, int(known.sum()) - 1), scale
-    return found
+                    if mean is not None and _are_shares(moved * mask, (mean - before.mean) / scale * mask)[0]:
+                        fits[name] = max(1, int(mask.sum()) - 1), scale
+    return fits
 
 
 def _is_at(offset: torch.Tensor, scale: torch.Tensor, one: _Numbers) -> bool:
@@ -274,18 +274,18 @@ def _is_at(offset: torch.Tensor, scale: torch.Tensor, one: _Numbers) -> bool:
 
 def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables that moved towards the mean of a table with the raw inputs."""
-    found: _Found = {}
+    fits: _Found = {}
     for whole in look.whole if changed else ():
         for name in (name for name in changed if look.held[name].features == whole.features > 1):
             now, before = look.held[name], last.held[name]
             scales = torch.cat([torch.ones_like(now.mean)[None], _scales(look, name)])
-            moved, known = _moved(now, before, scales)
-            shares = _are_shares(moved * known, (whole.mean - before.mean) / scales * known) & (known.sum(1) > 1)
-            alike = [given for given in look.inputs if given.features == whole.features]
+            moved, mask = _moved(now, before, scales)
+            shares = _are_shares(moved * mask, (whole.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
+            inputs = [x for x in look.inputs if x.features == whole.features]
             for number in shares.nonzero().flatten().tolist():
-                if any(_are_in(given.rows * scales[number] + now.mean, whole, scales[number]) for given in alike):
-                    found[name] = int(known[number].sum()) - 1, scales[number]
-    return found
+                if any(_are_in(x.rows * scales[number] + now.mean, whole, scales[number]) for x in inputs):
+                    fits[name] = int(mask[number].sum()) - 1, scales[number]
+    return fits
 
 
 def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) -> bool:
@@ -308,13 +308,13 @@ def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch
 def _scales(look: _Look, name: str) -> torch.Tensor:
     """Return possible divisors of the inputs in rows: held variables and their roots."""
     mean = look.held[name]
-    same = [one.mean for one in look.held.values() if one.features == mean.features]
-    positive = [one for one in same if bool((one >= 0).all()) and bool((one > 0).any())][:_MOST_SCALES]
-    held = torch.stack(positive or [mean.mean.abs()])
-    variances = torch.cat([held, held - mean.mean.square()])
+    means = [x.mean for x in look.held.values() if x.features == mean.features]
+    positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
+    divisors = torch.stack(positive or [mean.mean.abs()])
+    variances = torch.cat([divisors, divisors - mean.mean.square()])
     variances = variances[(variances >= 0).all(1)]
     roots = (variances + torch.tensor(_EPS, dtype=torch.float64)[:, None, None]).sqrt().flatten(0, 1)
-    return torch.cat([held, roots]).clamp_min(1e-300)
+    return torch.cat([divisors, roots]).clamp_min(1e-300)
 
 
 def _residuals(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -348,28 +348,28 @@ def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], withou
     totals = {tensor.numel() for tensor in given}
     rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
     sizes = {size for tensor in given for size in _features(tensor)}
-    look, there = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
-    alike = [tensor for tensor in (*there, *samples) if tensor.numel() in totals]
-    wanted = {one.features for one in look.held.values() if one.features > 1 or alike}
-    more = [t.reshape(-1, _row_of(t)) for t in there if max(totals) < t.numel() and _row_of(t) in wanted]
+    look, variables = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
+    candidates = [tensor for tensor in (*variables, *samples) if tensor.numel() in totals]
+    wanted = {x.features for x in look.held.values() if x.features > 1 or candidates}
+    tables = [t.reshape(-1, _row_of(t)) for t in variables if max(totals) < t.numel() and _row_of(t) in wanted]
     look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
-    look.samples = [layout for tensor in alike for layout in _layouts(tensor, wanted)]
-    look.whole = [_numbers(table, most=_MOST_ROWS) for table in more if len(table) <= _MOST_ROWS]
-    pairs = [(whole, [one for one in look.inputs if one.features == whole.features]) for whole in look.whole]
-    look.inputs += [whole for whole, alike in pairs if any(_are_in(one.rows, whole, 1.0) for one in alike)]
+    look.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
+    look.whole = [_numbers(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
+    pairs = [(whole, [x for x in look.inputs if x.features == whole.features]) for whole in look.whole]
+    look.inputs += [whole for whole, inputs in pairs if any(_are_in(x.rows, whole, 1.0) for x in inputs)]
     return look
 
 
 def _divide(look: _Look, last: _Look) -> None:
     """Add quotients of sums and of a changed count in the same holder."""
     counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
-    for of in (look, last) if counts else ():
-        for name, one in list(of.held.items()):
+    for src in (look, last) if counts else ():
+        for name, numbers in list(src.held.items()):
             for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
-                for less, by in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
-                    if (number := of.counts[count] - less) > 0 and one.features > 1:
-                        mean, rounding = one.mean / number, one.rounding / number
-                        of.held.setdefault(f"{name} / {by}", replace(one, mean=mean, rounding=rounding))
+                for minus, divisor in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
+                    if (number := src.counts[count] - minus) > 0 and numbers.features > 1:
+                        mean, rounding = numbers.mean / number, numbers.rounding / number
+                        src.held.setdefault(f"{name} / {divisor}", replace(numbers, mean=mean, rounding=rounding))
 
 
 def _row_of(tensor: torch.Tensor) -> int:
@@ -384,11 +384,11 @@ def _features(tensor: torch.Tensor) -> set[int]:
 
 def _layouts(tensor: torch.Tensor, wanted: Collection[int]) -> list[_Numbers]:
     """Return a tensor as samples by features, for each wanted feature count."""
-    tensor, found = tensor.detach(), {}
+    tensor, layouts = tensor.detach(), {}
     for features in _features(tensor) & set(wanted):
         second = tensor.dim() > 2 and features not in (1, tensor[0].numel(), tensor.shape[-1])
-        found[features] = (tensor.movedim(1, -1) if second else tensor).reshape(-1, features)
-    return [_numbers(one) for one in found.values()]
+        layouts[features] = (tensor.movedim(1, -1) if second else tensor).reshape(-1, features)
+    return [_numbers(rows) for rows in layouts.values()]
 
 
 def _numbers(rows: torch.Tensor, *, most: int = _MOST_COMPARED) -> _Numbers:
@@ -412,21 +412,21 @@ def _held(
 ) -> tuple[_Look, list[torch.Tensor]]:
     """Return held variables of the wanted sizes and counts, and possible samples."""
     look = _Look()
-    found = look.held
+    items = look.held
     samples: list[torch.Tensor] = []
-    known: dict[str, int] = {}  # `id()` by name
+    ids: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}
     for path, value in held_by_program(wide=True, without=without):
         tensor, name = tensor_of(value), path.partition(".")[2]
-        if known.setdefault(name, id(value)) != id(value):  # another function has a variable of the same name
+        if ids.setdefault(name, id(value)) != id(value):  # another function has a variable of the same name
             name = path
         kinds[name] = type(value)
-        if tensor is None or name in found or len(found) >= _MOST_HELD:
+        if tensor is None or name in items or len(items) >= _MOST_HELD:
             continue
         if tensor.numel() == 1 and (number := float(tensor)) >= 1 and number.is_integer():
             look.counts[name] = number
         elif tensor.numel() in sizes and bool(tensor.isfinite().all()):
-            found[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
+            items[name] = replace(_numbers(tensor.reshape(1, -1), most=0), holder=kinds.get(_holder(name), NoneType))
         if tensor.dim() and len(samples) < _MOST_SAMPLES and are_samples(tensor):
             samples.append(tensor)
     return look, samples

@@ -82,27 +82,25 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         for name, parameter in watch.module_parameters():  # frozen parameters, too
             self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
         name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
-        for where, written in self._early.items():
-            how = {
-                name_of[id(part)]: how for ref, how in written if (part := ref()) is not None and id(part) in name_of
-            }
-            if how:
-                self._run.add(ModuleChanged(watch.number, "written", next(iter(how.values())), (*how,), where))
+        for location, writes in self._early.items():
+            ops = {name_of[id(part)]: op for ref, op in writes if (part := ref()) is not None and id(part) in name_of}
+            if ops:
+                self._run.add(ModuleChanged(watch.number, "written", next(iter(ops.values())), (*ops,), location))
 
     def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Follow parameters of a copy of a wrapped module, perhaps wrapped itself."""
         for tensor in tensors:
-            known = self._wrapped.get(id(tensor))
-            if known is None or known[0]() is not tensor or known[1] != OF_A_COPY:
+            entry = self._wrapped.get(id(tensor))
+            if entry is None or entry[0]() is not tensor or entry[1] != OF_A_COPY:
                 self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
 
     def write(self) -> None:
         """Write recorded lines to the log, before a step or at the end."""
         if self.seen:
-            for key, one in self.seen.items():
+            for key, change in self.seen.items():
                 if key not in self._told:
                     self._told.add(key)
-                    self._run.add(one)
+                    self._run.add(change)
             self.seen.clear()
 
     def _followed(self, kind: Any, name: str, original: Any) -> Any:
@@ -137,13 +135,13 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
 
     def _written(self, how: str, parameter: Any) -> None:
         """Record a write, an ignored write (`_IGNORED`), or a read of `.data` (empty `how`)."""
-        known, number, name = self._wrapped[id(parameter)]
+        param_ref, number, name = self._wrapped[id(parameter)]
         caller = sys._getframe(_CALLER)
         line = caller.f_code, caller.f_lineno
-        times = self._lines.get(line, 0)
-        if times >= _MOST_TIMES or (not times and len(self._lines) >= _MOST_LINES) or known() is not parameter:
+        count = self._lines.get(line, 0)
+        if count >= _MOST_TIMES or (not count and len(self._lines) >= _MOST_LINES) or param_ref() is not parameter:
             return
-        self._lines[line] = times + 1
+        self._lines[line] = count + 1
         if not how and not (how := _method_on_data(caller)):
             return
         if how == _IGNORED and not is_user_file(caller.f_code.co_filename):
@@ -151,21 +149,21 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         frame = user_frame(caller)
         if frame is None:
             return
-        where = location_of(frame)
+        location = location_of(frame)
         if number == _NOT_WATCHED:
-            self._early.setdefault(where, []).append((known, how))
+            self._early.setdefault(location, []).append((param_ref, how))
             return
-        if (key := (number, where)) in self._told:
+        if (key := (number, location)) in self._told:
             return
         before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
-        watch = next((one for one in list(self._run.watches) if one.number == number), None)
+        watch = next((w for w in list(self._run.watches) if w.number == number), None)
         if watch is not None or number == OF_A_COPY:
             if watch is not None:
                 watch.parameters_written()
-            when = (0, 0) if watch is None else (watch.forwards, watch.step)
-            what = "ignored" if how == _IGNORED else "written"
-            self.seen[key] = ModuleChanged(number, what, how, names, where, *when)
+            counts = (0, 0) if watch is None else (watch.forwards, watch.step)
+            kind = "ignored" if how == _IGNORED else "written"
+            self.seen[key] = ModuleChanged(number, kind, how, names, location, *counts)
 
 
 _CALLER = 3  # frames from `_written` to the writing line
@@ -191,15 +189,15 @@ def _writes_data(file: str, number: int, columns: tuple[int | None, int | None])
     innermost = max(statements, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
 
     def has_data(node: ast.AST) -> bool:
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr == "data"]
-        return any((one.col_offset, one.end_col_offset) == columns for one in found)
+        attrs = [child for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr == "data"]
+        return any((child.col_offset, child.end_col_offset) == columns for child in attrs)
 
     for node in ast.walk(innermost) if innermost is not None else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr.endswith("_") and has_data(node.func.value):
                 return node.func.attr
         targets = node.targets if isinstance(node, ast.Assign) else []
-        written = [one for one in targets if isinstance(one, ast.Subscript)]
-        if any(map(has_data, [node.target] if isinstance(node, ast.AugAssign) else written)):
+        subscripts = [target for target in targets if isinstance(target, ast.Subscript)]
+        if any(map(has_data, [node.target] if isinstance(node, ast.AugAssign) else subscripts)):
             return ".data"
     return ""

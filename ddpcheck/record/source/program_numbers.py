@@ -36,11 +36,11 @@ _SEVERAL_THINGS = ast.Dict | ast.List | ast.Set | ast.Tuple
 @functools.cache
 def clock_variables(code: CodeType) -> frozenset[str]:
     """Return variables of times only, e.g. "elapsed" or "self.batch_time"."""
-    body, found = body_of(code), set[str]()
+    body, clocks = body_of(code), set[str]()
     pairs = [] if body is None else list(_made_of(body))
-    while more := {name for name, values in pairs if name not in found and all(_has(v, found) for v in values)}:
-        found |= more
-    return frozenset(found)
+    while new := {name for name, values in pairs if name not in clocks and all(_has(v, clocks) for v in values)}:
+        clocks |= new
+    return frozenset(clocks)
 
 
 def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
@@ -51,8 +51,8 @@ def _made_of(body: ast.AST) -> Iterator[tuple[str, list[ast.expr]]]:
                 for target in targets_of(node):
                     yield ast.unparse(target), [node.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            given = [*node.args, *(one.value for one in node.keywords)]
-            if values := [one for one in given if not isinstance(one, ast.Constant)]:
+            args = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if values := [arg for arg in args if not isinstance(arg, ast.Constant)]:
                 yield ast.unparse(node.func.value), values
 
 
@@ -81,7 +81,7 @@ _MOST_PARTS = 16  # items of a list or tuple that are searched
 
 def numbers_of_program() -> dict[str, float]:
     """Return the numbers in functions on the stack, by function and variable."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in held_by_program():
         number = number_of(value)
         if number is None and isinstance(value, list | tuple | deque):
@@ -89,21 +89,21 @@ def numbers_of_program() -> dict[str, float]:
             function, _, variable = name.partition(".")
             name = f"{function}.sum({variable})"
         if number is not None:
-            found.setdefault(name, number)
-        if len(found) >= _MOST_NUMBERS:
+            numbers.setdefault(name, number)
+        if len(numbers) >= _MOST_NUMBERS:
             break
-    return found
+    return numbers
 
 
 def counters_of_program() -> dict[str, torch.Tensor]:
     """Return small tensors, arrays and lists of numbers, by function and variable."""
-    found: dict[str, torch.Tensor] = {}
+    counters: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
-        if name not in found and (numbers := _few_numbers(value)) is not None:
-            found[name] = numbers
-        if len(found) >= _MOST_NUMBERS:
+        if name not in counters and (numbers := _few_numbers(value)) is not None:
+            counters[name] = numbers
+        if len(counters) >= _MOST_NUMBERS:
             break
-    return found
+    return counters
 
 
 def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str, float]:
@@ -116,8 +116,8 @@ def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str
     total = bool((numbers == samples).any())
     if not total or numbers.dim() > 1:
         parts[f"{function}.sum({variable})"] = float(numbers.sum())
-    few = len(numbers) <= _FEW_COUNTS or total or bool((numbers != numbers.round()).any())
-    if numbers.dim() == 1 and len(numbers) <= _MOST_COLUMNS and few:
+    is_few = len(numbers) <= _FEW_COUNTS or total or bool((numbers != numbers.round()).any())
+    if numbers.dim() == 1 and len(numbers) <= _MOST_COLUMNS and is_few:
         parts |= {f"{name}[{place}]": number for place, number in enumerate(numbers.tolist())}
     if numbers.dim() == 2 and numbers.shape[0] == numbers.shape[1]:
         parts[f"{function}.trace({variable})"] = float(numbers.trace())
@@ -173,17 +173,17 @@ def is_usable(tensor: torch.Tensor) -> bool:
 
 def rows_of_program(count: int) -> dict[str, torch.Tensor]:
     """Return labels of `count` samples, by function, variable and table column."""
-    found: dict[str, torch.Tensor] = {}
+    labels: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
-        columns = {f"{name}[{place}]": one for place, one in enumerate(columns_of(value, count))}
-        for part, held in (columns or {name: value}).items():
-            rows = labels_in(held, count)
+        columns = {f"{name}[{place}]": column for place, column in enumerate(columns_of(value, count))}
+        for part, column in (columns or {name: value}).items():
+            rows = labels_in(column, count)
             is_number = part != name and rows is not None and len(rows.unique()) == count  # index of the sample
-            if part not in found and rows is not None and not is_number:
-                found[part] = rows
-        if len(found) >= _MOST_LISTS:
+            if part not in labels and rows is not None and not is_number:
+                labels[part] = rows
+        if len(labels) >= _MOST_LISTS:
             break
-    return found
+    return labels
 
 
 def number_of(value: Any) -> float | None:
@@ -239,8 +239,8 @@ def columns_of(value: Any, count: int) -> list[Any]:
         if table.dim() != 2 or len(table) != count or not 1 < table.shape[1] <= _MOST_COLUMNS:
             return []
         columns = list(table.cpu().unbind(1))
-        whole = [not one.is_floating_point() or bool((one == one.round()).all()) for one in columns]
-        return [one.long() if is_whole else one for one, is_whole in zip(columns, whole, strict=True)] * any(whole)
+        whole = [not c.is_floating_point() or bool((c == c.round()).all()) for c in columns]
+        return [c.long() if is_whole else c for c, is_whole in zip(columns, whole, strict=True)] * any(whole)
     if type(value) not in (list, tuple) or len(value) != count or type(value[0]) not in (list, tuple, dict):
         return []
     first = value[0]
@@ -250,8 +250,8 @@ def columns_of(value: Any, count: int) -> list[Any]:
     keys = first if isinstance(first, dict) else range(len(first))
     if isinstance(first, dict) and any(row.keys() != first.keys() for row in value):
         return []
-    found = [[_plain_number(row[key]) for row in value] for key in keys]
-    return [_whole_numbers(one) for one in found if None not in one]
+    lists = [[_plain_number(row[key]) for row in value] for key in keys]
+    return [_whole_numbers(numbers) for numbers in lists if None not in numbers]
 
 
 def _whole_numbers(numbers: list[Any]) -> list[Any]:
@@ -280,7 +280,7 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
     function first, so that names do not depend on the functions it calls.
     """
     seen = set(without)
-    most = _MOST_OBJECTS + len(seen)
+    limit = _MOST_OBJECTS + len(seen)
     frames = list(itertools.islice(program_frames(), _MOST_FRAMES))
     for frame in reversed(frames) if wide else frames:
         function, times = frame.f_code.co_name, clock_variables(frame.f_code)
@@ -288,7 +288,7 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
         if wide:
             variables = {**frame.f_globals, **variables}
         pending = deque((f"{function}.{name}", value, 0) for name, value in variables.items() if name[:2] != "__")
-        while pending and len(seen) < most:
+        while pending and len(seen) < limit:
             name, value, depth = pending.popleft()
             if name[len(function) + 1 :] in times:
                 continue
@@ -298,12 +298,12 @@ def held_by_program(*, wide: bool = False, without: Collection[int] = ()) -> Ite
                 continue
             yield name, value
             if depth < _DEEPEST and id(value) not in seen:
-                inside: list[tuple[str, Any]] = []
+                items: list[tuple[str, Any]] = []
                 with contextlib.suppress(Exception):  # attribute access may raise
-                    inside = (_inside_widely(name, value) if wide else []) or held_in(name, value)
-                if inside:
+                    items = (_inside_widely(name, value) if wide else []) or held_in(name, value)
+                if items:
                     seen.add(id(value))
-                    pending.extend((path, item, depth + 1) for path, item in inside)
+                    pending.extend((path, item, depth + 1) for path, item in items)
 
 
 def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -314,32 +314,32 @@ def held_in(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]", item) for key, item in items if isinstance(key, str | int)]
     if issubclass(kind, nn.Module | type) or not is_of_program(file_of_class(kind)):
         return []
-    held = dict(getattr(value, "__dict__", None) or {})
+    attrs = dict(getattr(value, "__dict__", None) or {})
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        held |= {key: getattr(value, key) for key in slots if isinstance(slots, tuple) and hasattr(value, key)}
-    return [(f"{name}.{key}", item) for key, item in held.items()]
+        attrs |= {key: getattr(value, key) for key in slots if isinstance(slots, tuple) and hasattr(value, key)}
+    return [(f"{name}.{key}", item) for key, item in attrs.items()]
 
 
 def _inside_widely(name: str, value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
-    held: dict[str, Any] = {}
+    attrs: dict[str, Any] = {}
     if kind in (list, tuple):
         return [(f"{name}[{number}]", item) for number, item in enumerate(value[:_MOST_PARTS])]
     if kind is MethodType:
         return [(f"{name}.__self__", value.__self__)]
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        held = dict(zip(kind._fields, value, strict=False))
+        attrs = dict(zip(kind._fields, value, strict=False))
     elif kind is FunctionType and is_of_program(value.__code__.co_filename):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        held = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY} | vars(value)
+        attrs = {key: cell.cell_contents for key, cell in cells if cell != _EMPTY} | vars(value)
     elif issubclass(kind, ModuleType | type | nn.Module):
-        made_in = vars(value if issubclass(kind, type) else kind).get("__module__")
-        module = value if kind is ModuleType else sys.modules.get(str(made_in))
+        module_name = vars(value if issubclass(kind, type) else kind).get("__module__")
+        module = value if kind is ModuleType else sys.modules.get(str(module_name))
         if is_of_program(file_of_module(module)):
-            held = {key: item for key, item in vars(value).items() if key not in MODULE_INTERNALS}
-            held |= vars(value).get("_buffers", {})
-    return [(f"{name}.{key}", item) for key, item in held.items() if isinstance(key, str) and key[:2] != "__"]
+            attrs = {key: item for key, item in vars(value).items() if key not in MODULE_INTERNALS}
+            attrs |= vars(value).get("_buffers", {})
+    return [(f"{name}.{key}", item) for key, item in attrs.items() if isinstance(key, str) and key[:2] != "__"]
 
 
 _EMPTY = CellType()  # equals only empty closure cells

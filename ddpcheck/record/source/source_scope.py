@@ -56,8 +56,8 @@ class Scope:
 def function_of(called: Any) -> tuple[CodeType | None, Mapping[str, Any]]:
     """Return the code of the script that a call runs, and its global variables."""
     while isinstance(called, nn.Module):
-        held = dict(called._modules.items())  # not a dict in a scripted module
-        inner = held.get("_orig_mod") if held.get("module") is None else held["module"]  # truth would call `__len__`
+        mods = dict(called._modules.items())  # not a dict in a scripted module
+        inner = mods.get("_orig_mod") if mods.get("module") is None else mods["module"]  # truth would call `__len__`
         forward = inspect.getattr_static(type(called), "forward")  # reading it from a scripted class raises
         wraps = not is_users(getattr(forward, "__code__", None))
         called = inner if wraps and inner is not None else forward
@@ -89,8 +89,8 @@ def resolved(scope: Scope, node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute) and (owner := resolved(scope, node.value)) is not UNKNOWN:
         if isinstance(owner, nn.Module) and node.attr in owner._modules:
             return owner._modules[node.attr]
-        found = inspect.getattr_static(owner, node.attr, UNKNOWN)
-        return found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        value = inspect.getattr_static(owner, node.attr, UNKNOWN)
+        return value.__func__ if isinstance(value, staticmethod | classmethod) else value
     return UNKNOWN
 
 
@@ -114,8 +114,8 @@ def bindings(body: ast.AST, name: str) -> Iterator[Binding]:
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
             for target in targets_of(node):
                 if isinstance(target, ast.Tuple | ast.List):
-                    for index, one in enumerate(target.elts):
-                        if ast.unparse(one) == name:
+                    for index, element in enumerate(target.elts):
+                        if ast.unparse(element) == name:
                             yield place_of(node), index, node.value
                 elif ast.unparse(target) == name:
                     yield place_of(node), None, node.value
@@ -141,17 +141,17 @@ def parameters_of(body: ast.AST) -> set[str]:
     """Return the parameter names of a function."""
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return set()
-    return {one.arg for one in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
+    return {arg.arg for arg in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
 
 
 def statement_at(body: ast.AST, frame: FrameType) -> ast.stmt | None:
     """Return the innermost statement that a frame is running; `body` is the frame's tree."""
     line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
-    at = (frame.f_lineno, column or 0) if line == frame.f_lineno else (frame.f_lineno, 1 << 16)
-    found = [
-        n for n in own_nodes(body) if isinstance(n, ast.stmt) and place_of(n) <= at and at[0] <= (n.end_lineno or 0)
+    pos = (frame.f_lineno, column or 0) if line == frame.f_lineno else (frame.f_lineno, 1 << 16)
+    statements = [
+        n for n in own_nodes(body) if isinstance(n, ast.stmt) and place_of(n) <= pos and pos[0] <= (n.end_lineno or 0)
     ]
-    return max(found, key=place_of, default=None)
+    return max(statements, key=place_of, default=None)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def body_of(code: CodeType) -> ast.AST | None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     for node in ast.walk(tree):
         if isinstance(node, kinds):
-            decorators = [one.lineno for one in getattr(node, "decorator_list", ())]
+            decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", ())]
             name = getattr(node, "name", "<lambda>")
             if name == code.co_name and min([node.lineno, *decorators]) == code.co_firstlineno:
                 return node
@@ -257,11 +257,11 @@ def updating_line(path: str, holder: type, *, own: bool = False) -> Location | N
     the constructor, or in a loop. An item that no line sets is updated with its container. `own`: not in other classes.
     """
     names = re.findall(r"[^\W\d]\w*", path)
-    found = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
-    if not found and issubclass(holder, _BY_ITEM):
-        found = [one for name in names[-2:] for kind in (object, NoneType) for one in _assignments(name, kind)]
-    found = [one for one in found if one[0][0]] if own else found
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    entries = [(score, line) for name in names[-1:] for score, line in _assignments(name, holder)]
+    if not entries and issubclass(holder, _BY_ITEM):
+        entries = [entry for name in names[-2:] for kind in (object, NoneType) for entry in _assignments(name, kind)]
+    entries = [entry for entry in entries if entry[0][0]] if own else entries
+    return max(entries, key=lambda pair: pair[0])[1] if entries else None
 
 
 @functools.cache
@@ -270,7 +270,7 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
 
     `value`: ignore lines that assign another constant.
     """
-    found = {
+    locations = {
         Location(relative_path(file), node.lineno)
         for file in _files_with(name)
         for node in ast.walk(parsed_source(file))
@@ -278,15 +278,15 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
         for target in targets_of(node)
         if _is_of(target, name) and _may_be(node.value, value)
     }
-    return found.pop() if len(found) == 1 else None
+    return locations.pop() if len(locations) == 1 else None
 
 
 def _assignments(name: str, holder: type) -> Iterator[tuple[tuple[bool, bool, bool], Location]]:
     for file in _files_with(name):
         for node, repeats, of_class in _statements(parsed_source(file), repeats=False):
             if (reads := _updates(node, name, holder)) is not None:
-                own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))
-                yield (own, reads, repeats), Location(relative_path(file), node.lineno)
+                is_own = of_class in ("", *(kind.__name__ for kind in holder.__mro__))
+                yield (is_own, reads, repeats), Location(relative_path(file), node.lineno)
 
 
 def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterator[tuple[ast.stmt, bool, str]]:
@@ -307,14 +307,14 @@ def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
     if isinstance(node, ast.AugAssign):
         return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):
-        targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+        targets = [element for target in node.targets for element in getattr(target, "elts", [target])]
         set_here = {ast.unparse(base) for target in targets if _is(base := _base(target, name), name, holder)}
         return any(ast.unparse(part) in set_here for part in ast.walk(node.value)) if set_here else None
-    called = node.value if isinstance(node, ast.Expr) else None
-    while isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute):
-        if called.func.attr.endswith("_") and _is(_base(called.func.value, name), name, holder):
+    call = node.value if isinstance(node, ast.Expr) else None
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        if call.func.attr.endswith("_") and _is(_base(call.func.value, name), name, holder):
             return True  # in place
-        called = called.func.value
+        call = call.func.value
     return None
 
 

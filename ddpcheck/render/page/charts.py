@@ -33,49 +33,49 @@ class Axis:
         """Return (position, label) of round values, at least `least` apart."""
         rough = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(rough))
-        step = max(next(n * power for n in (1, 2, 5, 20) if n * power >= rough), least)
+        step = max(next(factor * power for factor in (1, 2, 5, 20) if factor * power >= rough), least)
         numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
-        return [(self.at(n * step), f"{n * step:.10g}") for n in numbers]
+        return [(self.at(number * step), f"{number * step:.10g}") for number in numbers]
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> Axis:
     low, high = min(values), max(values)
     size = max(abs(low), abs(high))
     if high - low <= max(_FLAT * size, _SMALLEST):
-        room = 0.1 * size if size > _SMALLEST else 1.0
-        low, high = low - room, high + room
+        margin = 0.1 * size if size > _SMALLEST else 1.0
+        low, high = low - margin, high + margin
     return Axis(low, high, start, end)
 
 
 def chart_view(curve: ParityCurve) -> dict[str, Any]:
     """Return the template variables of a chart."""
-    drawn = [value for value in (*curve.ranks, *curve.single) if value is not None]
-    y = _axis(drawn or [0.0], _HEIGHT - 38, 46)
+    values = [value for value in (*curve.ranks, *curve.single) if value is not None]
+    y = _axis(values or [0.0], _HEIGHT - 38, 46)
     left = 12 + _LETTER * max(len(text) for _, text in y.ticks())
-    places = [*curve.x, *(one for one in (curve.diverges_at,) if one is not None)]
-    x = _axis(places or [0], left, _WIDTH - 12)
+    positions = [*curve.x, *(position for position in (curve.diverges_at,) if position is not None)]
+    x = _axis(positions or [0], left, _WIDTH - 12)
     mark = f"first divergence: {curve.x_label} {curve.diverges_at}"
-    said = mark if curve.diverges_at is not None else "no divergence"
+    divergence = mark if curve.diverges_at is not None else "no divergence"
     return {
         "curve": curve,
         "mark": mark,
-        "said": f"{curve.name}, by {curve.x_label}, on the ranks and in a single process: {said}",
+        "said": f"{curve.name}, by {curve.x_label}, on the ranks and in a single process: {divergence}",
         "width": _WIDTH,
         "height": _HEIGHT,
         "x": x,
         "y": y,
         "single": _lines(x, y, curve.x, curve.single),
         "ranks": _lines(x, y, curve.x, curve.ranks),
-        "lost": 2 * len(curve.x) - len(drawn),
+        "lost": 2 * len(curve.x) - len(values),
     }
 
 
 def _lines(x: Axis, y: Axis, places: Sequence[int], values: Sequence[float | None]) -> list[str]:
     """Return curve segments, split at missing values; a single point is a dash."""
-    found = []
-    for is_gap, some in itertools.groupby(zip(places, values, strict=True), lambda one: one[1] is None):
-        part = [(x.at(place), y.at(value)) for place, value in some if value is not None]
+    segments = []
+    for is_gap, pairs in itertools.groupby(zip(places, values, strict=True), lambda pair: pair[1] is None):
+        points = [(x.at(position), y.at(value)) for position, value in pairs if value is not None]
         if not is_gap:
-            part = part if len(part) > 1 else [(part[0][0] + aside, part[0][1]) for aside in (-2, 2)]
-            found.append(" ".join(f"{across},{down}" for across, down in part))
-    return found
+            points = points if len(points) > 1 else [(points[0][0] + dx, points[0][1]) for dx in (-2, 2)]
+            segments.append(" ".join(f"{x_pixel},{y_pixel}" for x_pixel, y_pixel in points))
+    return segments

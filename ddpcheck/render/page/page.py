@@ -42,12 +42,12 @@ def data_in(page: str) -> str | None:
     """
     if not page.lstrip().lower().startswith("<!doctype html"):
         return None
-    found = _DATA.search(page)
-    if found is None or found[1] == "json":
-        return found[2] if found else None
+    match = _DATA.search(page)
+    if match is None or match[1] == "json":
+        return match[2] if match else None
     reader = zlib.decompressobj()
     try:
-        data = reader.decompress(base64.b64decode(found[2], validate=True), _MOST_DATA)
+        data = reader.decompress(base64.b64decode(match[2], validate=True), _MOST_DATA)
     except (zlib.error, ValueError) as error:
         raise ValueError(f"the data in the page is damaged ({error})") from None
     if not reader.eof:
@@ -80,10 +80,10 @@ class HtmlRenderer(Renderer):
     def render(self, report: Report | Matrix) -> str:
         shown = limited(report)
         if isinstance(shown, Matrix):
-            what, verdict = "matrix of DDP options", _verdict_of_matrix(shown)
+            kind_name, verdict = "matrix of DDP options", _verdict_of_matrix(shown)
             sections = {"findings": (), "advice": shown.advice, "options": shown.rows, "run": True, "reading": True}
         else:
-            what, verdict, sections = "report", _verdict(shown), _sections(shown)
+            kind_name, verdict, sections = "report", _verdict(shown), _sections(shown)
         kind, data = data_of(report)
         kicker = parts.options_in_words(shown, only=("world_size", "backend", "device", "steps"))
         text = (
@@ -91,11 +91,11 @@ class HtmlRenderer(Renderer):
             .get_template("page.html")
             .render(
                 title=shortened(report.target, 80),
-                what=what,
+                what=kind_name,
                 report=shown,
                 verdict=verdict,
                 titles={name: _TITLES[name] for name in _TITLES if sections.get(name)},
-                kicker=[*kicker, *(one for one in parts.versions_of(shown) if one.startswith("torch "))],
+                kicker=[*kicker, *(version for version in parts.versions_of(shown) if version.startswith("torch "))],
                 data_kind=kind,
                 data=Markup(data),
                 **sections,
@@ -108,10 +108,10 @@ class HtmlRenderer(Renderer):
 def _sections(report: Report) -> dict[str, Any]:
     findings = parts.sorted_findings(report)[:MOST_FINDINGS]
     return {
-        "findings": [finding_view(one, report) for one in findings],
+        "findings": [finding_view(finding, report) for finding in findings],
         "accepted": report.accepted[:MOST_FINDINGS],
-        "curves": [chart_view(one) for one in report.curves],
-        "collectives": [timeline_view(one) for one in report.timelines],
+        "curves": [chart_view(curve) for curve in report.curves],
+        "collectives": [timeline_view(timeline) for timeline in report.timelines],
         "checks": report.checks,
         "gradients": plots(report.parity),
         "modules": module_tree(report),
@@ -122,39 +122,39 @@ def _sections(report: Report) -> dict[str, Any]:
 
 def _verdict(report: Report) -> tuple[str, str, list[str]]:
     """Return the CSS class, title and text lines of the verdict."""
-    findings, kinds, said = parts.sorted_findings(report), parts.severities_of(report), []
+    findings, kinds, lines = parts.sorted_findings(report), parts.severities_of(report), []
     if report.error is not None:
         class_, title = "error", ": ".join(filter(None, ("Hang" if report.status == "hang" else "Stopped", kinds)))
-        said = [report.error.message]
+        lines = [report.error.message]
     elif findings:
         name = parts.name_of(findings[0].code) if len(findings) == 1 else ""
         class_, title = findings[0].severity.value, ": ".join(filter(None, (kinds, name)))
     elif report.status == "clean":
-        class_, title, said = "ok", "Clean", [f"{parts.passed_in_words(report)}."]
+        class_, title, lines = "ok", "Clean", [f"{parts.passed_in_words(report)}."]
     elif report.not_made:
         class_, title = "warning", "No findings, and not all was checked"
     else:
         class_, title = "ok", "No findings that count"
-    return class_, title, said
+    return class_, title, lines
 
 
 def _verdict_of_matrix(matrix: Matrix) -> tuple[str, str, list[str]]:
-    own = matrix.own
+    own_row = matrix.own
     if matrix.error is not None:
         class_, title, text = "error", "Stopped", matrix.error.message
-    elif own is None:
+    elif own_row is None:
         class_, title, text = "warning", "Nothing was run", ""
     else:
-        class_, title = parts.VERDICTS[own.verdict].tone, f"The recipe's own options: {own.verdict}"
-        text = parts.words(own.code, own.reason)
-    return class_, title, [one for one in (text, f"{matrix.summary}." if matrix.rows else "") if one]
+        class_, title = parts.VERDICTS[own_row.verdict].tone, f"The recipe's own options: {own_row.verdict}"
+        text = parts.words(own_row.code, own_row.reason)
+    return class_, title, [line for line in (text, f"{matrix.summary}." if matrix.rows else "") if line]
 
 
 @functools.cache
 def _templates() -> Environment:
     """Return the template environment, which escapes HTML and invisible characters."""
     folder = Path(__file__).parent
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
@@ -162,12 +162,12 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
-    made.filters.update(
+    environment.filters.update(
         counted=counted, fitted=fitted, ranks=format_ranks, sentence=capitalized, short=shortened, steps=format_steps
     )
-    made.globals.update(say=parts, sections_of=sections_of, css=Markup((folder / "page.css").read_text("utf-8")))
-    made.globals["ui"] = made.get_template("parts.html").module
-    return made
+    environment.globals.update(say=parts, sections_of=sections_of, css=Markup((folder / "page.css").read_text("utf-8")))
+    environment.globals["ui"] = environment.get_template("parts.html").module
+    return environment
 
 
 def visible(text: str) -> str:

@@ -44,8 +44,8 @@ class Plot:
         """Return the position in percent; zero is at the start, non-finite at the end."""
         if value == 0:
             return "0%"
-        place = (math.log10(max(value, _LEAST)) - self.low) / (self.high - self.low) if math.isfinite(value) else 1.0
-        return f"{2 + 96 * min(max(place, 0.0), 1.0):.1f}%"
+        fraction = (math.log10(max(value, _LEAST)) - self.low) / (self.high - self.low) if math.isfinite(value) else 1.0
+        return f"{2 + 96 * min(max(fraction, 0.0), 1.0):.1f}%"
 
 
 def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
@@ -56,16 +56,16 @@ def plots(parity: Iterable[ParityEntry]) -> list[Plot]:
 
 def _plot(reference: str, entries: Sequence[ParityEntry]) -> Plot:
     by_name = group_by(entries, lambda entry: entry.parameter).values()
-    farthest = (max(of_name, key=lambda one: (one.is_beyond, one.excess)) for of_name in by_name)
-    worst = sorted(farthest, key=lambda one: (not one.is_beyond, -one.excess, one.parameter))
+    farthest = (max(param_entries, key=lambda entry: (entry.is_beyond, entry.excess)) for param_entries in by_name)
+    worst = sorted(farthest, key=lambda entry: (not entry.is_beyond, -entry.excess, entry.parameter))
     beyond = sum(entry.is_beyond for entry in worst)
     steps = counted(len({entry.step for entry in entries}), "step")
-    said = f"{counted(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
-    values = [v for e in worst for v in (e.relative_error, e.tolerance) if math.isfinite(v) and v > 0]
-    least, most = (min(max(one, _LEAST), _MOST_ERROR) for one in (min(values, default=1e-8), max(values, default=1.0)))
+    summary = f"{counted(len(worst), 'parameter')} in {steps}: {beyond or 'none'} beyond the tolerance."
+    values = [v for entry in worst for v in (entry.relative_error, entry.tolerance) if math.isfinite(v) and v > 0]
+    least, most = (min(max(end, _LEAST), _MOST_ERROR) for end in (min(values, default=1e-8), max(values, default=1.0)))
     low = math.floor(math.log10(least))
     high = max(math.ceil(math.log10(most)), low + 2)
-    return Plot(_REFERENCES.get(reference, f"Against {reference}"), said, worst, low, high)
+    return Plot(_REFERENCES.get(reference, f"Against {reference}"), summary, worst, low, high)
 
 
 MOST_GROUPS = 6
@@ -99,8 +99,8 @@ class Group:
 
     def at(self, number: int) -> CalledCollective | None:
         """Return the call with a sequence number; None if not listed."""
-        place = number - self.log.first
-        return self.listed[self.log.calls[place]] if 0 <= place < len(self.log.calls) else None
+        index = number - self.log.first
+        return self.listed[self.log.calls[index]] if 0 <= index < len(self.log.calls) else None
 
     def waits_in(self, number: int) -> bool:
         """Check if the call with a sequence number did not end."""
@@ -111,18 +111,18 @@ class Group:
         """State at the end, in words."""
         last = self.at(self.end - 1)
         call = f"{'waits in' if self.log.waiting else 'last'} {last.operation}" if last else "no collective"
-        said = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
-        return join_names(said, most=_MOST_DOING) or call
+        endings = list(dict.fromkeys(log.at_end for log in self.logs if log.at_end))
+        return join_names(endings, most=_MOST_DOING) or call
 
 
 def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     """Return the template variables of a process group."""
-    alike = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
-    groups = [Group(logs, timeline.calls) for logs in alike.values()]
+    logs_by_calls = group_by(timeline.ranks, lambda log: (log.first, log.calls, log.waiting, log.waits_for))
+    groups = [Group(logs, timeline.calls) for logs in logs_by_calls.values()]
     shown = groups[:MOST_GROUPS]
-    others = [log.rank for group in groups[MOST_GROUPS:] for log in group.logs]
-    said = f"{' | '.join(group.name for group in shown)}: ranks that called the same share a column."
-    said += f" {format_ranks(others)} differ from these, and are left out." if others else ""
+    hidden_ranks = [log.rank for group in groups[MOST_GROUPS:] for log in group.logs]
+    summary = f"{' | '.join(group.name for group in shown)}: ranks that called the same share a column."
+    summary += f" {format_ranks(hidden_ranks)} differ from these, and are left out." if hidden_ranks else ""
     at_end = group_by((log for log in timeline.ranks if log.at_end), lambda log: log.at_end)
     last = max((group.end for group in shown), default=0)
     start = max(min((group.log.first for group in shown), default=0), last - _MOST, 0)
@@ -135,7 +135,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     waits = _waits(shown)
     return {
         "timeline": timeline,
-        "said": said,
+        "said": summary,
         "groups": shown,
         "numbers": numbers,
         "same": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
@@ -145,7 +145,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
             for text, logs in itertools.islice(at_end.items(), _MOST_ENDS)
         ],
         "waits": waits,
-        "waiting": [(shown[one].name, ", ".join(shown[i].name for i in others)) for one, others in waits.items()],
+        "waiting": [(shown[index].name, ", ".join(shown[i].name for i in others)) for index, others in waits.items()],
     }
 
 
@@ -176,8 +176,8 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
     """Return the template variables of a finding."""
     facts = {fact.kind: fact for fact in facts_of(finding)}
     evidence = facts.pop("evidence").lines if "evidence" in facts else ()
-    left = len(evidence) - _MOST_IN_ALL
-    sources = [_source(place, finding, report.excerpts) for place in finding.places] + _sides(finding, report)
+    num_hidden = len(evidence) - _MOST_IN_ALL
+    sources = [_source(location, finding, report.excerpts) for location in finding.places] + _sides(finding, report)
     when = [format_ranks(finding.ranks)] if finding.ranks else []
     when += [format_steps(finding.steps)] if finding.steps else []
     return {
@@ -185,7 +185,7 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
         "kind": finding.severity.value,
         "facts": facts,
         "others": _others(finding.ranks, report.world.get("world_size")),
-        "evidence": [*together(evidence[:_MOST_IN_ALL]), *([f"and {left} more lines"] if left > 0 else [])],
+        "evidence": [*together(evidence[:_MOST_IN_ALL]), *([f"and {num_hidden} more lines"] if num_hidden > 0 else [])],
         "sources": [source for source in sources if source is not None],
         "when": ", ".join(when),
         "rule": RULES.get(finding.code),
@@ -211,7 +211,7 @@ def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt]
         what = f", where {path.reason} begins"
     elif path is not None and path.steps and place == path.steps[-1].location:
         what = ", where the path ends"
-    elif role := next((one.role for one in finding.related if one.location == place), ""):
+    elif role := next((entry.role for entry in finding.related if entry.location == place), ""):
         what = f": {role}"
     return Source(place, excerpt, what)
 
@@ -222,19 +222,19 @@ def _sides(finding: Finding, report: Report) -> list[Source | None]:
         return []
     sides = [side for timeline in report.timelines[:1] for side in timeline.sides()]
     return [
-        _source(place, finding, report.excerpts, f": {call.operation} of {format_ranks(ranks)}")
-        for ranks, call, place in sides[:MOST_SIDES]
-        if len({place for _, _, place in sides}) > 1 and place not in finding.places
+        _source(location, finding, report.excerpts, f": {call.operation} of {format_ranks(ranks)}")
+        for ranks, call, location in sides[:MOST_SIDES]
+        if len({location for _, _, location in sides}) > 1 and location not in finding.places
     ]
 
 
 def together(evidence: Sequence[str]) -> list[str]:
     """Merge lines of evidence that are equal except for the rank."""
-    found = [(_OF_RANK.fullmatch(line), line) for line in evidence]
-    groups = group_by(found, lambda one: one[0][2] if one[0] else (one[1],))
+    matches = [(_OF_RANK.fullmatch(line), line) for line in evidence]
+    groups = group_by(matches, lambda pair: pair[0][2] if pair[0] else (pair[1],))
     return [
-        f"{format_ranks(int(match[1]) for match, _ in alike if match)}{text}" if isinstance(text, str) else alike[0][1]
-        for text, alike in groups.items()
+        f"{format_ranks(int(match[1]) for match, _ in pairs if match)}{text}" if isinstance(text, str) else pairs[0][1]
+        for text, pairs in groups.items()
     ]
 
 
@@ -257,20 +257,20 @@ class Branch:
 def module_tree(report: Report) -> list[Branch]:
     """Return the trees of top-level modules."""
     branches = {entry.name: Branch(entry) for entry in report.modules}
-    top: list[Branch] = []
+    roots: list[Branch] = []
     for name, branch in branches.items():
-        holders = [branches[holder].inside for holder in _upwards(name) if holder in branches and holder != name]
-        (holders or [top])[0].append(branch)
+        parents = [branches[holder].inside for holder in _upwards(name) if holder in branches and holder != name]
+        (parents or [roots])[0].append(branch)
     for finding in sorted_findings(report):
         for subject in finding.subjects:
-            held_by = [holder for holder in _upwards(subject) if holder in branches]
-            if not held_by or (subject and held_by[0] == "" and subject not in branches[""].entry.parameters):
+            owners = [holder for holder in _upwards(subject) if holder in branches]
+            if not owners or (subject and owners[0] == "" and subject not in branches[""].entry.parameters):
                 continue
-            part = subject[len(held_by[0]) :].lstrip(".")
-            branches[held_by[0]].told.setdefault(part, {})[finding.code] = finding
-            for holder in held_by:
+            part = subject[len(owners[0]) :].lstrip(".")
+            branches[owners[0]].told.setdefault(part, {})[finding.code] = finding
+            for holder in owners:
                 branches[holder].worst = branches[holder].worst or finding  # sorted worst first
-    return top
+    return roots
 
 
 def _upwards(name: str) -> Iterator[str]:

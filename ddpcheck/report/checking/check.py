@@ -69,7 +69,7 @@ def check(
     Raises:
         UsageError: An argument is invalid, or `target` names no recipe.
     """
-    given = CheckOptions(
+    options = CheckOptions(
         world_size=world_size,
         backend=backend or "",
         device=device,
@@ -82,7 +82,7 @@ def check(
         suppress=suppress,
         baseline=baseline,
     )
-    return report_of(CheckRun(target, decided(given, target, hosts), progress=progress, hosts=hosts).run())
+    return report_of(CheckRun(target, decided(options, target, hosts), progress=progress, hosts=hosts).run())
 
 
 def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
@@ -98,14 +98,14 @@ def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = No
     allowed.check_count("steps", given.steps, MOST_STEPS)
     if isinstance(given.seed, bool) or not isinstance(given.seed, int):
         raise WrongTypeError(f"seed must be a whole number, not {given.seed!r}")
-    if isinstance(target, str) and is_path(place := split_target(target)[0]):
-        find_file(place)
+    if isinstance(target, str) and is_path(path := split_target(target)[0]):
+        find_file(path)
     sharing = given.world_size if hosts is None else hosts.sharing
     preload = allowed.check_modules(given.preload)
     select, ignore = rule_patterns("select", given.select), rule_patterns("ignore", given.ignore)
-    for one in given.suppress:
-        if not isinstance(one, Suppression):
-            raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {one!r}")
+    for suppression in given.suppress:
+        if not isinstance(suppression, Suppression):
+            raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {suppression!r}")
     return replace(
         given,
         target=target if isinstance(target, str) else "recipe",

@@ -46,13 +46,13 @@ _NEAR = 0.01  # smaller relative errors count as equal under any tolerance
 
 def report_of(state: CheckState) -> Report:
     """Build the report of a judged check."""
-    told = [some for some in _entries(state).values() if any(_kind(entry) != "zero" for entry in some)]
+    groups = [entries for entries in _entries(state).values() if any(_kind(entry) != "zero" for entry in entries)]
     return make_report(
         state.asked,
         state.findings,
         lambda kept: (_line(state, name, kept) for name in HEADINGS),
         notes=state.log.notes,
-        parity=tuple(sorted(chain(*told), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
+        parity=tuple(sorted(chain(*groups), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
         modules=state.modules,
@@ -97,8 +97,8 @@ def make_report(
 
 
 def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
-    here = [(finding, by) for part, finding, by in state.told if _heading_of(part, finding) == name]
-    status, detail = status_of(_verdict(state, name), here, kept)
+    pairs = [(finding, cause) for part, finding, cause in state.told if _heading_of(part, finding) == name]
+    status, detail = status_of(_verdict(state, name), pairs, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped
     asked = is_asked(name, state.asked.select, state.asked.ignore)
@@ -200,37 +200,37 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if name in ("consistency", "wrapping"):
         built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
         wrapped = f"values before {state.wrapper.named}, and optimizers," if state.wrapper.sharded else wrapped
-        what = built if name == "consistency" else wrapped
-        return Verdict(held=f"{what} are the same on every rank" if several else "one rank, so that nothing can differ")
+        noun = built if name == "consistency" else wrapped
+        return Verdict(held=f"{noun} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
         return _part_taken(state)
     reference = "local" if name == "reducer" else "single-process"
     tally = Tally.of(_entries(state).get(reference, ()))
     hook = state.wrapper.comm_hook if name == "reducer" else ""
     if hook and state.steps.optimizer_averages:
-        own = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
-        return Verdict(lacking=f"{own}; the parameters are the same on every rank after each step")
+        reason = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
+        return Verdict(lacking=f"{reason}; the parameters are the same on every rank after each step")
     if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
         return Verdict(held=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
-    what = "the average of the ranks' own, and each other" if several else "those without the wrapper"
+    noun = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     if several and state.wrapper.sharded:
-        what = "the average of the ranks' own, each gathered from its shards"
+        noun = "the average of the ranks' own, each gathered from its shards"
     if state.models:
-        what = "the average of those of the model that is not split, each put together from its parts"
+        noun = "the average of those of the model that is not split, each put together from its parts"
     if name == "parity":
-        what = "those of the global batch in a single process"
+        noun = "those of the global batch in a single process"
         if any(item.random.libraries for item in state.steps.local):
             constants = state.single.constants
-            what += f", with {'constants instead of' if constants else 'the same'} random numbers"
-            what += "" if constants else " for each sample"
-    held = tally.equal(what, state.asked.steps) if tally.held else ""
-    if held and name == "reducer" and (updates := _held_updates(state)):
+            noun += f", with {'constants instead of' if constants else 'the same'} random numbers"
+            noun += "" if constants else " for each sample"
+    text = tally.equal(noun, state.asked.steps) if tally.held else ""
+    if text and name == "reducer" and (updates := _held_updates(state)):
         of = "parts" if state.models else "shards"
-        held = (
-            f"{held}; {counted(updates, 'parameter')} after a step on {of} equal those after a step on whole parameters"
+        text = (
+            f"{text}; {counted(updates, 'parameter')} after a step on {of} equal those after a step on whole parameters"
         )
     return Verdict(
-        held=held,
+        held=text,
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
         differing=tally.differing(state.asked.steps),
     )
@@ -238,12 +238,12 @@ def _verdict(state: CheckState, name: str) -> Verdict:
 
 def _trained_apart(state: CheckState) -> str:
     """Explain the steps without comparison in which ranks train apart by design."""
-    apart = state.steps.apart
-    alike = steps_that_end_alike(apart)
-    holds = f"the parameters are the same on every rank after {format_steps(alike)}"
+    by_step = state.steps.apart
+    equal = steps_that_end_alike(by_step)
+    holds = f"the parameters are the same on every rank after {format_steps(equal)}"
     return (
-        f"not compared from step {min(apart)} on: {state.wrapper.comm_hook} averages over fewer ranks, and "
-        f"{holds if alike else 'no step that was run averages the parameters'}"
+        f"not compared from step {min(by_step)} on: {state.wrapper.comm_hook} averages over fewer ranks, and "
+        f"{holds if equal else 'no step that was run averages the parameters'}"
     )
 
 
@@ -260,13 +260,13 @@ def _part_taken(state: CheckState) -> Verdict:
         return Verdict(lacking=_why_not_reached(state))
     states = [item.states for item in state.steps.parameters]
     names = states[0]
-    absent = [name for name in names if any(state.get(name) in ("missing", "lost") for state in states)]
+    unused = [name for name in names if any(state.get(name) in ("missing", "lost") for state in states)]
     where = " on every rank" if state.asked.world_size > 1 else ""
     when = counted(len(steps), "step")
-    every = "every parameter" if len(names) == len(state.wrapped[0].parameters) else "every trainable parameter"
-    text = f"{every} contributed to the loss in {when}{where}"
-    if absent:
-        text = f"{len(names) - len(absent)} of {len(names)} parameters contributed to the loss in each of {when}{where}"
+    subject = "every parameter" if len(names) == len(state.wrapped[0].parameters) else "every trainable parameter"
+    text = f"{subject} contributed to the loss in {when}{where}"
+    if unused:
+        text = f"{len(names) - len(unused)} of {len(names)} parameters contributed to the loss in each of {when}{where}"
         if state.wrapper.find_unused_parameters:
             text += "; find_unused_parameters=True allows the rest to be unused"
     return Verdict(held=text, lacking="" if len(steps) == state.asked.steps else _why_not_reached(state))
@@ -283,9 +283,9 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
             return _trained_apart(state)
         parts = "gradients differ, and the forward draws random numbers, which differ between parts and the whole"
         return state.steps.ddp_skipped or (parts if state.steps.parts_draw else "") or _why_not_reached(state)
-    apart = "the ranks' parameters differ, so no single process can represent all of them"
-    why = state.single.incomparable or state.single.skipped or (apart if state.steps.ranks_differ else "")
-    return why or _why_not_reached(state)
+    diverged = "the ranks' parameters differ, so no single process can represent all of them"
+    reason = state.single.incomparable or state.single.skipped or (diverged if state.steps.ranks_differ else "")
+    return reason or _why_not_reached(state)
 
 
 def _why_not_reached(state: CheckState) -> str:
@@ -296,13 +296,13 @@ def _entries(state: CheckState) -> dict[str, list[ParityEntry]]:
     """Return the valid gradient comparisons by reference."""
     if state.repeats.differ:
         return {}
-    left = () if state.steps.optimizer_averages else state.steps.ddp
-    found = [(item.step, "local", item.against_local) for item in left if item.rank == 0]
+    ddp_steps = () if state.steps.optimizer_averages else state.steps.ddp
+    compared = [(item.step, "local", item.against_local) for item in ddp_steps if item.rank == 0]
     for step, differences in state.single.differences.items():
         if not (state.single.incomparable and state.differs(step)):
-            found.append((step, "single-process", differences))
+            compared.append((step, "single-process", differences))
     entries: dict[str, list[ParityEntry]] = {}
-    for step, reference, differences in found:
+    for step, reference, differences in compared:
         for item in differences:
             sizes = item.absolute_error, item.reference_norm, item.elements
             tolerance = state.repeats.allowed(item.name, item.tolerance)

@@ -48,7 +48,7 @@ class CheckRun(CheckWorlds):
 
     def run(self) -> CheckState:
         """Run all phases and judge the evidence, even after a failure."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with contextlib.ExitStack() as stack:
             try:
                 self._start_worlds(stack)
@@ -66,7 +66,7 @@ class CheckRun(CheckWorlds):
             if self.state.single.hang and self.state.log.error is None:
                 self.state.log.error = ReportError(self.state.single.hang, EXIT_HANG)
             judging.judge(self.state, self._locate_module())
-        self.state.log.seconds["total"] = time.perf_counter() - begun
+        self.state.log.seconds["total"] = time.perf_counter() - start
         return self.state
 
     # Phases
@@ -84,63 +84,63 @@ class CheckRun(CheckWorlds):
 
     def _prepare(self) -> None:
         """Build the model in all processes, and compare the modules of the ranks."""
-        building = None if self.reference else self._start_single(self._earlier[0])
+        pending = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
             self.state.modules, self._large = built[0].modules, built[0].large
             if not any(item.trainable for item in built):
                 raise TargetError("no parameter of the model requires grad, so there is nothing that DDP could do")
-            if building is not None:
-                self._settle_single(building)
+            if pending is not None:
+                self._settle_single(pending)
         with self._phase("consistency", "comparing the modules of the ranks"):
-            found = judge_uninitialised([item.uninitialised for item in built])
+            findings = judge_uninitialised([item.uninitialised for item in built])
             if len({item.digest for item in built}) > 1:
-                found += judge_descriptions(self._all(calls.model_build.description))
-            self._add(found)
-            stopping = [f for f in found if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
-            if stopping:
-                self._skip_rest(f"{stopping[0].code}: DDP would stop, hang or pair up the wrong tensors")
+                findings += judge_descriptions(self._all(calls.model_build.description))
+            self._add(findings)
+            fatal = [f for f in findings if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
+            if fatal:
+                self._skip_rest(f"{fatal[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(self) -> list[WrappedModule]:
         """Wrap the model; stop with DDP221 if wrapper options differ, before DDP hangs."""
         try:
             return self._all(self.wrap)
         except RankError as error:
-            differing = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
-            if differing is None:
+            mismatch = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
+            if mismatch is None:
                 raise
-            self.state.add(judge_options("DDP221", differing.options, "The wrapper"))
+            self.state.add(judge_options("DDP221", mismatch.options, "The wrapper"))
             self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         facts = wrapped[0].facts
-        unlike = judge_descriptions(self._all(calls.local_step.layout)) if facts.sharded else []
-        found = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
-        found += judge_changes([item.changes for item in wrapped])
-        found += unlike or judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
-        start = [item.parameters_at_construction for item in wrapped]
-        found += judge_values_changed(start, [item.parameters for item in wrapped])
-        changed = {name for finding in found if finding.code == "DDP515" for name in finding.subjects}
-        found += judge_values_after_wrapping(
+        layout_findings = judge_descriptions(self._all(calls.local_step.layout)) if facts.sharded else []
+        findings = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
+        findings += judge_changes([item.changes for item in wrapped])
+        findings += layout_findings or judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        initial = [item.parameters_at_construction for item in wrapped]
+        findings += judge_values_changed(initial, [item.parameters for item in wrapped])
+        changed = {name for finding in findings if finding.code == "DDP515" for name in finding.subjects}
+        findings += judge_values_after_wrapping(
             [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
-        differ_now = {name for finding in found for name in finding.subjects}
-        self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in found)
+        differing = {name for finding in findings for name in finding.subjects}
+        self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in findings)
         if facts.sharded:
             built = [item.facts.values_built for item in wrapped if isinstance(item.facts, ShardedFacts)]
             before = judge_values_before_sharding(built, wrapped[0].parameters)
-            found += [finding for finding in before if differ_now.isdisjoint(finding.subjects)]
+            findings += [finding for finding in before if differing.isdisjoint(finding.subjects)]
             self.state.log.notes += [] if facts.named != "fully_shard" else [NOT_COMPARED]
         if models := self.state.models:
             self.state.log.notes.append(how_split(models))
-        self._add(found)
-        if unlike:
-            self._skip_rest(f"{unlike[0].code}: {_UNLIKE_REDUCTIONS}")
+        self._add(findings)
+        if layout_findings:
+            self._skip_rest(f"{layout_findings[0].code}: {_UNLIKE_REDUCTIONS}")
         self._hand_over(wrapped[0])
         if not (facts.is_ddp or facts.sharded):
             self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, not a DistributedDataParallel")
-        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in found):
+        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in findings):
             self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
         self.state.names = Names(
             aliases=self._explained("which parameters are tied", {}, calls.model_build.aliases)[0],
@@ -159,13 +159,13 @@ class CheckRun(CheckWorlds):
         words = f"step {step + 1} of {self.asked.steps}"
         state, averaged = (self.world.directory / f"{name}-{step}.pt" for name in ("state", "averaged"))
         with self._phase("parameters", f"{words}: each rank alone"):
-            wanted = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
-            filed = wanted or self._large
-            self._all(calls.local_step.begin_step, step, state if filed else None, shared=self._share_parameters(step))
+            needs_single = not (self.reference or self.state.single.skipped or self.state.steps.ranks_differ)
+            saves = needs_single or self._large
+            self._all(calls.local_step.begin_step, step, state if saves else None, shared=self._share_parameters(step))
             shutil.rmtree(self.world.directory / f"state-{step - 1}.pt", ignore_errors=True)
             run_single = partial(self._start_single, partial(calls.single_process.run_step, step, state))
-            begun = run_single() if wanted and not self._large else None
-            local = self._local_step(step, (lambda: begun or run_single()) if wanted else None)
+            future = run_single() if needs_single and not self._large else None
+            local = self._local_step(step, (lambda: future or run_single()) if needs_single else None)
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local, self.state.of_models(local))
@@ -177,11 +177,11 @@ class CheckRun(CheckWorlds):
             self._check_batches([item.batch for item in local], step)
         with self._phase("parity", f"{words}: averaging the ranks' gradients"):
             draws = any(item.random.libraries for item in local)
-            filed = self._large or not draws
-            self._all(calls.local_step.average, step, averaged if filed else None, shared=self._one_machine)
+            saves = self._large or not draws
+            self._all(calls.local_step.average, step, averaged if saves else None, shared=self._one_machine)
         doubtful = self._train(step, words)
         with self._phase("parity", f"{words}: the single process"):
-            result = self._settle_single(begun or run_single()) if wanted else None
+            result = self._settle_single(future or run_single()) if needs_single else None
             if isinstance(result, str):
                 self.state.single.skipped = f"in a single process, the recipe builds a different model: {result}"
             elif result is not None:
@@ -190,12 +190,12 @@ class CheckRun(CheckWorlds):
                 compare = partial(self._compare_drawing, numbers=result.numbers) if draws else self._compare_with_single
                 doubtful |= compare(step, averaged)
             if self.state.steps.draws_alike() and step == 0:
-                what = "whether the ranks draw the same numbers"
-                self.state.single.draws = self._explained(what, [], calls.repeated_step.draws, step)
+                topic = "whether the ranks draw the same numbers"
+                self.state.single.draws = self._explained(topic, [], calls.repeated_step.draws, step)
                 self.state.single.draws = self.state.of_models(self.state.single.draws)
             if doubtful and not self.state.repeats.differ:
-                what = f"whether step {step} gives the same gradients again"
-                repeated = self._explained(what, RepeatedStep(), calls.repeated_step.repeat_step, step)
+                topic = f"whether step {step} gives the same gradients again"
+                repeated = self._explained(topic, RepeatedStep(), calls.repeated_step.repeat_step, step)
                 judging.withhold_if_noisy(self.state, step, repeated)
         if self.state.steps.ddp_skipped:  # update after all phases that restore the state before the step
             with self._phase("parameters", f"{words}: the optimizer"):
@@ -204,15 +204,15 @@ class CheckRun(CheckWorlds):
 
     def _check_shards(self, local: Sequence[LocalStep]) -> None:
         """Stop the check if ranks that compute one model have different samples."""
-        if found := judge_shards(local, self.state.models):
-            self._add(found)
+        if findings := judge_shards(local, self.state.models):
+            self._add(findings)
             self._skip_rest("DDP516: ranks that compute one model together have different samples")
 
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
         """Stop the check if `model` splits layers over ranks without DTensor."""
         split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
-            self.state.found = [(part, one) for part, one in self.state.found if one.code not in ("DDP208", "DDP221")]
+            self.state.found = [(part, f) for part, f in self.state.found if f.code not in ("DDP208", "DDP221")]
             del self.state.log.seconds["wrapping"]  # the phase compared parts
             self.state.log.notes.append(
                 f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "
@@ -225,22 +225,22 @@ class CheckRun(CheckWorlds):
     def _share_parameters(self, step: int) -> bool:
         """Return True if all ranks can read the parameters from rank 0's file."""
         ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
-        alike = len(ranks) == self.asked.world_size and all(one.parameters == ranks[0].parameters for one in ranks)
-        return alike and self._one_machine
+        equal = len(ranks) == self.asked.world_size and all(entry.parameters == ranks[0].parameters for entry in ranks)
+        return equal and self._one_machine
 
     def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep | str]] | None) -> list[LocalStep]:
         """Run each rank's step alone; report losses not finite on some ranks only."""
         try:
             return self._all(calls.local_step.local_step, step)
         except RankError as error:
-            whole = None if single is None else self._settle_single(single())
-            loss = whole.loss if isinstance(whole, SingleStep) else math.nan
-            found = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
-            if not found:
+            result = None if single is None else self._settle_single(single())
+            loss = result.loss if isinstance(result, SingleStep) else math.nan
+            findings = judge_undefined_losses(error.failures, loss, step, self.asked.world_size)
+            if not findings:
                 raise
             line = self.state.wrapped[0].loss_location if self.state.wrapped else None
-            self.state.add([replace(one, location=one.location or line) for one in found])
-            self._skip_rest(f"{found[0].code}: the loss is not finite on {format_ranks(found[0].ranks)}")
+            self.state.add([replace(finding, location=finding.location or line) for finding in findings])
+            self._skip_rest(f"{findings[0].code}: the loss is not finite on {format_ranks(findings[0].ranks)}")
 
     def _train(self, step: int, words: str) -> bool:
         """Run the step through the wrapper if possible; return True if doubtful."""
@@ -268,8 +268,8 @@ class CheckRun(CheckWorlds):
     def _explain(self, local: Sequence[LocalStep], step: int) -> list[dict[str, PathEnd]]:
         """Explain missing gradients by rank; skipped if ranks are already out of step."""
         in_step = not (any(item.calls for item in local) and judge_collectives(self._logs()))
-        what = "why gradients are missing"
-        return self._explained(what, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
+        topic = "why gradients are missing"
+        return self._explained(topic, {}, calls.repeated_step.explain, step) if in_step else [{} for _ in local]
 
     def _compare_drawing(self, step: int, averaged: Path, *, numbers: RandomNumbers) -> bool:
         """Compare with a single process under equal random numbers: per sample, else constants.
@@ -288,23 +288,23 @@ class CheckRun(CheckWorlds):
             single.differences.pop(step, None)
             if self.single.failed:  # during the analysis
                 return False
-            again = self._settle_single(self._start_single(partial(calls.single_process.run_with_constants, step)))
-            if again is None:
+            result = self._settle_single(self._start_single(partial(calls.single_process.run_with_constants, step)))
+            if result is None:
                 return False
-            self.state.add_single(step, again)
-        if trouble := self._average_with("constant", step, averaged):
-            single.skipped = f"not comparable with constants in place of random numbers: {trouble}"
+            self.state.add_single(step, result)
+        if reason := self._average_with("constant", step, averaged):
+            single.skipped = f"not comparable with constants in place of random numbers: {reason}"
             return False
         single.constants = True
         return self._compare_with_single(step, averaged)
 
     def _average_with(self, numbers: RandomNumbers, step: int, averaged: Path) -> str:
         """Average gradients under these random numbers; return why the loss fails with them."""
-        what = f"the gradients with random numbers {numbers}"
-        said = self._explained(what, "the step with them failed", calls.local_step.comparable_step, step, numbers)
-        if trouble := next((item for item in said if isinstance(item, str)), ""):
-            return trouble
-        self.state.add_comparable_steps([item for item in said if not isinstance(item, str)])
+        topic = f"the gradients with random numbers {numbers}"
+        replies = self._explained(topic, "the step with them failed", calls.local_step.comparable_step, step, numbers)
+        if reason := next((item for item in replies if isinstance(item, str)), ""):
+            return reason
+        self.state.add_comparable_steps([item for item in replies if not isinstance(item, str)])
         self._all(calls.local_step.average, step, averaged, shared=self._one_machine)
         return ""
 
@@ -321,13 +321,13 @@ class CheckRun(CheckWorlds):
         if len({item.layout for item in local}) == 1 or not (facts.is_ddp or facts.sharded):
             return
         broadcasts = self.state.wrapped[0].broadcasts_buffers
-        found = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
-        if not found:
+        findings = judge_layouts(self._all(calls.local_step.layout), step, broadcasts=broadcasts)
+        if not findings:
             return
-        lines = self._all(calls.model_build.assignments, [name for finding in found for name in finding.subjects])[0]
-        self._add([replace(f, location=lines.get(f.subjects[0])) for f in found])
-        would = _UNLIKE_REDUCTIONS if facts.sharded else "DDP would stop, hang or abort at its next collective"
-        self._skip_rest(f"{found[0].code}: {would}")
+        lines = self._all(calls.model_build.assignments, [name for finding in findings for name in finding.subjects])[0]
+        self._add([replace(finding, location=lines.get(finding.subjects[0])) for finding in findings])
+        effect = _UNLIKE_REDUCTIONS if facts.sharded else "DDP would stop, hang or abort at its next collective"
+        self._skip_rest(f"{findings[0].code}: {effect}")
 
     def _check_packing(self, local: Sequence[LocalStep], step: int) -> None:
         """Check once if ranks pack vectors reduced in forward in the same order."""
@@ -336,8 +336,8 @@ class CheckRun(CheckWorlds):
         in_forward = [call for call in self._logs()[0] if call.place == f"step {step}: forward"]
         if any("reduce" in call.operation and call.elements > 1 for call in in_forward):
             self._packing_checked = True
-            what = "the order in which ranks pack the elements that they reduce"
-            self._add(judge_packing(self._explained(what, (), calls.repeated_step.packed_payloads, step)))
+            topic = "the order in which ranks pack the elements that they reduce"
+            self._add(judge_packing(self._explained(topic, (), calls.repeated_step.packed_payloads, step)))
 
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """Check that the global batch is equal on all ranks and calls."""
@@ -357,19 +357,19 @@ class CheckRun(CheckWorlds):
         """Run one step through the wrapper; return True if the result is doubtful."""
         try:
             with self._phase("reducer", f"{words}: through the wrapper"):
-                done = self._all(calls.ddp_step.ddp_step, step)
-                trouble = {why for item in done if isinstance(item, ShardedStep) and (why := why_not_updated(item))}
-                self.state.log.notes += [f"parameters after a step are not compared: {one}" for one in sorted(trouble)]
-                doubtful = judging.ddp_step_is_wrong(self.state, done)
+                steps = self._all(calls.ddp_step.ddp_step, step)
+                notes = {text for item in steps if isinstance(item, ShardedStep) and (text := why_not_updated(item))}
+                self.state.log.notes += [f"parameters after a step are not compared: {note}" for note in sorted(notes)]
+                doubtful = judging.ddp_step_is_wrong(self.state, steps)
                 self._check_in_step(when=self.state.wrapped[0].broadcasts_buffers)
                 return doubtful
         except RankError as error:
-            found = judging.judge_wrapper_failure(self.state, error)
-            if not found or isinstance(error, HangError) or (error.first is not None and error.first.bug):
+            findings = judging.judge_wrapper_failure(self.state, error)
+            if not findings or isinstance(error, HangError) or (error.first is not None and error.first.bug):
                 raise
-            self.state.add(found)
-            named = "the sharded module" if self.state.wrapper.sharded else "the wrapper"
-            self._skip_rest(f"{found[0].code}: {named} raised")
+            self.state.add(findings)
+            name = "the sharded module" if self.state.wrapper.sharded else "the wrapper"
+            self._skip_rest(f"{findings[0].code}: {name} raised")
 
     def _compare_with_single(self, step: int, averaged: Path) -> bool:
         """Compare averaged gradients with the global batch; return True if they differ."""
@@ -383,20 +383,20 @@ class CheckRun(CheckWorlds):
         if self.state.wants_analysis:
             if not self.state.add_analysis(step, self._analyse(step, averaged)):
                 return False
-            what = "what each program holds"
-            self.state.single.program_data = self._explained(what, {}, calls.program_data.program_data)
-            changed = self._explained(what, [], calls.program_data.changed_data)
+            topic = "what each program holds"
+            self.state.single.program_data = self._explained(topic, {}, calls.program_data.program_data)
+            changed = self._explained(topic, [], calls.program_data.changed_data)
             self.state.single.changed_data = frozenset().union(*changed)
         return True
 
     def _analyse(self, step: int, averaged: Path) -> ShardAnalysis:
         """Analyse the shards one by one to explain a difference, or return an error."""
-        what = "why the ranks' average differs from the global batch"
+        topic = "why the ranks' average differs from the global batch"
         local = self.state.steps.local
-        known = (step, averaged, self._average_exactly(step), len(local), local[0].threads)
-        result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *known)))
+        args = (step, averaged, self._average_exactly(step), len(local), local[0].threads)
+        result = self._settle_single(self.single.start(partial(calls.try_call, calls.shard_analysis.analyse, *args)))
         if result is None or isinstance(result, NoExplanation):
-            self.state.log.add_unexplained(what, result)
+            self.state.log.add_unexplained(topic, result)
             return ShardAnalysis(error="that failed")
         return result
 
@@ -410,14 +410,14 @@ class CheckRun(CheckWorlds):
     def _look_again(self) -> None:
         """Examine parameters with zero gradients in every step, unless all gradients were zero."""
         steps, last = self.state.steps, self.asked.steps - 1
-        asleep = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
-        if not asleep:
+        zeros = zero_everywhere(steps.parameters) if any(steps.norms.values()) else []
+        if not zeros:
             return
         with self._phase("parameters", "looking again at zero gradients"):
-            what = "whether gradients that are zero stay so"
-            awake = self._explained(what, asleep, calls.repeated_step.nonzero_when_perturbed, last, asleep)
-            steps.nonzero_when_perturbed = frozenset().union(*awake)
-            asleep = [name for name in asleep if name not in steps.nonzero_when_perturbed]
-            if asleep:
-                what = "where gradients become zero"
-                steps.zero_ends = self._explained(what, {}, calls.repeated_step.why_zero, last, asleep)[0]
+            topic = "whether gradients that are zero stay so"
+            nonzero = self._explained(topic, zeros, calls.repeated_step.nonzero_when_perturbed, last, zeros)
+            steps.nonzero_when_perturbed = frozenset().union(*nonzero)
+            zeros = [name for name in zeros if name not in steps.nonzero_when_perturbed]
+            if zeros:
+                topic = "where gradients become zero"
+                steps.zero_ends = self._explained(topic, {}, calls.repeated_step.why_zero, last, zeros)[0]

@@ -69,8 +69,8 @@ class CheckOptions:
     ) -> World:
         """Start a world of training ranks with the required modules preloaded."""
         preload = (*preloading.DDP, *calls.MODULES, *self.preload)
-        asked = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
-        return make(self.world_size, **asked, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
+        options = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
+        return make(self.world_size, **options, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
 
     def world_of_one(self, **more: Any) -> World:
         """Start a world of one process without a process group."""
@@ -129,11 +129,11 @@ class CheckLog:
     @contextlib.contextmanager
     def in_part(self, name: str) -> Iterator[None]:
         """Add the duration of a block to part `name`."""
-        self.part, begun = name, time.perf_counter()
+        self.part, start = name, time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass
@@ -276,7 +276,7 @@ class CheckState:
             for item, (loss, choices) in zip(self.steps.local, self.of_models(steps), strict=True)
         ]
         step = self.steps.local[0].evidence.step
-        self.single.choices[step] = tuple(dict.fromkeys(one for _, some in steps for one in some))
+        self.single.choices[step] = tuple(dict.fromkeys(choice for _, choices in steps for choice in choices))
 
     def add_single(self, step: int, result: SingleStep) -> None:
         """Add a step of the single process."""
@@ -312,8 +312,8 @@ class CheckState:
     @property
     def replicas_stay_equal(self) -> bool:
         """Return True if parameters changed and stayed equal on all ranks."""
-        moved = any(item.parameters != self.wrapped[item.rank].parameters for item in self.steps.ddp)
-        return moved and not self.steps.ranks_differ
+        changed = any(item.parameters != self.wrapped[item.rank].parameters for item in self.steps.ddp)
+        return changed and not self.steps.ranks_differ
 
     def take_single_process(self, reference: CheckState) -> None:
         """Reuse the single process of a finished check of the same target."""

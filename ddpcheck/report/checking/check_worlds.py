@@ -75,8 +75,8 @@ class CollectiveMismatchWatch:
         self._since: dict[tuple[int, ...], float] = {}
 
     def __call__(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        inside = {rank: this_rank.read_slots(world.directory, rank).collective for rank in running}
-        if not running or not all(inside.values()):
+        collectives = {rank: this_rank.read_slots(world.directory, rank).collective for rank in running}
+        if not running or not all(collectives.values()):
             self._since.clear()  # a running rank may still join the collective
             return None
         paths = [log_path(world.directory, rank) for rank in range(world.world_size)]
@@ -85,7 +85,7 @@ class CollectiveMismatchWatch:
         if time.monotonic() - since < self._patience:
             return None
         logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
-        findings = judge_collectives(logs, not_waiting(logs, inside))
+        findings = judge_collectives(logs, not_waiting(logs, collectives))
         return findings[0].message.rstrip(".") if findings else None
 
 
@@ -165,7 +165,7 @@ class CheckWorlds:
         try:
             results = self.world.run(partial(calls.try_call, phase, *args, **kwargs))
         except errors.RankError as error:
-            if not [r for r in error.results.values() if self.state.log.add_unexplained(what, r)]:
+            if not [result for result in error.results.values() if self.state.log.add_unexplained(what, result)]:
                 raise
             self._skip_rest(f"the ranks could not continue after this failed: {what}")
         for result in results:
@@ -184,18 +184,18 @@ class CheckWorlds:
             first = error.first
             if first is not None and isinstance(first.exception, errors.UsageError):
                 raise
-            said = str(first.message if first else error).removeprefix("rank 0 ")
-            skipped = f"the single process {said}"
+            message = str(first.message if first else error).removeprefix("rank 0 ")
+            skipped = f"the single process {message}"
             if first is not None and first.bug:
                 self.state.log.add_bug(ReportError(first.bug, errors.EXIT_USAGE, error.detail))
             elif first is not None and "silenced" in first.place:
                 skipped = f"not comparable with constants in place of random numbers: {skipped}"
             elif isinstance(error, errors.HangError):
-                late = str(error).removeprefix("rank 0 ").replace("rank 0", "it")
-                skipped = self.state.single.hang = f"the single process {late}; a longer timeout gives it more time"
-            elif not self._alone_in_group and any(words in said for words in _NO_GROUP):
-                retried: Result | None = self._retry_in_group()
-                return retried
+                text = str(error).removeprefix("rank 0 ").replace("rank 0", "it")
+                skipped = self.state.single.hang = f"the single process {text}; a longer timeout gives it more time"
+            elif not self._alone_in_group and any(pattern in message for pattern in _NO_GROUP):
+                result: Result | None = self._retry_in_group()
+                return result
             self.state.single.skipped = skipped
             return None
 
@@ -205,12 +205,12 @@ class CheckWorlds:
         self.state.log.notes.append(
             "the single process has a process group of one, since the model does not run without"
         )
-        last = self._last_single
+        last_call = self._last_single
         self.single = self._worlds.enter_context(self._make_world(group=False))
-        for earlier in (calls.single_process.join_alone, *self._earlier):
-            if self._settle_single(self._start_single(earlier)) is None and self.state.single.skipped:
+        for call in (calls.single_process.join_alone, *self._earlier):
+            if self._settle_single(self._start_single(call)) is None and self.state.single.skipped:
                 return None
-        return None if last is self._earlier[-1] else self._settle_single(self._start_single(last))
+        return None if last_call is self._earlier[-1] else self._settle_single(self._start_single(last_call))
 
     def _logs(self) -> list[list[Call]]:
         return [read_log(self.world.directory, rank) for rank in range(self.asked.world_size)]
@@ -248,20 +248,20 @@ class CheckWorlds:
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
         self.state.timelines = timelines_of_failure(error.failures, self._logs(), error.results)
-        found = judge_wrapper_failure(self.state, error)
-        found = found or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
+        findings = judge_wrapper_failure(self.state, error)
+        findings = findings or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
         if first is not None and isinstance(first.exception, errors.DDPCheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
-            self.state.add([] if everywhere else found)
-            where = "" if everywhere else f"rank {first.rank}: "
-            printed = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
-            detail = "\n".join(filter(None, (first.exception.detail, printed)))
-            self.state.log.error = ReportError(f"{where}{first.exception}", errors.EXIT_TARGET, detail)
+            self.state.add([] if everywhere else findings)
+            prefix = "" if everywhere else f"rank {first.rank}: "
+            output = f"what rank {first.rank} printed, its last lines:\n{first.output}" if first.output.strip() else ""
+            detail = "\n".join(filter(None, (first.exception.detail, output)))
+            self.state.log.error = ReportError(f"{prefix}{first.exception}", errors.EXIT_TARGET, detail)
         else:
-            self.state.add(found)
-            stuck = isinstance(error, errors.HangError) or any(finding.code == "DDP403" for finding in found)
+            self.state.add(findings)
+            is_hang = isinstance(error, errors.HangError) or any(finding.code == "DDP403" for finding in findings)
             self.state.log.error = ReportError(
-                str(error), errors.EXIT_HANG if stuck else errors.EXIT_TARGET, error.detail
+                str(error), errors.EXIT_HANG if is_hang else errors.EXIT_TARGET, error.detail
             )
 
     def _add(self, found: Sequence[Finding]) -> None:
@@ -271,7 +271,7 @@ class CheckWorlds:
         try:
             by_rank = self._lines_of(nameless) if nameless else []
         finally:
-            lines = {name: line for of_rank in reversed(by_rank) for name, line in of_rank.items()}
+            lines = {name: line for locations in reversed(by_rank) for name, line in locations.items()}
             self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in found])
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:

@@ -35,18 +35,18 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
     if state.steps.ddp_skipped or not (state.wrapper.is_ddp or state.wrapper.sharded):
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
-    found = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
-    stops = {f.code for f in found if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
-    if stops - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
-        would = "the ranks' reductions differ" if state.wrapper.sharded else "DDP raise or hang"
-        state.steps.ddp_skipped = f"not run from step {step} on: the finding on parameters would make {would}"
+    findings = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
+    codes = {f.code for f in findings if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
+    if codes - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
+        effect = "the ranks' reductions differ" if state.wrapper.sharded else "DDP raise or hang"
+        state.steps.ddp_skipped = f"not run from step {step} on: the finding on parameters would make {effect}"
 
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
     """Add a step through the wrapper; return True if its gradients are wrong."""
     differing = differing_names([item.parameters for item in evidence])
     if state.models and any(item.random.libraries for item in state.steps.local):
-        state.steps.parts_draw |= any(bad.bad for item in evidence for bad in item.against_local)
+        state.steps.parts_draw |= any(difference.bad for item in evidence for difference in item.against_local)
         evidence = [replace(item, against_local=()) for item in evidence] if state.steps.parts_draw else evidence
     state.steps.ddp += evidence
     state.steps.ranks_differ |= bool(differing)
@@ -61,9 +61,9 @@ def withhold_if_noisy(state: CheckState, step: int, repeated: Sequence[RepeatedS
     """Add a repeated step; withhold gradient verdicts if the step differs from itself."""
     state.repeats.add(repeated)
     by_rank = {rank: item.differences for rank, item in enumerate(repeated)}
-    found = state.log.call_judge("parity", judge_repeat, by_rank, step)
-    state.add(found, "parity")
-    state.repeats.differ = bool(found)
+    findings = state.log.call_judge("parity", judge_repeat, by_rank, step)
+    state.add(findings, "parity")
+    state.repeats.differ = bool(findings)
 
 
 def judge_wrapper_failure(state: CheckState, error: RankError) -> list[Finding]:
@@ -109,18 +109,18 @@ def judge_context(state: CheckState, module_locations: Mapping[str, Location] | 
 
 def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     """Turn all evidence into findings, even after an early stop."""
-    known = judge_context(state, module_locations)
+    context = judge_context(state, module_locations)
     if state.steps.parameters:
-        more = {"nonzero_when_perturbed": state.steps.nonzero_when_perturbed, "zero_ends": state.steps.zero_ends}
-        args = state.steps.parameters, known.wrapper, known.names
-        parameters = state.log.call_judge("parameters", judge_parameters, *args, **more)
-        by_name = {finding.code for finding in parameters}  # more specific than a raised backward
-        state.found = [(part, f) for part, f in state.found if f.subjects != ("backward",) or f.code not in by_name]
+        kwargs = {"nonzero_when_perturbed": state.steps.nonzero_when_perturbed, "zero_ends": state.steps.zero_ends}
+        args = state.steps.parameters, context.wrapper, context.names
+        parameters = state.log.call_judge("parameters", judge_parameters, *args, **kwargs)
+        codes = {finding.code for finding in parameters}  # more specific than a raised backward
+        state.found = [(part, f) for part, f in state.found if f.subjects != ("backward",) or f.code not in codes]
         state.add(parameters, "parameters")
     if not state.repeats.differ:
-        _judge_gradients(state, known)
+        _judge_gradients(state, context)
     if state.replicas_stay_equal:  # each rank may step only its part of the parameters and share the result
-        state.found = [(part, one) for part, one in state.found if not _is_of_parts(one)]
+        state.found = [(part, finding) for part, finding in state.found if not _is_of_parts(finding)]
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
         state.add(state.log.call_judge("reducer", _judge_compilations, state), "reducer")
@@ -129,7 +129,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     for causes in state.log.call_judge("", lambda: [find_causes(state.findings)]):
         state.findings = causes.findings
         pairs = zip(state.found, causes.told_by, strict=True)
-        state.told = [(part, finding, by) for (part, finding), by in pairs if by is not None]
+        state.told = [(part, finding, cause) for (part, finding), cause in pairs if cause is not None]
 
 
 def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
@@ -137,16 +137,16 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
     if state.models:  # diverged parameters change the gradients of later steps
-        apart = [n for n, items in group_by_step(ddp).items() if differing_names([item.parameters for item in items])]
-        ddp = [item for item in ddp if not apart or item.step <= min(apart)]
-    first = single.analysed[0].evidence.step if single.analysed else 0
-    judged = [step for step in single.differences if step >= first or not state.differs(step)]
+        drifted = [n for n, items in group_by_step(ddp).items() if differing_names([item.parameters for item in items])]
+        ddp = [item for item in ddp if not drifted or item.step <= min(drifted)]
+    first_step = single.analysed[0].evidence.step if single.analysed else 0
+    judged = [step for step in single.differences if step >= first_step or not state.differs(step)]
     differences = {step: repeats.widened(single.differences[step]) for step in judged}
     reducer = call_judge("reducer", _reduction_judge(state), ddp, known) if ddp else []
     if state.models:
         reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.of(ddp, known))
         reducer = reducer or call_judge("reducer", judge_norms_of_steps, ddp, state.models)
-    if known.wrapper.comm_hook and [one.code for one in reducer] == ["DDP301"] and state.replicas_stay_equal:
+    if known.wrapper.comm_hook and [finding.code for finding in reducer] == ["DDP301"] and state.replicas_stay_equal:
         steps.optimizer_averages = True
     else:
         state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
@@ -159,22 +159,22 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     if steps.ddp:
         start = [item.parameters for item in state.wrapped]
         unequal = bool(reducer) or "reducer" in state.log.unjudged
-        found = call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
-        found += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if known.wrapper.is_ddp else []
-        found += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
-        state.add(found, "reducer")
+        findings = call_judge("reducer", judge_state, steps.ddp, known, gradients_differ=unequal, start=start)
+        findings += call_judge("reducer", judge_loop, steps.ddp, unequal=unequal) if known.wrapper.is_ddp else []
+        findings += call_judge("reducer", judge_optimizer, state.wrapped, steps.ddp, state.names)
+        state.add(findings, "reducer")
     if state.log.error is None:
-        gradients = [one for item in steps.parameters for one in item.states.values()]
+        gradients = [use for item in steps.parameters for use in item.states.values()]
         state.add(call_judge("parity", judge_nothing_compared, steps.norms, gradients), "parity")
 
 
 def _judge_compilations(state: CheckState) -> list[Finding]:
     """Judge compilations; only recompilations if numbers decide that each rank draws alone."""
     by_rank = group_by(state.steps.compiled, lambda item: item.rank)
-    made = [[one for item in of_rank for one in item.compiled] for of_rank in by_rank.values()]
-    drawn = any(item.random.libraries - {"torch"} for item in state.steps.local)
+    compiled = [[entry for item in steps for entry in item.compiled] for steps in by_rank.values()]
+    is_random = any(item.random.libraries - {"torch"} for item in state.steps.local)
     few = len({item.step for item in state.steps.compiled}) < _FEWEST_COMPILED
-    return judge_recompilations(trained_functions(made)) if drawn or few else judge_compilations(made)
+    return judge_recompilations(trained_functions(compiled)) if is_random or few else judge_compilations(compiled)
 
 
 def _is_of_parts(finding: Finding) -> bool:
@@ -187,9 +187,9 @@ def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> l
     if len(kept) == len(found):
         return found
     if state.single.hang:
-        far = max(item.error for items in state.single.differences.values() for item in items if item.bad)
+        error = max(item.error for items in state.single.differences.values() for item in items if item.bad)
         state.single.incomparable = (
-            f"gradients are up to {far:.1e} (relative) away from those of the global batch, and there was no time to "
+            f"gradients are up to {error:.1e} (relative) away from those of the global batch, and there was no time to "
             f"find out why: {state.single.hang}"
         )
         state.log.notes.append(state.single.incomparable)
@@ -218,7 +218,7 @@ def _decisive_choices(state: CheckState) -> tuple[str, ...]:
     """Return random choices of the analysed step that may explain the difference."""
     single = state.single
     analysed = single.analysed or state.steps.local
-    found = single.choices.get(analysed[0].evidence.step, ()) if analysed else ()
+    choices = single.choices.get(analysed[0].evidence.step, ()) if analysed else ()
     equal = any(not state.differs(step) for step in single.differences if not single.choices.get(step))
     carried = any(call.carries_gradient for item in analysed for call in item.forward_calls)
-    return found if equal or not carried else ()
+    return choices if equal or not carried else ()

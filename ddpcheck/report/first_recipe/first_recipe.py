@@ -114,12 +114,12 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
 
 def recipe_text(module: str, attribute: str, arguments: str, guess: Guess, command: str) -> str:
     """Return the text of the recipe for the model `attribute(arguments)` of a module."""
-    names = ", ".join(one.name for one in guess.inputs)
+    names = ", ".join(spec.name for spec in guess.inputs)
     if guess.output is None:
         edit, inputs = "TODO: ddpcheck could not guess the inputs.", _TODO.format(names=names)
     else:
         edit = "EDIT: replace the random numbers by your data."
-        inputs = "\n".join([*(f"{one.name} = {one.code}" for one in guess.inputs), f"return {names}"])
+        inputs = "\n".join([*(f"{spec.name} = {spec.code}" for spec in guess.inputs), f"return {names}"])
     return _RECIPE.format(
         attribute=attribute,
         command=command,

@@ -41,17 +41,17 @@ def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> t
         UsageError: The object is not a model, or the constructor needs other arguments.
         TargetError: The user code raised, or returned no module.
     """
-    positional, named, spelled = _parsed(arguments)
+    positional, named, source = _parsed(arguments)
     place, attribute = split_target(model)
     guess = guess_inputs(_build(maker, attribute, positional, named))
     module = find_file(place).stem if is_path(place) else place
-    return recipe_text(module, attribute, spelled, guess, command), guess
+    return recipe_text(module, attribute, source, guess, command), guess
 
 
 def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
     """Parse `--args`; return positional and keyword arguments, and the normalized source."""
-    wanted = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
-    expected = f"--args: expected {wanted}, got {arguments!r}"
+    hint = "arguments of the constructor as Python writes them, such as '3, hidden=16'"
+    expected = f"--args: expected {hint}, got {arguments!r}"
     try:
         call = ast.parse(f"f({arguments})", mode="eval").body
     except (SyntaxError, ValueError):
@@ -59,8 +59,8 @@ def _parsed(arguments: str) -> tuple[list[Any], dict[str, Any], str]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise UsageError(expected)
     try:
-        positional = [ast.literal_eval(one) for one in call.args]
-        named = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg}
+        positional = [ast.literal_eval(arg) for arg in call.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
     except ValueError:
         raise UsageError(f"{expected}; only numbers, texts, and lists and the like of them") from None
     if len(named) != len(call.keywords):
@@ -78,9 +78,9 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
         signature.bind(*positional, **named)
     except TypeError as error:
         needed = [
-            one.name
-            for one in signature.parameters.values()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            param.name
+            for param in signature.parameters.values()
+            if param.default is param.empty and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
         ]
         example = ", ".join(f"{name}=..." for name in needed)
         raise UsageError(
@@ -90,54 +90,54 @@ def _build(maker: Any, attribute: str, positional: list[Any], named: dict[str, A
     except ValueError:
         pass  # no signature available: try the call
     try:
-        made = maker(*positional, **named)
+        model = maker(*positional, **named)
     except (Exception, SystemExit) as error:
         raise blame(f"{attribute}()", error) from error
-    if not isinstance(made, nn.Module):
-        raise TargetError(f"{attribute}() returned {kind_of(made)}; it must return a torch.nn.Module")
-    return made
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{attribute}() returned {kind_of(model)}; it must return a torch.nn.Module")
+    return model
 
 
 def guess_inputs(model: nn.Module) -> Guess:
     """Guess inputs that forward accepts in two batch sizes."""
     names = _arguments(model)
-    taken = [of(module) for module in model.modules() for kind, of in _OF_LAYERS.items() if isinstance(module, kind)]
+    taken = [fn(module) for module in model.modules() for kind, fn in _OF_LAYERS.items() if isinstance(module, kind)]
     layers = [samples for samples in map(tuple, taken) if samples]
-    tried, first = 0, "no layer determines the shape of its input"
+    tried, first_error = 0, "no layer determines the shape of its input"
     for samples in itertools.islice(_combinations(model, names, layers), MOST_TRIES):
         inputs = tuple(Input(name, *sample) for name, sample in zip(names, samples, strict=True))
         tried += 1
         try:
             output = _try(model, inputs)
         except Exception as error:  # the next guess may work
-            output, said = None, f"{type(error).__name__}: {error}".splitlines()[0]
-            first = said if tried == 1 else first
+            output, message = None, f"{type(error).__name__}: {error}".splitlines()[0]
+            first_error = message if tried == 1 else first_error
         if output is not None:
             return Guess(inputs, output)
-    return Guess(tuple(map(Input, names)), None, tried, first)
+    return Guess(tuple(map(Input, names)), None, tried, first_error)
 
 
 def _arguments(model: nn.Module) -> tuple[str, ...]:
     """Return the required argument names of forward, or its first argument."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [one for one in inspect.signature(model.forward).parameters.values() if one.kind in positional]
-    needed = tuple(one.name for one in given if one.default is inspect.Parameter.empty)
-    return needed or tuple(one.name for one in given[:1]) or ("x",)
+    params = [param for param in inspect.signature(model.forward).parameters.values() if param.kind in positional]
+    needed = tuple(param.name for param in params if param.default is inspect.Parameter.empty)
+    return needed or tuple(param.name for param in params[:1]) or ("x",)
 
 
 _OF_LAYERS: Mapping[type[nn.Module], Callable[[Any], Iterable[Sample]]] = {
-    nn.Linear: lambda one: (((one.in_features,), None), ((_LENGTH, one.in_features), None)),
-    nn.Conv1d: lambda one: (((one.in_channels, length), None) for length in _SIGNALS),
-    nn.Conv2d: lambda one: (((one.in_channels, size, size), None) for size in _IMAGES),
-    nn.Conv3d: lambda one: (((one.in_channels, 16, 16, 16), None),),
-    nn.Embedding: lambda one: (((_LENGTH,), one.num_embeddings), ((), one.num_embeddings)),
-    nn.EmbeddingBag: lambda one: (((_LENGTH,), one.num_embeddings), ((), one.num_embeddings)),
-    nn.BatchNorm1d: lambda one: (((one.num_features,), None), ((one.num_features, _LENGTH), None)),
-    nn.BatchNorm2d: lambda one: (((one.num_features, 32, 32), None),),
-    nn.LayerNorm: lambda one: ((tuple(one.normalized_shape), None), ((_LENGTH, *one.normalized_shape), None)),
-    nn.RNNBase: lambda one: (((_LENGTH, one.input_size), None),) if one.batch_first else (),
-    nn.MultiheadAttention: lambda one: (((_LENGTH, one.embed_dim), None),) if one.batch_first else (),
-    nn.Bilinear: lambda one: (((one.in1_features,), None), ((one.in2_features,), None)),
+    nn.Linear: lambda layer: (((layer.in_features,), None), ((_LENGTH, layer.in_features), None)),
+    nn.Conv1d: lambda layer: (((layer.in_channels, length), None) for length in _SIGNALS),
+    nn.Conv2d: lambda layer: (((layer.in_channels, size, size), None) for size in _IMAGES),
+    nn.Conv3d: lambda layer: (((layer.in_channels, 16, 16, 16), None),),
+    nn.Embedding: lambda layer: (((_LENGTH,), layer.num_embeddings), ((), layer.num_embeddings)),
+    nn.EmbeddingBag: lambda layer: (((_LENGTH,), layer.num_embeddings), ((), layer.num_embeddings)),
+    nn.BatchNorm1d: lambda layer: (((layer.num_features,), None), ((layer.num_features, _LENGTH), None)),
+    nn.BatchNorm2d: lambda layer: (((layer.num_features, 32, 32), None),),
+    nn.LayerNorm: lambda layer: ((tuple(layer.normalized_shape), None), ((_LENGTH, *layer.normalized_shape), None)),
+    nn.RNNBase: lambda layer: (((_LENGTH, layer.input_size), None),) if layer.batch_first else (),
+    nn.MultiheadAttention: lambda layer: (((_LENGTH, layer.embed_dim), None),) if layer.batch_first else (),
+    nn.Bilinear: lambda layer: (((layer.in1_features,), None), ((layer.in2_features,), None)),
 }
 """Possible input samples by layer type, most common first."""
 
@@ -148,25 +148,25 @@ def _combinations(
     """Yield guesses by argument name, then layer order, then any layer."""
     flat = [sample for samples in layers for sample in samples]
     choices = []
-    for place, name in enumerate(names):
-        own = layers[place] if place < len(layers) else ()
-        whole = [sample for sample in flat if sample[1] is not None]
-        named = list(_by_name(model, name, whole))
-        choices.append(list(dict.fromkeys([*named, *own, *flat])))
+    for index, name in enumerate(names):
+        by_order = layers[index] if index < len(layers) else ()
+        integers = [sample for sample in flat if sample[1] is not None]
+        by_name = list(_by_name(model, name, integers))
+        choices.append(list(dict.fromkeys([*by_name, *by_order, *flat])))
     if len(names) == 1:
         yield from ((sample,) for sample in choices[0])
         return
-    few = [some[:7] for some in choices]
-    yield from sorted(itertools.product(*few), key=lambda row: sum(few[n].index(one) for n, one in enumerate(row)))
+    few = [samples[:7] for samples in choices]
+    yield from sorted(itertools.product(*few), key=lambda row: sum(few[n].index(item) for n, item in enumerate(row)))
 
 
 def _by_name(model: nn.Module, name: str, whole: list[Sample]) -> Iterator[Sample]:
     """Yield samples suggested by the name of an argument."""
     words = name.lower()
     if any(word in words for word in ("label", "target")) or words == "y":
-        last = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        if last:
-            yield from (((), last[-1].out_features), ((last[-1].out_features,), None))
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        if linear:
+            yield from (((), linear[-1].out_features), ((linear[-1].out_features,), None))
         yield from whole
     elif any(word in words for word in ("ids", "token", "idx", "index")):
         yield from whole
@@ -178,8 +178,8 @@ def _try(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-        made = [_make(one, samples, generator) for one in inputs]
-        kinds.append(_kind(model(*made), samples))
+        tensors = [_make(spec, samples, generator) for spec in inputs]
+        kinds.append(_kind(model(*tensors), samples))
     return kinds[0] if kinds[0] == kinds[1] else None
 
 
@@ -199,7 +199,7 @@ def _kind(output: Any, samples: int) -> Output | None:
         return "tensor" if output.shape[0] == samples else None
     is_mapping = isinstance(output, Mapping)
     values = output.values() if is_mapping else output if isinstance(output, list | tuple) else ()
-    found = [one for one in values if isinstance(one, torch.Tensor) and one.requires_grad]
-    if not found:
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not tensors:
         return None
     return "mapping" if is_mapping else "sequence"

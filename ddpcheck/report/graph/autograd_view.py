@@ -47,7 +47,7 @@ def draw_autograd(
             f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
             "modules, or a recipe with a smaller model"
         )
-    drawn = _with_deep_stack(
+    graph = _with_deep_stack(
         lambda: make_dot(tuple(losses.values()), params={**tensors, **losses}), _FRAMES_PER_NODE * count
     )
     stops: dict[str, str] = {}
@@ -55,37 +55,37 @@ def draw_autograd(
         tensor = tensors.get(name)
         key, shape = (name, "") if tensor is None else (str(id(tensor)), str(tuple(tensor.shape)))
         label = "\n".join(filter(None, (name, shape, f"{code} {RULES[code].name}", where)))
-        drawn.node(key, label, **colour(code))
+        graph.node(key, label, **colour(code))
         if end := ends.get(name):
             label = f"{end.reason}\nat {end.location}" if end.location else end.reason
             if label not in stops:
                 stops[label] = f"stop{len(stops)}"
-                drawn.node(stops[label], label, **_STOP)
-            drawn.edge(key, stops[label], style="dashed")
+                graph.node(stops[label], label, **_STOP)
+            graph.edge(key, stops[label], style="dashed")
     numbers: dict[str, str] = {}
-    return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(drawn.source))
+    return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(graph.source))
 
 
 def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
     pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(pending)
     for node in pending:  # grows during the loop
-        below = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        seen.update(below)
-        pending += dict.fromkeys(below)
+        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(children)
+        pending += dict.fromkeys(children)
     return len(seen)
 
 
 def _with_deep_stack(function: Any, frames: int) -> Any:
     """Call a recursive function in a thread with room for `frames` frames."""
-    made: list[Any] = []
-    before, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
-    sys.setrecursionlimit(before + frames)
+    results: list[Any] = []
+    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
+    sys.setrecursionlimit(limit + frames)
     try:
-        thread = threading.Thread(target=lambda: made.append(function()))
+        thread = threading.Thread(target=lambda: results.append(function()))
         thread.start()
         thread.join()
     finally:
         threading.stack_size(size)
-        sys.setrecursionlimit(before)
-    return made[0]
+        sys.setrecursionlimit(limit)
+    return results[0]

@@ -71,26 +71,26 @@ class _Drawing:
             edges += [(key, reader, {"penwidth": "1.5"}) for reader in readers]
         drawing = self._cluster(None)
         drawing.graph_attr["label"] = title
-        for source, target, look in edges:
+        for source, target, attrs in edges:
             begin, end = self.ids[source], self.ids[target]
-            back = {"constraint": "false"} if begin > end and "penwidth" not in look else {}  # edge to a repeated node
-            drawing.edge(f"n{begin}", f"n{end}", **look, **back)
+            back = {"constraint": "false"} if begin > end and "penwidth" not in attrs else {}  # edge to a repeated node
+            drawing.edge(f"n{begin}", f"n{end}", **attrs, **back)
         return str(drawing.source)
 
     def _add(self, key: str, module: str | None, label: Iterable[str], **look: str) -> None:
         self.ids[key] = number = len(self.ids) + 1
-        around = module if module is None or module in self.clusters else module_of(module)
-        for path in prefixes(around or ""):
+        parent = module if module is None or module in self.clusters else module_of(module)
+        for path in prefixes(parent or ""):
             if path not in self.content:
                 text = _text(["  ".join(filter(None, self._describe(path)))])
                 self.content[path] = Digraph(f"cluster_{len(self.content)}", graph_attr={**_CLUSTER, "label": text})
-        self.content[around].node(f"n{number}", _text(label), **look)
+        self.content[parent].node(f"n{number}", _text(label), **look)
 
     def _cluster(self, path: str | None) -> Digraph:
         """Return the subgraph of a module; the whole drawing for `None`."""
-        for inner in self.content:
-            if inner is not None and path == (module_of(inner) if inner else None):
-                self.content[path].subgraph(self._cluster(inner))
+        for child in self.content:
+            if child is not None and path == (module_of(child) if child else None):
+                self.content[path].subgraph(self._cluster(child))
         return self.content[path]
 
     def _label(self, node: Node) -> Sequence[str]:
@@ -111,14 +111,14 @@ class _Drawing:
     def _describe(self, path: str) -> Sequence[str]:
         """Return the label of a module: name or name range, class and sizes."""
         fact, copies = self._fact(path), len(self._fact(path).copies)
-        names = [each.rpartition(".")[2] for each in (fact.copies[:: copies - 1] if copies > 1 else [path])]
+        names = [name.rpartition(".")[2] for name in (fact.copies[:: copies - 1] if copies > 1 else [path])]
         words = [f"{copies} {_TIMES} {fact.class_name}" if copies > 1 else fact.class_name]
         if fact.elements:
             words.append(f"{counted(f'{fact.elements:,}', 'parameter')}{' each' if copies > 1 else ''}")
         if fact.calls > 1:
             words.append(f"called {fact.calls} times")
         elif fact.class_name and not any(
-            each.calls for inner, each in self.view.modules.items() if path in prefixes(inner)
+            module.calls for child, module in self.view.modules.items() if path in prefixes(child)
         ):
             words.append("not called")
         return " \u2026 ".join(names) or "model", " \u00b7 ".join(words)
@@ -126,9 +126,9 @@ class _Drawing:
 
 def _title(view: GraphView, report: Report) -> Iterator[str]:
     yield from (report.target, f"rank 0 of {report.world.get('world_size', 1)}, step 0")
-    drawn = {parameter.mark[0] for parameter in view.parameters}
+    codes = {parameter.mark[0] for parameter in view.parameters}
     for code in dict.fromkeys(finding.code for finding in report.findings):
-        yield f"{code} {RULES[code].name}: {RULES[code].summary if code in drawn else 'not drawn'}"
+        yield f"{code} {RULES[code].name}: {RULES[code].summary if code in codes else 'not drawn'}"
     if not report.findings:
         yield "no findings"
     if any(node.kind == "stop" for node in view.nodes):
@@ -139,7 +139,7 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
 
 def _group(marked: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParameter]]:
     """Group parameters by module and mark, or by outer module if too many."""
-    groups = group_by(marked, lambda each: (prefixes(each.module)[: depth + 1][-1], each.mark))
+    groups = group_by(marked, lambda parameter: (prefixes(parameter.module)[: depth + 1][-1], parameter.mark))
     return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)
 
 
@@ -187,11 +187,11 @@ def lay_out(source: str, form: str, *, timeout: float) -> bytes:
     if form == "dot":
         return text
     try:
-        done = subprocess.run(["dot", f"-T{form}"], input=text, capture_output=True, timeout=timeout, check=False)
+        process = subprocess.run(["dot", f"-T{form}"], input=text, capture_output=True, timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         way_out = "pass a larger --timeout, or write the source with -o graph.dot"
         raise UsageError(f"dot did not lay out the picture within {timeout:g} s ({error}); {way_out}") from error
-    if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise UsageError(f"dot failed with exit code {done.returncode}: {said}")
-    return done.stdout
+    if process.returncode != 0:
+        message = process.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise UsageError(f"dot failed with exit code {process.returncode}: {message}")
+    return process.stdout

@@ -88,19 +88,19 @@ def fold(
         return shown
     content: dict[str, list[Hashable]] = defaultdict(list)  # facts and faults below each module
     for path, fact in (*modules.items(), *faults):
-        for holder in prefixes(path):
-            content[holder].append((path.removeprefix(holder), fact))
-    for holder, inside in group_by(filter(None, modules), module_of).items():
-        for _, copies in itertools.groupby(inside, key=lambda path: content[path]):
-            alike = list(copies)
-            for path in alike:
-                first = alike[0] if len(alike) >= LEAST_COPIES else path
-                shown[path] = shown.get(holder, holder) + first.removeprefix(holder)
+        for parent in prefixes(path):
+            content[parent].append((path.removeprefix(parent), fact))
+    for parent, children in group_by(filter(None, modules), module_of).items():
+        for _, copies in itertools.groupby(children, key=lambda path: content[path]):
+            group = list(copies)
+            for path in group:
+                target = group[0] if len(group) >= LEAST_COPIES else path
+                shown[path] = shown.get(parent, parent) + target.removeprefix(parent)
     kept = {prefix for path in cuts for prefix in prefixes(path)}
     for depth in range(max(path.count(".") for path in modules), 0, -1):
         if len(set(shown.values())) > MOST_MODULES:
-            for path, first in shown.items():
-                shown[path] = next((p for p in prefixes(first)[depth:-1] if p not in kept), first)
+            for path, target in shown.items():
+                shown[path] = next((p for p in prefixes(target)[depth:-1] if p not in kept), target)
     return shown
 
 

@@ -70,10 +70,10 @@ class FlowRecorder(TensorRecorder):
         return result
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
-        around = self._frames[-1]
-        path = self._shown.get(id(module), around.module)  # modules that are not drawn count for the parent
+        parent = self._frames[-1]
+        path = self._shown.get(id(module), parent.module)  # modules that are not drawn count for the parent
         self.calls[id(module)] += 1
-        self._frames.append(around if path == around.module else _Frame(path))
+        self._frames.append(parent if path == parent.module else _Frame(path))
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         frame = self._frames.pop()
@@ -105,8 +105,8 @@ class FlowRecorder(TensorRecorder):
         if outputs and lost:
             reason = cut_reason(name, outputs[0])
         end, hidden = None, False
-        ends = (known for known in self._ends.values() if lost or not outputs or known.cause == "unreachable")
-        if any(known.reason == reason for known in ends):
+        ends = (stop for stop in self._ends.values() if lost or not outputs or stop.cause == "unreachable")
+        if any(stop.reason == reason for stop in ends):
             end = self._ends.get(stop_key(PathEnd("", reason, user_location(), frame.module or "")))
         if end:  # the stop node represents the operation
             frame.after = key = stop_key(end)
@@ -114,15 +114,15 @@ class FlowRecorder(TensorRecorder):
         elif outputs:
             key = self._node(frame).key
             self.nodes[key].operations[operation] += 1
-            followed = (tensor.requires_grad or self._known.get(tensor, (key, False))[1] for tensor in inputs)
-            hidden = not torch.is_grad_enabled() and any(followed) and _in_custom_function()
+            tracked = (tensor.requires_grad or self._known.get(tensor, (key, False))[1] for tensor in inputs)
+            hidden = not torch.is_grad_enabled() and any(tracked) and _in_custom_function()
         else:
             return
         self._read(key, inputs)
         for output in outputs:
-            self._known[output] = made = (key, not end and (output.requires_grad or hidden))
+            self._known[output] = entry = (key, not end and (output.requires_grad or hidden))
             if name.endswith("_") and output._base is not None and any(output is tensor for tensor in inputs):
-                self._known[output._base] = made  # written in place through a view
+                self._known[output._base] = entry  # written in place through a view
 
     def _node(self, frame: _Frame) -> Node:
         key = f"{'loss function' if frame.module is None else f'module {frame.module}'} after {frame.after}"
@@ -145,20 +145,20 @@ def stop_key(end: PathEnd) -> str:
 
 def _in_custom_function() -> bool:
     """Return True inside the forward of an autograd Function."""
-    applied = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "apply")
-    return any(frame.f_globals.get("__name__") == "torch.autograd.function" for frame in applied)
+    frames = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "apply")
+    return any(frame.f_globals.get("__name__") == "torch.autograd.function" for frame in frames)
 
 
 def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """Return path and module by `id(module)`, including modules in plain attributes."""
-    found = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
-    for prefix, holder in module.named_modules():
-        for key, value in vars(holder).items():
+    modules = {id(submodule): (path, submodule) for path, submodule in module.named_modules()}
+    for prefix, parent in module.named_modules():
+        for key, value in vars(parent).items():
             path = f"{prefix}.{key}" if prefix else key
             for suffix, item in [] if key in MODULE_INTERNALS else [("", value), *contents(value)]:
-                for inner, submodule in item.named_modules(prefix=path + suffix) if isinstance(item, nn.Module) else ():
-                    found.setdefault(id(submodule), (inner, submodule))
-    return found
+                for name, submodule in item.named_modules(prefix=path + suffix) if isinstance(item, nn.Module) else ():
+                    modules.setdefault(id(submodule), (name, submodule))
+    return modules
 
 
 def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
@@ -196,10 +196,10 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
     module, recipe = state.reference.module, state.recipe
     state.rewind()
     modules = _named_modules(module)
-    known = {path: (type(m).__name__, sum(p.numel() for p in m.parameters())) for path, m in modules.values()}
+    infos = {path: (type(m).__name__, sum(p.numel() for p in m.parameters())) for path, m in modules.values()}
     faults: list[tuple[str, Hashable]] = [(module_of(name), (name.rpartition(".")[2], marks[name])) for name in marks]
     faults += [(end.module, (end.reason, str(end.location))) for end in ends.values()]
-    shown = fold(known, faults, [end.module for end in ends.values()])
+    shown = fold(infos, faults, [end.module for end in ends.values()])
     ends = {name: replace(end, module=shown.get(end.module, end.module)) for name, end in ends.items()}
     recorder = FlowRecorder({key: shown[path] for key, (path, _) in modules.items()}, ends.values())
     tensors = {name: tensor for name, _, tensor in held_tensors(module, recipe)}
@@ -219,7 +219,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         return None
     copies = group_by(shown, lambda path: (shown[path], module_of(path)))
     facts = {
-        path: ModuleFact(*known[path], recorder.calls[key], tuple(copies[path, module_of(path)]))
+        path: ModuleFact(*infos[path], recorder.calls[key], tuple(copies[path, module_of(path)]))
         for key, (path, _) in modules.items()
         if shown[path] == path
     }
@@ -227,7 +227,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
     for name, mark in marks.items():
         tensor = tensors.get(name, torch.empty(()))  # if only other ranks have the tensor
         names = aliases.get(id(tensor), (name,))
-        around = shown.get(module_of(names[0]), module_of(names[0]))
-        readers = recorder.readers.get(id(tensor)) or [stop_key(ends[each]) for each in names if each in ends]
-        parameters[names] = MarkedParameter(mark, around, names, tuple(tensor.shape), tuple(readers))
+        parent = shown.get(module_of(names[0]), module_of(names[0]))
+        readers = recorder.readers.get(id(tensor)) or [stop_key(ends[alias]) for alias in names if alias in ends]
+        parameters[names] = MarkedParameter(mark, parent, names, tuple(tensor.shape), tuple(readers))
     return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()), source)

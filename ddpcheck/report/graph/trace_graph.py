@@ -55,12 +55,12 @@ def trace_graph(
 
 def marks(findings: tuple[Finding, ...]) -> dict[str, Mark]:
     """Return the parameters to mark, each with its first finding."""
-    found: dict[str, Mark] = {}
+    marked: dict[str, Mark] = {}
     for finding in sorted(findings, key=Finding.sort_key):
         ranks = [f"on {format_ranks(finding.ranks)}"] if finding.ranks else []
         where = [*ranks, f"in {format_steps(finding.steps)}"] if finding.steps else ranks
         if where and finding.code in ("DDP104", "DDP105"):  # rules on ranks or steps without the parameter
             where = ["not", *where]
         for name in finding.subjects if finding.code in COLOURS else ():
-            found.setdefault(name, (finding.code, " ".join(where)))
-    return found
+            marked.setdefault(name, (finding.code, " ".join(where)))
+    return marked

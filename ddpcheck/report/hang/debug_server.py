@@ -60,15 +60,15 @@ class DebugServer:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        wrong = f"{address} is no address of a debug server: give http://HOST:PORT"
+        message = f"{address} is no address of a debug server: give http://HOST:PORT"
         try:
             parts = urlsplit(self.address)
             host, port = parts.hostname, parts.port
             http.client.HTTPConnection(host or "", PORT if port is None else port)
         except (ValueError, http.client.InvalidURL):
-            raise UsageError(wrong) from None
+            raise UsageError(message) from None
         if parts.scheme != "http" or not host or parts.path or parts.query or parts.fragment or parts.username:
-            raise UsageError(wrong)
+            raise UsageError(message)
         self._host, self._port = host, PORT if port is None else port
 
     def flight_recorder(self, *, nccl: bool = False) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
@@ -130,8 +130,8 @@ class DebugServer:
         text = data.decode("utf-8", "replace")
         if status == _NOT_FOUND and f"Handler not found: {path}" in text:
             raise UsageError(f"the debug server at {self.address} has no page {path}")
-        if status != 200 and (said := re.search(r"Exception: .*", text)):
-            raise TargetError(f"the debug server at {self.address} fails at {path}: {html.unescape(said[0])[:200]}")
+        if status != 200 and (match := re.search(r"Exception: .*", text)):
+            raise TargetError(f"the debug server at {self.address} fails at {path}: {html.unescape(match[0])[:200]}")
         if status != 200 or _TITLE not in text:
             raise self._something_else(f"{path} gives {'another page' if status == 200 else f'status {status}'}")
         return text
@@ -144,15 +144,15 @@ class DebugServer:
         try:
             connection.connect()
         except (OSError, UnicodeError) as error:
-            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise TargetError(f"there is no debug server at {self.address}: {said}") from error
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise TargetError(f"there is no debug server at {self.address}: {reason}") from error
         with contextlib.closing(connection), _closed_in_time(connection) as is_late:
             try:
                 connection.request("GET", path)
-                answer = connection.getresponse()
+                response = connection.getresponse()
                 data = bytearray()
-                while piece := answer.read1(_PIECE):
-                    data += piece
+                while chunk := response.read1(_PIECE):
+                    data += chunk
                     if len(data) > _MOST_BYTES:
                         raise self._something_else(f"{path} gives more than {_MOST_BYTES >> 20} MB")
             except (OSError, http.client.HTTPException) as error:
@@ -167,19 +167,19 @@ class DebugServer:
                 f"what listens at {self.address} has not given {path} within {counted(int(_SECONDS), 'second')}; a "
                 "debug server does not answer before each rank has called start_debug_server"
             )
-        return answer.status, data
+        return response.status, data
 
 
 @contextlib.contextmanager
 def _closed_in_time(connection: http.client.HTTPConnection) -> Iterator[threading.Event]:
     """Close a connection at its deadline: a socket timeout restarts with each byte."""
     is_late = threading.Event()
-    held = connection.sock
+    client_socket = connection.sock
 
     def close() -> None:
         is_late.set()
         with contextlib.suppress(OSError):
-            held.shutdown(socket.SHUT_RDWR)
+            client_socket.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(_SECONDS, close)
     timer.daemon = True
@@ -217,7 +217,7 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
         TargetError: The server or all ranks do not answer.
         UsageError: The address is not of a debug server.
     """
-    before, _ = _recorders(server)
+    earlier, _ = _recorders(server)
     stacks_before = server.stacks()
     time.sleep(_BETWEEN)
     dumps, problems = _recorders(server)
@@ -228,18 +228,18 @@ def look_at_ranks(server: DebugServer) -> RanksSeen:
     for rank, dump in dumps.items():
         stack = stacks.get(rank, "")
         frames, lines = own_stack(stack), program_lines(stack)
-        at = f" at {lines[0]}" if lines else " in code of a library"
+        where = f" at {lines[0]}" if lines else " in code of a library"
         is_in_call = any(not entry.ended for entry in dump.entries)
-        changed = rank in before and _states(before[rank]) != _states(dump)
+        changed = rank in earlier and _states(earlier[rank]) != _states(dump)
         if changed or (stack and stacks_before.get(rank, stack) != stack):
             at_work.add(rank)
-            doing[rank] = f"was{at}, and made progress" if frames else "has made progress"
+            doing[rank] = f"was{where}, and made progress" if frames else "has made progress"
         elif has_no_python_left(stack):
             over.add(rank)
             doing[rank] = "has run to its end"
         elif frames and not waits_for_others(frames) and not (is_in_call and waits_for_result(frames)):
             at_work.add(rank)
-            doing[rank] = f"is{at}, and in no collective"
+            doing[rank] = f"is{where}, and in no collective"
         elif not is_in_call and (collective := collective_of(frames)):  # e.g. the store, which is not recorded
             doing[rank] = f"waits in {collective}"
         dumps[rank] = _with_line(dump, stack)
@@ -252,9 +252,9 @@ def _recorders(server: DebugServer) -> tuple[dict[int, RankDump], dict[int, str]
     answers, problems = server.flight_recorder()
     active_only = False
     if not any(answer["entries"] for answer in answers.values()):
-        of_nccl, silent = server.flight_recorder(nccl=True)
-        if any(answer["entries"] for answer in of_nccl.values()):
-            answers, problems, active_only = of_nccl, silent, True
+        nccl_answers, nccl_problems = server.flight_recorder(nccl=True)
+        if any(answer["entries"] for answer in nccl_answers.values()):
+            answers, problems, active_only = nccl_answers, nccl_problems, True
     size, dumps = len(answers) + len(problems), {}
     for rank, answer in answers.items():
         try:
@@ -274,7 +274,7 @@ def _with_line(dump: RankDump, stack: str) -> RankDump:
     """Add stack lines to the last calls of a dump; the JSON lacks lines."""
     frames, lines = own_stack(stack), program_lines(stack)
     entries = list(dump.entries)
-    last = next((at for at in range(len(entries) - 1, -1, -1) if not entries[at].ended), None)
+    last = next((index for index in range(len(entries) - 1, -1, -1) if not entries[index].ended), None)
     if last is None or not lines or not waits_for_others(frames):
         return dump
     operation = entries[last].call.operation
@@ -282,10 +282,10 @@ def _with_line(dump: RankDump, stack: str) -> RankDump:
     if name and operation in (_AS_ANOTHER.get(name, name), name.removesuffix("_object"), name.partition("_object")[0]):
         entries[last] = _at(entries[last], lines)
     elif not name and region_of(frames):
-        for at in range(last, -1, -1):  # the buckets of a backward pass
-            if entries[at].ended or entries[at].call.operation != operation:
+        for index in range(last, -1, -1):  # the buckets of a backward pass
+            if entries[index].ended or entries[index].call.operation != operation:
                 break
-            entries[at] = _at(entries[at], lines)
+            entries[index] = _at(entries[index], lines)
     return replace(dump, entries=entries)
 
 
@@ -296,4 +296,4 @@ def _at(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
 def said_of_missing(problems: Mapping[int, str]) -> str:
     """Describe why ranks have no dump."""
     reasons = group_by(problems, lambda rank: problems[rank])
-    return "; ".join(f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items())
+    return "; ".join(f"{format_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())

@@ -71,19 +71,19 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
     try:
         if raw and all(map(_is_of_torchcomms, raw)):
             raw, configured = _as_of_torch(raw, configured if isinstance(configured, dict) else {}, where)
-        named = configured.items() if isinstance(configured, dict) else ()
-        ranks_of = {str(name): str(group.get("ranks")) for name, group in named if isinstance(group, dict)}
-        found = {name: tuple(map(int, re.findall(r"\d+", text))) for name, text in ranks_of.items()}
-        groups = {name: ranks for name, ranks in found.items() if ranks}
-        entries = [_entry(one, groups) for one in raw]
-        descriptions = {str(one["process_group"][0]): str(one["process_group"][1]) for one in raw}
+        items = configured.items() if isinstance(configured, dict) else ()
+        ranks_of = {str(name): str(group.get("ranks")) for name, group in items if isinstance(group, dict)}
+        parsed = {name: tuple(map(int, re.findall(r"\d+", text))) for name, text in ranks_of.items()}
+        groups = {name: ranks for name, ranks in parsed.items() if ranks}
+        entries = [_entry(entry, groups) for entry in raw]
+        descriptions = {str(entry["process_group"][0]): str(entry["process_group"][1]) for entry in raw}
         enqueued = _enqueued(dump.get("pg_status"), list(groups), raw)
-        gloo = all(str(one["profiling_name"]).startswith("gloo:") for one in raw)
-        world_size = max((_gathered_from(one) for one in raw), default=0)
+        gloo = all(str(entry["profiling_name"]).startswith("gloo:") for entry in raw)
+        world_size = max((_gathered_from(entry) for entry in raw), default=0)
         wrapped = bool(raw) and int(raw[0].get("record_id", 0)) > 0
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"[:80]
-        raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({what})") from error
+        detail = f"{type(error).__name__}: {error}"[:80]
+        raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({detail})") from error
     _check_rank(max([world_size - 1, 0, *(rank for ranks in groups.values() for rank in ranks)]), where)
     active_only = wrapped and not gloo and not any(entry.ended for entry in entries)
     wrapped, gloo = wrapped and not active_only, gloo and bool(raw)
@@ -96,7 +96,7 @@ def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str,
     if not isinstance(statuses, dict) or len(statuses) != len(names) or not all(map(str.isdigit, names)):
         return {}
     by_id = dict(zip(sorted(map(int, statuses)), sorted(names, key=int), strict=True))
-    if any(by_id.get(int(one.get("pg_id", -1))) != str(one["process_group"][0]) for one in raw):
+    if any(by_id.get(int(entry.get("pg_id", -1))) != str(entry["process_group"][0]) for entry in raw):
         return {}
     return {by_id[int(key)]: int(status["last_enqueued_collective"]) for key, status in statuses.items()}
 
@@ -117,18 +117,18 @@ def _as_of_torch(
     Raises:
         UsageError: Entries are missing, and the number of missing entries per group is unknown.
     """
-    is_whole = [int(one["record_id"]) for one in raw] == list(range(len(raw)))
+    is_whole = [int(entry["record_id"]) for entry in raw] == list(range(len(raw)))
     counts: dict[tuple[str, bool], int] = {}
     entries: list[Mapping[str, Any]] = []
     groups = {}
-    for one in raw:
-        name, backend = map(str, one["process_group"])
+    for entry in raw:
+        name, backend = map(str, entry["process_group"])
         group = f"{name} ({backend})"
-        is_p2p = str(one["profiling_name"]).partition(":")[2] in _BETWEEN_TWO
+        is_p2p = str(entry["profiling_name"]).partition(":")[2] in _BETWEEN_TWO
         counts[group, is_p2p] = counts.get((group, is_p2p), 0) + 1
-        number = counts[group, is_p2p] if is_whole else int(one["collective_seq_id"]) + 1
+        number = counts[group, is_p2p] if is_whole else int(entry["collective_seq_id"]) + 1
         key = "p2p_seq_id" if is_p2p else "collective_seq_id"
-        entries.append({**one, "process_group": (group, ""), "is_p2p": is_p2p, key: number})
+        entries.append({**entry, "process_group": (group, ""), "is_p2p": is_p2p, key: number})
         if name in configured:
             groups[group] = configured[name]
     if not is_whole and (len(counts) > 1 or len(configured) > 1 or any(is_p2p for _, is_p2p in counts)):
@@ -150,11 +150,11 @@ def _entry(raw: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Rec
     between_two |= name == "coalesced"  # end of several calls with an entry each
     operation = _OPERATIONS.get(name, name)
     payload = _payload(operation, raw)
-    own = raw.get(CALL_KEY)
-    if isinstance(own, dict):
-        operation, payload = str(own.get("operation", operation)), str(own.get("payload", payload))
+    recorded = raw.get(CALL_KEY)
+    if isinstance(recorded, dict):
+        operation, payload = str(recorded.get("operation", operation)), str(recorded.get("payload", payload))
     call = _call(operation, group, payload, tuple(map(str, user_lines(raw.get("frames") or ()))))
-    peer = int(at[1]) if between_two and (at := re.search(r"(?:->|<-)(\d+)$", name)) else -1
+    peer = int(match[1]) if between_two and (match := re.search(r"(?:->|<-)(\d+)$", name)) else -1
     return RecordedCall(
         group,
         number,
@@ -178,7 +178,7 @@ def _payload(operation: str, raw: Mapping[str, Any]) -> str:
     sizes = raw.get("input_sizes") or ()
     if not operation.startswith(_MATCHED_BY_PAYLOAD) or operation.endswith("_v"):
         return ""
-    dtypes = [DTYPES.get(str(one), str(one).lower()) for one in raw.get("input_dtypes") or [""] * len(sizes)]
+    dtypes = [DTYPES.get(str(dtype), str(dtype).lower()) for dtype in raw.get("input_dtypes") or [""] * len(sizes)]
     pairs = zip(dtypes, sizes, strict=False)
     return "; ".join(f"{dtype} of shape {tuple(map(int, shape))}".lstrip() for dtype, shape in pairs)
 
@@ -203,27 +203,27 @@ def user_lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[Location]:
 
 def world_size_of(dumps: Mapping[int, RankDump]) -> int:
     """Return the world size of the job, as far as the dumps show."""
-    named = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
-    return max([max(dumps) + 1, *(rank + 1 for rank in named), *(dump.world_size for dump in dumps.values())])
+    members = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
+    return max([max(dumps) + 1, *(rank + 1 for rank in members), *(dump.world_size for dump in dumps.values())])
 
 
 def line_up(dumps: Mapping[int, RankDump]) -> Iterator[GroupLogs]:
     """Align the collectives of each process group, from the first that all ranks have."""
     world_size = world_size_of(dumps)
     for name, members in _groups(dumps, world_size):
-        here = {rank: dumps[rank] for rank in members if rank in dumps}
-        own = {rank: dump.collectives(name) for rank, dump in here.items()}
-        own = {rank: entries for rank, entries in own.items() if entries or not here[rank].wrapped}
-        firsts = [(here[rank], entries[0].number) for rank, entries in own.items() if entries]
+        group_dumps = {rank: dumps[rank] for rank in members if rank in dumps}
+        ops = {rank: dump.collectives(name) for rank, dump in group_dumps.items()}
+        ops = {rank: entries for rank, entries in ops.items() if entries or not group_dumps[rank].wrapped}
+        firsts = [(group_dumps[rank], entries[0].number) for rank, entries in ops.items() if entries]
         starts = [at + (dump.wrapped and not dump.gloo) for dump, at in firsts if dump.wrapped or dump.active_only]
         start = max(starts, default=0)  # drops coalesced calls that share a number with lost calls
-        for rank, entries in own.items():
+        for rank, entries in ops.items():
             kept = [entry for entry in entries if entry.number >= start]
-            own[rank] = [*_with_gaps(kept, start or 1)] if here[rank].gloo else kept
-        _extend_by_gaps([*own.values()])
-        as_member = functools.cache(functools.partial(replace, members=tuple(sorted(own))))
-        logs = [[as_member(entry.call) for entry in own[rank]] if rank in own else () for rank in range(world_size)]
-        waiting = frozenset(rank for rank, entries in own.items() if entries and not entries[-1].ended)
+            ops[rank] = [*_with_gaps(kept, start or 1)] if group_dumps[rank].gloo else kept
+        _extend_by_gaps([*ops.values()])
+        as_member = functools.cache(functools.partial(replace, members=tuple(sorted(ops))))
+        logs = [[as_member(entry.call) for entry in ops[rank]] if rank in ops else () for rank in range(world_size)]
+        waiting = frozenset(rank for rank, entries in ops.items() if entries and not entries[-1].ended)
         yield GroupLogs(name, members, max(start - 1, 0), logs, waiting)
 
 
@@ -231,9 +231,9 @@ def _groups(dumps: Mapping[int, RankDump], world_size: int) -> Iterator[tuple[st
     """Yield name and ranks of each process group; disjoint groups may share a name."""
     names = dict.fromkeys(entry.group for dump in dumps.values() for entry in dump.entries if not entry.between_two)
     for name in names:
-        named = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
+        groups = {dump.groups[name] for dump in dumps.values() if name in dump.groups}
         using = (rank for rank, dump in dumps.items() if any(entry.group == name for entry in dump.entries))
-        for members in sorted(named) or [tuple(range(world_size) if name == DEFAULT_GROUP else sorted(using))]:
+        for members in sorted(groups) or [tuple(range(world_size) if name == DEFAULT_GROUP else sorted(using))]:
             yield name, members
 
 
@@ -249,11 +249,11 @@ def _with_gaps(entries: Sequence[RecordedCall], expected: int) -> Iterator[Recor
 def _extend_by_gaps(ranks: Sequence[list[RecordedCall]]) -> None:
     """Extend logs that end where others have unrecorded calls only: the end is unknown."""
     lengths = [*map(len, ranks)]
-    for place in range(min(lengths, default=0), max(lengths, default=0)):
-        there = [entries[place] for entries in ranks if len(entries) > place]
-        if all(entry.call.operation == _UNRECORDED for entry in there):
+    for index in range(min(lengths, default=0), max(lengths, default=0)):
+        present = [entries[index] for entries in ranks if len(entries) > index]
+        if all(entry.call.operation == _UNRECORDED for entry in present):
             for entries in ranks:
-                entries += there[:1] if len(entries) == place else ()
+                entries += present[:1] if len(entries) == index else ()
 
 
 _NAMED_FOR_A_RANK = re.compile(r"(\d+)(\.(json|pickle|pkl|bin|dump))?$")
@@ -278,10 +278,10 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
     dumps: dict[int, RankDump] = {}
     names: dict[int, list[str]] = {}
     for path in files:
-        if (named := _NAMED_FOR_A_RANK.search(path.name)) is None:
+        if (match := _NAMED_FOR_A_RANK.search(path.name)) is None:
             continue
         raw = read_dump(path)
-        rank = raw.get("rank", int(named[1]))
+        rank = raw.get("rank", int(match[1]))
         _check_rank(rank, str(path))
         dump = as_rank_dump(raw, str(path))
         names.setdefault(rank, []).append(path.name)
@@ -303,8 +303,8 @@ def read_dumps(folder: Path) -> dict[int, RankDump]:
 
 def _check_rank(rank: object, where: str) -> None:
     if not isinstance(rank, int) or not 0 <= rank < MOST_RANKS:
-        wrong = f"its rank is {str(rank)[:40]!r}, and no number from 0 to {MOST_RANKS - 1}"
-        raise UsageError(f"{where} is no Flight Recorder dump: {wrong}")
+        message = f"its rank is {str(rank)[:40]!r}, and no number from 0 to {MOST_RANKS - 1}"
+        raise UsageError(f"{where} is no Flight Recorder dump: {message}")
 
 
 def read_dump(path: Path) -> dict[str, Any]:
@@ -322,10 +322,10 @@ def read_dump(path: Path) -> dict[str, Any]:
             dump = json.loads(data) if data[:80].lstrip()[:1] == b"{" else _PlainData(io.BytesIO(data)).load()
         return plain_dump(dump)
     except _NotPlainError as error:
-        why = str(error)
+        reason = str(error)
     except Exception:  # random bytes can raise any exception
-        why = "is neither JSON nor a whole pickle"
-    raise UsageError(f"{path} is no Flight Recorder dump: it {why}")
+        reason = "is neither JSON nor a whole pickle"
+    raise UsageError(f"{path} is no Flight Recorder dump: it {reason}")
 
 
 def plain_dump(dump: Any) -> dict[str, Any]:
@@ -334,16 +334,16 @@ def plain_dump(dump: Any) -> dict[str, Any]:
     Raises:
         ValueError: The dump has another structure, or values that no recorder writes.
     """
-    values, most = [dump], _MOST_VALUES
+    values, limit = [dump], _MOST_VALUES
     while values:
-        value, most = values.pop(), most - 1
+        value, limit = values.pop(), limit - 1
         if isinstance(value, dict):
             values += [*value, *value.values()]
         elif isinstance(value, list | tuple):
             values += value
         elif isinstance(value, int | float) and not abs(value) < 1 << 64:
             raise _NotPlainError("holds a number that is infinite, NaN, or of more than 64 bits")
-        if len(values) > most or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
+        if len(values) > limit or not isinstance(value, dict | list | tuple | int | float | str | bytes | None):
             raise _NotPlainError(f"holds more than {_MOST_VALUES:,} values, or one that is not plain data")
     if isinstance(dump, dict) and "pg_config" in dump:
         dump.setdefault("entries", [])  # JSON leaves out an empty list

@@ -79,18 +79,18 @@ def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str
     if seen.is_live:  # a device may need longer than the time between two looks
         explained |= {rank for rank in graph.stopped | graph.devices.keys() if graph.open_calls[rank]}
     for group in groups:
-        if found := _judge_group(group, range(len(group.logs)), at_end, seen, graph):
-            findings += found
+        if group_findings := _judge_group(group, range(len(group.logs)), at_end, seen, graph):
+            findings += group_findings
             explained.update(group.members)
     while stopped := graph.stopped - explained:  # explained by program lines, if the group has lines
         awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         for rank, call, peers in graph.waits_for(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
-        most = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        if most is None or not (story := _judge_group(by_key[most], graph.dumps.keys() - stopped, at_end, seen, graph)):
+        best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
+        if best is None or not (story := _judge_group(by_key[best], graph.dumps.keys() - stopped, at_end, seen, graph)):
             break  # sends and receives only, or no explanation by lines
         findings += story
-        explained |= awaited[most]
+        explained |= awaited[best]
     findings += judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
     missing = set(range(flight_recorder.world_size_of(seen.dumps))) - seen.dumps.keys()
     unknown = [f"{format_ranks(missing)}: no {seen.source}"] if missing else []
@@ -105,7 +105,7 @@ def _judge_group(
     graph: WaitGraph,
 ) -> list[Finding]:
     """Explain mismatched calls of a group by program lines, else report DDP403."""
-    if not (found := judge_partings(group.logs, coming, {group.name: group.first})):
+    if not (findings := judge_partings(group.logs, coming, {group.name: group.first})):
         return []
     members = tuple(sorted({*group.members} & at_end.keys()))
     ranks = [
@@ -121,11 +121,11 @@ def _judge_group(
         for rank in members
     ]
     lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
-    numbers = [finding.message for finding in found]
+    numbers = [finding.message for finding in findings]
     stories = judge_endings(ranks, blocks_of_lines(lines))
-    stories = [replace(story, evidence=(*story.evidence, *numbers), tags=found[0].tags) for story in stories]
+    stories = [replace(story, evidence=(*story.evidence, *numbers), tags=findings[0].tags) for story in stories]
     if not stories and all(graph.open_calls.get(rank) for rank in set(group.members).difference(coming)):
-        stories = found
+        stories = findings
     which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
     waits, _ = graph.who_waits(group.members)
     return [replace(story, evidence=(*which, *story.evidence, *waits)) for story in stories]
@@ -135,20 +135,20 @@ def _timelines(
     groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], causes: Set[int]
 ) -> tuple[CollectiveTimeline, ...]:
     """Return timelines of process groups, groups of the root-cause ranks first."""
-    made = list[CollectiveTimeline]()
+    figures = list[CollectiveTimeline]()
     for group in sorted(groups, key=lambda group: causes.isdisjoint(group.members))[:_MOST_TIMELINES]:
-        open_ones = {(group.name, rank) for rank in group.waiting}
+        open_calls = {(group.name, rank) for rank in group.waiting}
         coming = set(range(len(group.logs))).difference(causes)
-        made += timelines(group.logs, open_ones, at_end, coming, {group.name: group.first})
-    return tuple(made)
+        figures += timelines(group.logs, open_calls, at_end, coming, {group.name: group.first})
+    return tuple(figures)
 
 
 def _wait(dump: RankDump) -> str:
     """Describe the pending or last collective of a rank, from its dump."""
-    open_ones = [entry for entry in dump.entries if not entry.ended]
-    if open_ones:
-        more = f", and in {counted(len(open_ones) - 1, 'other')} after it" if len(open_ones) > 1 else ""
-        return f"waits in {_described(open_ones[0])}{more}"
+    open_calls = [entry for entry in dump.entries if not entry.ended]
+    if open_calls:
+        more = f", and in {counted(len(open_calls) - 1, 'other')} after it" if len(open_calls) > 1 else ""
+        return f"waits in {_described(open_calls[0])}{more}"
     if not dump.entries:
         return "has no open collective: all have ended" if dump.enqueued else "has entered no collective"
     return f"waits in no collective; its last one, {_described(dump.entries[-1])}, has ended"
@@ -162,9 +162,9 @@ def _ranks(seen: RanksSeen) -> CheckResult:
     size = flight_recorder.world_size_of(seen.dumps)
     missing = sorted(set(range(size)) - set(seen.dumps))
     if missing:
-        why = f" ({said_of_missing(seen.missing)})" if seen.missing else ""
-        said = f"{len(seen.dumps)} of {size}: no {seen.source} of {format_ranks(missing)}{why}"
-        return CheckResult("ranks", "skipped", detail=said)
+        reason = f" ({said_of_missing(seen.missing)})" if seen.missing else ""
+        detail = f"{len(seen.dumps)} of {size}: no {seen.source} of {format_ranks(missing)}{reason}"
+        return CheckResult("ranks", "skipped", detail=detail)
     lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
     earlier = f"; earlier collectives of {format_ranks(lost)} are lost" if lost else ""
     return CheckResult("ranks", "passed", detail=f"{seen.source}s of {counted(size, 'rank')}{earlier}")
@@ -174,8 +174,8 @@ def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
     """Return an error if there is no finding and some ranks do not answer."""
     if findings or not seen.missing:
         return None
-    said = f"{said_of_missing(seen.missing)}; the other ranks do not diverge, and it is not known what these wait for"
-    return ReportError(said, EXIT_TARGET)
+    text = f"{said_of_missing(seen.missing)}; the other ranks do not diverge, and it is not known what these wait for"
+    return ReportError(text, EXIT_TARGET)
 
 
 def _collectives(
@@ -185,19 +185,19 @@ def _collectives(
         worst = min(findings, key=Finding.sort_key)
         status: CheckStatus = "failed" if worst in kept else "ignored"
         return CheckResult("collectives", status, detail=f"{worst.code}: {worst.message}")
-    places = sum(max(map(len, group.logs), default=0) for group in groups)
-    if not places:
+    count = sum(max(map(len, group.logs), default=0) for group in groups)
+    if not count:
         return CheckResult("collectives", "skipped", detail=f"the {seen.source}s hold no collective")
-    which = f"{counted(places, 'collective')} of {counted(len(groups), 'process group')}"
-    said = [f"{which} in the {seen.source}s pair up", *_open(seen)]
-    return CheckResult("collectives", "passed", detail="; ".join(said))
+    text = f"{counted(count, 'collective')} of {counted(len(groups), 'process group')}"
+    parts = [f"{text} in the {seen.source}s pair up", *_open(seen)]
+    return CheckResult("collectives", "passed", detail="; ".join(parts))
 
 
 def _open(seen: RanksSeen) -> Iterator[str]:
     """Yield the pending calls in matching dumps, and the activity of ranks if known."""
-    first = {rank: next((_described(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
-    said = {rank: f"still in {text}" if text else "" for rank, text in first.items()}
-    for text, ranks in group_by(said, lambda rank: "" if rank in seen.doing else said[rank]).items():
+    calls = {rank: next((_described(e) for e in dump.entries if not e.ended), "") for rank, dump in seen.dumps.items()}
+    notes = {rank: f"still in {text}" if text else "" for rank, text in calls.items()}
+    for text, ranks in group_by(notes, lambda rank: "" if rank in seen.doing else notes[rank]).items():
         if text:
             yield f"{format_ranks(ranks)} {plural_verb('was', 'were', ranks)} {text}"
     yield from told_together(seen.doing.items())
@@ -206,8 +206,8 @@ def _open(seen: RanksSeen) -> Iterator[str]:
 def _call_sites(seen: RanksSeen) -> CheckResult:
     if seen.is_live:
         return CheckResult("call sites", "skipped", detail="the debug server gives no lines of calls that have ended")
-    without = [rank for rank, dump in seen.dumps.items() if dump.entries and not dump.has_stacks]
-    if without:
-        detail = f"no lines of the program in the dumps of {format_ranks(without)}"
+    missing = [rank for rank, dump in seen.dumps.items() if dump.entries and not dump.has_stacks]
+    if missing:
+        detail = f"no lines of the program in the dumps of {format_ranks(missing)}"
         return CheckResult("call sites", "skipped", detail=detail)
     return CheckResult("call sites", "passed", detail="no fault in the lines of calls that pair up")

@@ -114,12 +114,12 @@ class _MatrixRun:
 
     def run(self, *, step_times: bool) -> Matrix:
         """Run all rows, even after a failure."""
-        begun = time.perf_counter()
-        own = made = self._check(None, "the recipe's own options")
+        start = time.perf_counter()
+        own = state = self._check(None, "the recipe's own options")
         if not own.stopped_by_target and not own.wrapped:  # no wrapper can be made with the recipe's own options
-            made = self._check(DEFAULTS, "defaults")
-        wrapped = [item for item in made.wrapped if isinstance(item, WrappedRow)]
-        if made.stopped_by_target or not wrapped:
+            state = self._check(DEFAULTS, "defaults")
+        wrapped = [item for item in state.wrapped if isinstance(item, WrappedRow)]
+        if state.stopped_by_target or not wrapped:
             self.rows = [self._judged(own, DEFAULTS, own=True)]
         else:
             first = wrapped[0].model
@@ -151,8 +151,8 @@ class _MatrixRun:
             environment=report.environment,
             world={**report.world, "notes": list(dict.fromkeys([*own.log.notes, *self.notes]))},
             noise=self.noise,
-            timing={**report.timing, "total": round(time.perf_counter() - begun, 4)},
-            error=(own.log.error if made.stopped_by_target else None) or self.bug or next(iter(own.log.bugs), None),
+            timing={**report.timing, "total": round(time.perf_counter() - start, 4)},
+            error=(own.log.error if state.stopped_by_target else None) or self.bug or next(iter(own.log.bugs), None),
             tool=report.tool,
         )
 
@@ -167,9 +167,9 @@ class _MatrixRun:
         buffers: the steps of the ranks then start from different buffers.
         """
         synced = options is None or not {False} & {options.arguments.get(name) for name in _BROADCASTS}
-        wrapped = [(done.wrapped[0], done) for done in self.references]
-        alike = (done for item, done in wrapped if not item.buffers or item.broadcasts_buffers == synced)
-        reference = next(alike, None)
+        wrapped = [(ref.wrapped[0], ref) for ref in self.references]
+        usable = (ref for item, ref in wrapped if not item.buffers or item.broadcasts_buffers == synced)
+        reference = next(usable, None)
         state = CheckRun(
             self.target,
             self.asked,
@@ -184,9 +184,9 @@ class _MatrixRun:
         return state
 
     def _try_options(self) -> None:
-        own, rows = self.rows[0], self.rows
+        own_row, rows = self.rows[0], self.rows
         first = first_option_sets(self.facts)
-        queue = [options for options in first if own.label or options != own.options]
+        queue = [options for options in first if own_row.label or options != own_row.options]
         expected = 1 + len(queue) + len(further_option_sets(self.facts, DEFAULTS, []))
         for options in queue:
             rows.append(self._row(OptionSet(options), expected))
@@ -200,7 +200,7 @@ class _MatrixRun:
         base = next((options for options in first if options in right), next(iter(right), DEFAULTS))
         graphs = [options for options in first if options in right and options != DEFAULTS]
         for option_set in further_option_sets(self.facts, base, graphs):
-            if own.label or option_set.options != own.options:
+            if own_row.label or option_set.options != own_row.options:
                 rows.append(self._row(option_set, expected))
 
     def _try_shards(self) -> None:
@@ -240,14 +240,14 @@ class _MatrixRun:
     def _judged(self, state: CheckState, options: DDPOptions, *, own: bool) -> MatrixRow:
         report = report_of(state)
         findings = report.findings
-        hidden = any(f.severity is Severity.ERROR for f in state.findings if f not in findings)
+        hidden = any(finding.severity is Severity.ERROR for finding in state.findings if finding not in findings)
         errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-        error = max((one.error for item in state.steps.ddp for one in item.against_local), default=None)
+        error = max((diff.error for item in state.steps.ddp for diff in item.against_local), default=None)
         verdict: Verdict = "right"
-        said = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
+        text = report.error.message if report.error is not None else state.steps.ddp_skipped or state.log.rest_skipped
         if state.log.unfinished is not None:
             self.bug = self.bug or state.log.unfinished
-            verdict, errors, said = "skipped", [], state.log.unfinished.message
+            verdict, errors, text = "skipped", [], state.log.unfinished.message
         elif state.log.error is not None or state.steps.ddp_skipped or state.log.rest_skipped:
             verdict = "stops"
         elif errors:
@@ -255,13 +255,13 @@ class _MatrixRun:
         elif report.not_made or hidden:
             verdict = "incomplete"
             why = "; ".join(f"{check.name}: {check.detail}" for check in report.checks if check.name in report.not_made)
-            said = f"{report.shortfall} ({why})" if why else report.shortfall
+            text = f"{report.shortfall} ({why})" if why else report.shortfall
         elif (options.hook or self.facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self.facts.bits, 0.0):
             verdict = "lossy"
         if errors:
-            said = errors[0].message
+            text = errors[0].message
             if options.hook and errors[0].code == "DDP302":
-                said = f"what {options.hook} rounds away is up to {error or 0.0:.2g} of a gradient: {said}"
+                text = f"what {options.hook} rounds away is up to {error or 0.0:.2g} of a gradient: {text}"
         return MatrixRow(
             options.arguments,
             verdict,
@@ -269,7 +269,7 @@ class _MatrixRun:
             own=own,
             label="as the recipe wraps it" if own and self.facts.own is None else "",
             code=errors[0].code if errors else "",
-            reason=said,
+            reason=text,
             error=error,
             findings=findings,
             failure=report.error,
@@ -284,8 +284,8 @@ class _MatrixRun:
         if baseline is None:
             return
         for row in (baseline, *(row for row in fine if row is not baseline)):
-            place = self.rows.index(row)
-            self.progress(f"options {place + 1} of {len(self.rows)}: {row.options}: timing steps")
+            index = self.rows.index(row)
+            self.progress(f"options {index + 1} of {len(self.rows)}: {row.options}: timing steps")
             try:
                 measured = self._measure(baseline, row)
             except RankError as error:
@@ -294,7 +294,7 @@ class _MatrixRun:
             if row is baseline:
                 self.noise = max(abs(measured.ratio - 1), (measured.high - measured.low) / 2)
                 measured = replace(measured, ratio=1.0, low=1.0, high=1.0)
-            self.rows[place] = replace(row, baseline=row is baseline, step_time=measured)
+            self.rows[index] = replace(row, baseline=row is baseline, step_time=measured)
 
     def _measure(self, baseline: MatrixRow, row: MatrixRow) -> StepTime:
         asked = self.asked
@@ -306,9 +306,9 @@ class _MatrixRun:
                 by_rank = world.run(partial(calls.matrix_phases.time_steps, count), timeout=patience)
                 return [tuple(map(max, zip(*pair, strict=True))) for pair in zip(*by_rank, strict=True)]
 
-            two = [None if each.own else each.options for each in (baseline, row)]
-            world.run(partial(calls.matrix_phases.prepare_timing, self.target, asked.seed, asked.steps, two))
-            pair = max(sum(min(both) for both in zip(*pairs(_WARM_UP), strict=True)), 1e-6)
+            options = [None if each.own else each.options for each in (baseline, row)]
+            world.run(partial(calls.matrix_phases.prepare_timing, self.target, asked.seed, asked.steps, options))
+            pair = max(sum(min(seconds) for seconds in zip(*pairs(_WARM_UP), strict=True)), 1e-6)
             count = min(max(int(_SECONDS_A_ROW / pair), _FEWEST_PAIRS), _MOST_PAIRS) | 1
             return step_time(pairs(count, expected=count * pair))
 
@@ -321,11 +321,11 @@ def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
     Nonparametric Statistics, section 3.2).
     """
     ratios = sorted(row / base for base, row in pairs)
-    beyond = max(math.floor(len(ratios) / 2 - 1.288 * math.sqrt(len(ratios))), 0)
+    k = max(math.floor(len(ratios) / 2 - 1.288 * math.sqrt(len(ratios))), 0)
     return StepTime(
         ratio=statistics.median(ratios),
-        low=ratios[beyond],
-        high=ratios[-1 - beyond],
+        low=ratios[k],
+        high=ratios[-1 - k],
         seconds=statistics.median(row for _, row in pairs),
         pairs=len(pairs),
     )

@@ -109,15 +109,15 @@ class MatrixRow:
     @property
     def what_to_do(self) -> str:
         """Fix of the finding that decides the verdict; empty if none does."""
-        own = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
-        return own or (RULES[self.code].fix if self.code in RULES else "")
+        fix = next((finding.what_to_do for finding in self.findings if finding.code == self.code), "")
+        return fix or (RULES[self.code].fix if self.code in RULES else "")
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """Return the exit code of a check under these options."""
         if self.failure is not None:
             return self.failure.exit_code
-        bad = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.findings)
-        return EXIT_FINDINGS if bad else EXIT_CLEAN
+        fails = fail_on is not None and any(finding.severity.reaches(fail_on) for finding in self.findings)
+        return EXIT_FINDINGS if fails else EXIT_CLEAN
 
 
 AdviceKind = Literal["own", "needs", "fault", "wrong", "costs", "gains", "warns", "safe", "lossy"]
@@ -176,10 +176,10 @@ class Matrix(Document):
     def summary(self) -> str:
         """Number of rows by verdict, in words."""
         counts = {name: sum(row.verdict == name for row in self.rows) for name in _COUNTED}
-        said = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+        text = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         skipped = len(self.rows) - sum(counts.values())
-        ran = f"{sum(counts.values())} combinations of options: {said}"
-        return f"{ran}{f', and {skipped} not run' if skipped else ''}" if said else "no combination could be run"
+        ran = f"{sum(counts.values())} combinations of options: {text}"
+        return f"{ran}{f', and {skipped} not run' if skipped else ''}" if text else "no combination could be run"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """Return the exit code of the recipe's own options; other rows are advice."""
@@ -213,33 +213,33 @@ _NEVER_TRAINED = ("DDP101", "DDP102")
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
     """Return advice on the rows, most important first; `noise` as in `Matrix`."""
     rows = [row for row in rows if row.own or not row.label]  # sharded rows have none of these options
-    own = next((row for row in rows if row.own), None)
-    if own is None:
+    own_row = next((row for row in rows if row.own), None)
+    if own_row is None:
         return ()
-    found = [_on_own(own)] if own.verdict != "skipped" else []
+    advice = [_on_own(own_row)] if own_row.verdict != "skipped" else []
     noise = noise or 0.0
     tried = [row for row in rows if row.verdict != "skipped"]
     fine = [row for row in tried if row.fine]
     defaults = next((row for row in tried if not row.label and row.options == DEFAULTS), None)
     if not fine:
-        found += _on_fault(tried, own)
+        advice += _on_fault(tried, own_row)
     elif defaults is not None and not defaults.fine:
-        found += _on_needs(defaults, fine, said=defaults.own)
+        advice += _on_needs(defaults, fine, said=defaults.own)
     if fine:
-        found += _on_wrong(tried, fine)
-        found += _on_fine(fine, noise)
-    return tuple(found)
+        advice += _on_wrong(tried, fine)
+        advice += _on_fine(fine, noise)
+    return tuple(advice)
 
 
 def _on_own(own: MatrixRow) -> Advice:
-    what = "as the recipe wraps it" if own.label else f"with the recipe's own options ({own.options})"
+    setup = "as the recipe wraps it" if own.label else f"with the recipe's own options ({own.options})"
     if own.verdict == "incomplete":
-        return Advice("own", f"Nothing is wrong with the model {what}, but {own.reason}.")
+        return Advice("own", f"Nothing is wrong with the model {setup}, but {own.reason}.")
     if own.fine:
         rounding = f", up to the rounding of its hook ({own.error:.1e})" if own.verdict == "lossy" and own.error else ""
-        return Advice("own", f"The model is right {what}{rounding}.")
-    does = "stops" if own.verdict == "stops" else "trains to the end and is wrong"
-    return Advice("own", f"The model {does} {what}: {_because(own)}")
+        return Advice("own", f"The model is right {setup}{rounding}.")
+    verb = "stops" if own.verdict == "stops" else "trains to the end and is wrong"
+    return Advice("own", f"The model {verb} {setup}: {_because(own)}")
 
 
 def _because(row: MatrixRow) -> str:
@@ -257,12 +257,12 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> Iterator[Advice]:
 
 def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> Iterator[Advice]:
     least = min(len(row.arguments) for row in fine)
-    enough = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
-    if enough:
-        does = "stops" if defaults.verdict == "stops" else "is wrong"
-        why = "." if said else f": without, it {does}: {_because(defaults)}"
-        either = " or ".join(filter(None, (", ".join(enough[:-1]), enough[-1])))
-        yield Advice("needs", f"It needs {either}{why}")
+    options = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
+    if options:
+        verb = "stops" if defaults.verdict == "stops" else "is wrong"
+        reason = "." if said else f": without, it {verb}: {_because(defaults)}"
+        choices = " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
+        yield Advice("needs", f"It needs {choices}{reason}")
         if defaults.code in _NEVER_TRAINED:
             yield Advice(
                 "needs", f"It avoids the error of DDP, but trains nothing more. To fix that: {defaults.what_to_do}"
@@ -272,11 +272,11 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> 
 def _on_wrong(tried: Sequence[MatrixRow], fine: Sequence[MatrixRow]) -> Iterator[Advice]:
     """Yield advice on rows that fail although fewer options are right."""
     for row in tried:
-        less = [other for other in fine if not other.label and _is_less(other, row)]
-        if less and not (row.fine or row.label or row.own):
-            most = max(less, key=lambda other: len(other.arguments))
-            does = "stops it" if row.verdict == "stops" else "is wrong for it"
-            yield Advice("wrong", f"{_added(row, most)} {does}: {_because(row)}")
+        simpler = [candidate for candidate in fine if not candidate.label and _is_less(candidate, row)]
+        if simpler and not (row.fine or row.label or row.own):
+            nearest = max(simpler, key=lambda candidate: len(candidate.arguments))
+            verb = "stops it" if row.verdict == "stops" else "is wrong for it"
+            yield Advice("wrong", f"{_added(row, nearest)} {verb}: {_because(row)}")
 
 
 def _is_less(less: MatrixRow, more: MatrixRow) -> bool:
@@ -295,7 +295,7 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
         ratio, takes = _step_time(row, noise)
         rounds = f"rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
         right = "right in all that was compared" if row.verdict == "incomplete" else "right"
-        more = {code: message for code, message in _warnings(row).items() if code not in expected}
+        warnings = {code: message for code, message in _warnings(row).items() if code not in expected}
         needless = any(finding.code == _NEEDLESS for finding in row.findings)
         if needless and (row.options == FIND_UNUSED or row.own):  # otherwise reported once, for the option by itself
             cost = f"; {takes} here" if ratio > 1 else ""
@@ -306,9 +306,9 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
             gains.append((ratio, f"{row.title} is faster{f' and {rounds}' if rounds else ''}: {takes}."))
         if row.own or row.baseline or needless:
             continue
-        if more:
-            said = " ".join(f"{code}: {message}" for code, message in more.items())
-            warns.append(f"{row.title} is {right}, with a warning: {said}")
+        if warnings:
+            words = " ".join(f"{code}: {message}" for code, message in warnings.items())
+            warns.append(f"{row.title} is {right}, with a warning: {words}")
         elif ratio == 1:
             (lossy if rounds else safe).append(f"{row.title} ({rounds})" if rounds else row.title)
     yield from (Advice("costs", text) for text in costs)
@@ -334,10 +334,10 @@ def _warnings(row: MatrixRow) -> dict[str, str]:
 
 
 def _added(row: MatrixRow, base: MatrixRow) -> str:
-    more = {name: value for name, value in row.arguments.items() if name not in base.arguments}
-    words = [f"{name}={value!r}" for name, value in more.items()] + ([row.hook] if row.hook != base.hook else [])
-    on = "" if base.options == DEFAULTS else f" on top of {base.options}"
-    return f"{', '.join(words) or row.title}{on}"
+    extra = {name: value for name, value in row.arguments.items() if name not in base.arguments}
+    parts = [f"{name}={value!r}" for name, value in extra.items()] + ([row.hook] if row.hook != base.hook else [])
+    suffix = "" if base.options == DEFAULTS else f" on top of {base.options}"
+    return f"{', '.join(parts) or row.title}{suffix}"
 
 
 BACKEND = "aot_eager"
@@ -368,13 +368,13 @@ class VariantStep(Struct, frozen=True):
 
 def skipped(facts: Sequence[VariantFacts], title: str) -> str:
     """Return why any rank skips a variant; empty if none does."""
-    said = (one.not_compiled if title == COMPILED else one.not_split for one in facts)
-    return next(filter(None, said), "")
+    reasons = (entry.not_compiled if title == COMPILED else entry.not_split for entry in facts)
+    return next(filter(None, reasons), "")
 
 
 def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str) -> MatrixRow | None:
     """Return the row of micro-batches whose gradients differ even without DDP, else `None`."""
-    if (worst := _worst([one.apart for one in facts])) is None:
+    if (worst := _worst([entry.apart for entry in facts])) is None:
         return None
     reason = (
         f"even without DDP, the gradients of {MICRO_BATCHES} micro-batches, whose losses are divided by "
@@ -386,11 +386,11 @@ def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str)
 def judged_step(steps: Sequence[VariantStep], options: DDPOptions, label: str) -> MatrixRow:
     """Return the row of a variant step that all ranks ran."""
     row = partial(MatrixRow, options.arguments, hook=options.hook, label=label)
-    if any(one.graphs == 0 for one in steps):
+    if any(step.graphs == 0 for step in steps):
         return row("incomplete", reason="torch.compile has compiled nothing of it")
-    if any(one.gradients != steps[0].gradients for one in steps):
+    if any(step.gradients != steps[0].gradients for step in steps):
         return row("wrong", code="DDP301", reason="the gradients differ between ranks")
-    error = max((one.error for step in steps for one in step.differences), default=None)
+    error = max((difference.error for step in steps for difference in step.differences), default=None)
     worst = _worst([step.differences for step in steps])
     if worst is None:
         return row("right", error=error)
@@ -401,5 +401,5 @@ def judged_step(steps: Sequence[VariantStep], options: DDPOptions, label: str) -
 
 
 def _worst(differences: Sequence[Sequence[Difference]]) -> Difference | None:
-    bad = [one for of_rank in differences for one in of_rank if one.bad]
-    return max(bad, key=lambda one: one.error, default=None)
+    bad = [difference for items in differences for difference in items if difference.bad]
+    return max(bad, key=lambda difference: difference.error, default=None)

@@ -51,17 +51,17 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
 def wrap(options: DDPOptions | None) -> WrappedRow:
     """Wrap the module with these options, or as the recipe does (None)."""
-    given: list[dict[str, Any]] = []
-    wrapped = model_build.wrap(overridden_options(options, given))
+    passed: list[dict[str, Any]] = []
+    wrapped = model_build.wrap(overridden_options(options, passed))
     wrapper = rank_state().training_model.wrapper
     if options is not None and options.hook:
         hook = getattr(importlib.import_module(_HOOKS), options.hook)
         wrapper.register_comm_hook(wrapper.process_group, hook)  # type: ignore[operator]  # None would be all ranks
-    model = _model_facts(given)
-    told = (model.own or {}) if options is None else options.arguments
+    model = _model_facts(passed)
+    requested = (model.own or {}) if options is None else options.arguments
     flags = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-    got = {name: value for name in flags if (value := getattr(wrapper, name, None)) is not None}
-    set_by_wrap = {name: value for name, value in got.items() if bool(value) != bool(told.get(name, False))}
+    actual = {name: value for name in flags if (value := getattr(wrapper, name, None)) is not None}
+    set_by_wrap = {name: value for name, value in actual.items() if bool(value) != bool(requested.get(name, False))}
     return WrappedRow(**structs.asdict(wrapped), model=model, set_by_wrap=set_by_wrap)
 
 
@@ -115,11 +115,11 @@ def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) 
 def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
     """Collect one rank's facts; `given`: arguments of each wrapper of the recipe."""
     state = rank_state()
-    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    params = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in state.module.parameters() if p.requires_grad]
     hooks = [hook for hook, _state in getattr(state.training_model.wrapper, "_comm_hooks", ())]
     return ModelFacts(
-        known=tuple(name for name in VARIED if name in known),
+        known=tuple(name for name in VARIED if name in params),
         own={name: _plain(value) for name, value in given[0].items()} if len(given) == 1 else None,
         own_hook=getattr(hooks[0], "__name__", type(hooks[0]).__name__) if hooks else "",
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
@@ -167,14 +167,14 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
         _synchronize(state)
         if state.world_size > 1:
             dist.barrier(group=state.group)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         training_step.run_optimizer(model.optimizer, "zero_grad")
         result = call_loss(recipe, model.wrapped, batch, step)
         losses = [part.reshape(()) for part in tree_tensors(result) if part.requires_grad]
         training_step.run_backward(functools.reduce(torch.add, losses))
         training_step.run_optimizer(model.optimizer, "step")
         _synchronize(state)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     this_rank.state["seconds of a step"] = seconds
 
@@ -185,14 +185,14 @@ def time_steps(pairs: int) -> list[tuple[float, float]]:
     The order alternates from pair to pair.
     """
     seconds = this_rank.state["seconds of a step"]
-    found = []
+    results = []
     with unlogged():
         for pair in range(pairs):
             this_rank.set_status(f"timing pair {pair} of {pairs}")
             first = pair % 2
-            measured = {place: seconds(place, pair) for place in (first, 1 - first)}
-            found.append((measured[0], measured[1]))
-    return found
+            measured = {index: seconds(index, pair) for index in (first, 1 - first)}
+            results.append((measured[0], measured[1]))
+    return results
 
 
 def _synchronize(state: RankState) -> None:
@@ -225,32 +225,32 @@ def prepare(target: Recipe | str, seed: int, options: DDPOptions | None) -> Vari
         handle.remove()
     batch = training_step.make_batch(state.recipe, _STEP, seed=seed, world_size=state.world_size)
     batch = to_device(state.shard_of(batch), state.device)
-    one = _Prepared(batch, capture_state(state.module), model.external_state.capture(), {}, [], {})
-    this_rank.state["variants"] = one
+    prep = _Prepared(batch, capture_state(state.module), model.external_state.capture(), {}, [], {})
+    this_rank.state["variants"] = prep
     with unlogged():
-        one.gradients, _ = _through_wrapper([batch], synced=True)
-        one.scale = scales(one.gradients)
-        not_split, apart = _split(one, reference)
-    return VariantFacts(_why_not_compiled(state.module), not_split, apart)
+        prep.gradients, _ = _through_wrapper([batch], synced=True)
+        prep.scale = scales(prep.gradients)
+        not_split, differences = _split(prep, reference)
+    return VariantFacts(_why_not_compiled(state.module), not_split, differences)
 
 
 def accumulated_step(synced: bool) -> VariantStep:
     """Run the step in micro-batches, before the last under `no_sync` unless `synced`."""
-    one: _Prepared = this_rank.state["variants"]
+    prep: _Prepared = this_rank.state["variants"]
     with unlogged():
-        gradients, drew = _through_wrapper(one.parts, synced=synced)
-    return VariantStep(fingerprints(gradients.items()), _differences(one, gradients), drew)
+        gradients, drew = _through_wrapper(prep.parts, synced=synced)
+    return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients), drew)
 
 
 def compiled_step() -> VariantStep:
     """Run the step with the wrapped module compiled; the module stays compiled."""
-    one, known = this_rank.state["variants"], _graphs()
+    prep, before = this_rank.state["variants"], _graphs()
     wrapper: Any = rank_state().training_model.wrapper
     wrapper.module = torch.compile(wrapper.module, backend=BACKEND)
     with unlogged(), stance("default"):
-        gradients, drew = _through_wrapper([one.batch], synced=True)
-    made = _graphs() - known if known >= 0 else -1
-    return VariantStep(fingerprints(gradients.items()), _differences(one, gradients, _COMPILED_TOLERANCE), drew, made)
+        gradients, drew = _through_wrapper([prep.batch], synced=True)
+    count = _graphs() - before if before >= 0 else -1
+    return VariantStep(fingerprints(gradients.items()), _differences(prep, gradients, _COMPILED_TOLERANCE), drew, count)
 
 
 def _graphs() -> int:
@@ -261,10 +261,10 @@ def _graphs() -> int:
 
 def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients, bool]:
     """Return gradients of batches through the wrapper, and if random numbers were drawn."""
-    one, state = this_rank.state["variants"], rank_state()
+    prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
-    one.before.restore(state.module)
-    put_back(one.external)
+    prep.before.restore(state.module)
+    put_back(prep.external)
     training_step.clear_gradients(state.module)
     drew = False
     for number, part in enumerate(parts, 1):
@@ -290,7 +290,7 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
     if size % MICRO_BATCHES:
         return f"the {size} samples of a rank cannot be split into {MICRO_BATCHES} equal micro-batches", ()
     one.parts = [shard_batch(one.batch, number, MICRO_BATCHES) for number in range(MICRO_BATCHES)]
-    found: list[_Gradients] = []
+    results: list[_Gradients] = []
     for batch in (one.batch, *one.parts):
         one.before.restore(reference)
         put_back(one.external)
@@ -302,16 +302,16 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
             return f"the loss of a micro-batch cannot be computed: {error}".partition("\n")[0], ()
         if loss.drew:
             return "the model draws random numbers, other ones for each micro-batch", ()
-        found.append({name: gradient.clone() for name, gradient in gradients.items()})
-    whole, *parts = found
-    sums = {
+        results.append({name: gradient.clone() for name, gradient in gradients.items()})
+    whole, *parts = results
+    means = {
         name: sum(part[name] for part in parts if name in part) / MICRO_BATCHES
         for name in {name for part in parts for name in part}
     }
     for name, scale in scales(whole).items():
         sizes = [norm(part[name]) for part in parts if name in part]
         one.scale[name] = max([one.scale.get(name, 0.0), scale, *sizes])
-    return "", _differences(one, sums, against=whole)
+    return "", _differences(one, means, against=whole)
 
 
 def _differences(

@@ -99,27 +99,27 @@ def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DD
     """Return further option sets on top of `base`; bucket views also on `graphs`."""
     option_sets = [OptionSet(graph.plus(gradient_as_bucket_view=True)) for graph in (base, *graphs)]
     if not {"forward_sync_buffers", "broadcast_buffers"} & set(base.arguments):
-        none = "" if facts.buffers else "the model has no buffers"
-        same = "all ranks build the same buffers, so it has the effect of forward_sync_buffers"
-        alike = same if "forward_sync_buffers" in facts.known and not facts.buffers_differ else ""
-        option_sets.append(OptionSet(base.plus(forward_sync_buffers=False), none))
-        option_sets.append(OptionSet(base.plus(broadcast_buffers=False), none or alike))
+        no_buffers = "" if facts.buffers else "the model has no buffers"
+        text = "all ranks build the same buffers, so it has the effect of forward_sync_buffers"
+        redundant = text if "forward_sync_buffers" in facts.known and not facts.buffers_differ else ""
+        option_sets.append(OptionSet(base.plus(forward_sync_buffers=False), no_buffers))
+        option_sets.append(OptionSet(base.plus(broadcast_buffers=False), no_buffers or redundant))
     size = facts.gradient_bytes
-    spelled = f"{size} bytes" if size < 1024 else f"{size / 1024:.0f} KiB"
-    small = "" if size > 1 << 20 else f"all gradients ({spelled}) fit into one bucket of 1 MiB"
+    size_text = f"{size} bytes" if size < 1024 else f"{size / 1024:.0f} KiB"
+    small = "" if size > 1 << 20 else f"all gradients ({size_text}) fit into one bucket of 1 MiB"
     option_sets += [OptionSet(base.plus(bucket_cap_mb=cap), small) for cap in (1, 100)]
     option_sets.append(OptionSet(base.plus(bucket_cap_mb_list=[1, 5, 25]), small))
     option_sets.append(OptionSet(base.plus(batched_grad_copy=True)))
-    idle = (
+    unneeded = (
         "" if any(facts.absent.values()) else "every parameter contributes in every step, so there is nothing to skip"
     )
     skipping = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    option_sets.append(OptionSet(skipping, idle, _why_skipping_is_unsafe(facts)))
+    option_sets.append(OptionSet(skipping, unneeded, _why_skipping_is_unsafe(facts)))
     option_sets += [OptionSet(base.plus(hook=hook), _why_no_hook(facts, hook)) for hook in COMPRESSION_HOOKS]
-    done = {*map(str, first_option_sets(facts))}
+    seen = {*map(str, first_option_sets(facts))}
     by_title: dict[str, OptionSet] = {}
     for option_set in option_sets:
-        if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in done:
+        if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in seen:
             by_title.setdefault(str(option_set.options), option_set)
     return list(by_title.values())
 
@@ -127,7 +127,7 @@ def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DD
 def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
     """Explain why skipped all-reduces may hang; empty if all ranks skip the same."""
     for step in sorted({step for step, _ in facts.absent}):
-        by_rank = {rank: names for (other, rank), names in facts.absent.items() if other == step}
+        by_rank = {rank: names for (absent_step, rank), names in facts.absent.items() if absent_step == step}
         first = min(by_rank)
         odd = [rank for rank, names in by_rank.items() if names != by_rank[first]]
         if odd:

@@ -47,31 +47,31 @@ def variant_rows(
     """
     world: World | None = None
     facts: list[matrix.VariantFacts] = []
-    until = math.inf  # deadline of the current compilation
+    deadline = math.inf  # deadline of the current compilation
 
     def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
-        return "{ranks} did not finish to compile in time" if time.monotonic() > until else None
+        return "{ranks} did not finish to compile in time" if time.monotonic() > deadline else None
 
     try:
         for title, step in _STEPS.items():
             label = title if known == DEFAULTS else f"{known}, {title}"
             progress(label)
             row = partial(matrix.MatrixRow, known.arguments, hook=known.hook, label=label)
-            until = math.inf
+            deadline = math.inf
             try:
                 if world is None:  # first variant, or previous variant failed
                     world = asked.world(hosts, look)
                     facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
-                if why := matrix.skipped(facts, title):
-                    yield row("skipped", reason=why)
+                if reason := matrix.skipped(facts, title):
+                    yield row("skipped", reason=reason)
                 elif title != matrix.COMPILED and (wrong := matrix.judged_parts(facts, known, label)):
                     yield wrong
                 else:
-                    until = time.monotonic() + _LONGEST_COMPILATION if title == matrix.COMPILED else math.inf
+                    deadline = time.monotonic() + _LONGEST_COMPILATION if title == matrix.COMPILED else math.inf
                     yield matrix.judged_step(world.run(step), known, label)
             except (RankError, TargetError) as error:
-                late = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
-                yield row("skipped", reason=late) if time.monotonic() > until else row("stops", reason=str(error))
+                text = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
+                yield row("skipped", reason=text) if time.monotonic() > deadline else row("stops", reason=str(error))
                 if world is not None:
                     world.close()
                 world = None

@@ -79,7 +79,7 @@ def check_schedule(
         UsageError: An argument is invalid, or `target` is not a recipe.
     """
     check_count("world_size", world_size, MOST_RANKS)
-    given = CheckOptions(
+    options = CheckOptions(
         world_size=world_size,
         backend="simulated",
         steps=steps,
@@ -91,7 +91,7 @@ def check_schedule(
         suppress=suppress,
         baseline=baseline,
     )
-    return _Simulation(target, decided(given, target), progress or (lambda _words: None)).run()
+    return _Simulation(target, decided(options, target), progress or (lambda _words: None)).run()
 
 
 class _Simulation:
@@ -108,10 +108,10 @@ class _Simulation:
 
     def run(self) -> Report:
         """Simulate the ranks until one fails, and return the report."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
             self._simulate(Path(folder))
-        return self._report(time.perf_counter() - begun)
+        return self._report(time.perf_counter() - start)
 
     def _simulate(self, folder: Path) -> None:
         """Repeat rounds until the data sent between ranks no longer changes."""
@@ -119,16 +119,16 @@ class _Simulation:
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
         there = Simulated(asked.world_size, asked.steps, self.shards, folder)
-        sent, made = [""], [""]
+        sent, digests = [""], [""]
         for _ in range(_MOST_ROUNDS):
-            before, made = made, self._simulate_ranks(there)
-            last, sent = sent, self._on_ranks([0], lambda _rank: partial(calls.schedule_phases.answer, there))
+            last_digests, digests = digests, self._simulate_ranks(there)
+            last_sent, sent = sent, self._on_ranks([0], lambda _rank: partial(calls.schedule_phases.answer, there))
             if self.error is not None:
                 return
-            if sent == last:
+            if sent == last_sent:
                 break
-        self.unsettled = sent != last and made != before  # trained values may change sent data alone
-        self.found = [] if self.unsettled else judge_schedules(self.schedules, made)
+        self.unsettled = sent != last_sent and digests != last_digests  # trained values may change sent data alone
+        self.found = [] if self.unsettled else judge_schedules(self.schedules, digests)
 
     def _simulate_ranks(self, there: Simulated) -> list[str]:
         """Simulate all ranks once; return the digest of the collectives of each rank."""
@@ -165,13 +165,13 @@ class _Simulation:
     # The report
 
     def _report(self, seconds: float) -> Report:
-        told = {"collectives": [(finding, finding) for finding in self.found]}
+        status_pairs = {"collectives": [(finding, finding) for finding in self.found]}
         simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
         verdicts = {"ranks": Verdict(held=simulated), "collectives": self._of_collectives()}
 
         def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:
             for name, verdict in verdicts.items():
-                status, detail = status_of(verdict, told.get(name, []), kept)
+                status, detail = status_of(verdict, status_pairs.get(name, []), kept)
                 if name == "ranks" and self.error is not None:
                     status, detail = "error", self.error.message
                 yield CheckResult(name, status, 0.0, detail)
@@ -185,13 +185,13 @@ class _Simulation:
         if self.unsettled:
             changes = "the calls of ranks still change with the data that others send"
             return Verdict(lacking=f"not known: {changes}, after {_MOST_ROUNDS} rounds")
-        counts = [Counter(one.call.operation for one in schedule) for schedule in self.schedules.values()]
+        counts = [Counter(entry.call.operation for entry in schedule) for schedule in self.schedules.values()]
         sums = sorted({sum(count.values()) for count in counts})
         number = str(sums[0]) if len(sums) == 1 else f"{sums[0]} to {sums[-1]}"
         if not sums[-1]:
             return Verdict(lacking="no rank made a collective")
-        named = max(counts, key=lambda count: sum(count.values())).most_common()
-        words = [f"{times} {operation}" for operation, times in named]
+        operations = max(counts, key=lambda count: sum(count.values())).most_common()
+        words = [f"{times} {operation}" for operation, times in operations]
         return Verdict(held=f"{number} of each rank, which pair up: {join_names(words, most=_MOST_NAMED)}")
 
     def _notes(self) -> list[str]:
@@ -218,10 +218,10 @@ def _error_of(error: RankError, rank: int) -> ReportError:
         raise first.exception
     if first is not None and first.bug:
         return ReportError(f"simulated rank {rank}: {first.bug}", EXIT_USAGE, error.detail)
-    said = str(error if first is None else first.message).removeprefix("rank 0 ")
+    message = str(error if first is None else first.message).removeprefix("rank 0 ")
     detail, code = error.detail.replace("[rank 0]", f"[rank {rank}]"), EXIT_TARGET
     if isinstance(error, HangError):
-        said, code = f"has not ended in time: it {said}", EXIT_HANG
+        message, code = f"has not ended in time: it {message}", EXIT_HANG
     elif first is not None and isinstance(first.exception, DDPCheckError):
-        said, detail = f"failed: {first.exception}", first.exception.detail
-    return ReportError(f"simulated rank {rank} {said}", code, detail)
+        message, detail = f"failed: {first.exception}", first.exception.detail
+    return ReportError(f"simulated rank {rank} {message}", code, detail)

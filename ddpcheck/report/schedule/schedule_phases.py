@@ -70,15 +70,15 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
 
 def _take_place(rank: int, world_size: int) -> None:
     """Set the environment variables of a launcher, with 8 ranks per machine."""
-    here = min(_RANKS_OF_A_MACHINE, world_size)
-    places = {
+    local_size = min(_RANKS_OF_A_MACHINE, world_size)
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank % here,
-        "LOCAL_WORLD_SIZE": here,
-        "GROUP_RANK": rank // here,
+        "LOCAL_RANK": rank % local_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": rank // local_size,
     }
-    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def _written(calls: list[ScheduledCall], folder: Path) -> str:

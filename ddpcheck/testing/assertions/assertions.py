@@ -208,16 +208,16 @@ def assert_no_anomalous_params(
     __tracebackhide__ = True
     from ddpcheck.testing.assertions.on_rank import anomalies_of
 
-    what = "assert_no_anomalous_params"
+    label = "assert_no_anomalous_params"
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
-    ranks = _ranks_of(group, what)
-    found = _attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)
-    by_rank = {ranks[0]: found}
+    ranks = _ranks_of(group, label)
+    result = _attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)
+    by_rank = {ranks[0]: result}
     if len(ranks) > 1:
-        with _exchange(what, group, "anomalous", timeout) as exchange:
-            by_rank = dict(zip(ranks, exchange.all_gather("detail", found), strict=True))
-    _refuse(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), what)
+        with _exchange(label, group, "anomalous", timeout) as exchange:
+            by_rank = dict(zip(ranks, exchange.all_gather("detail", result), strict=True))
+    _refuse(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), label)
     message = messages.anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
     if message:
         raise AssertionError(_final(message, msg))
@@ -323,8 +323,8 @@ def _difference_between_ranks(
     from ddpcheck.gather.state.fingerprints import digest_of
     from ddpcheck.testing.assertions.on_rank import entries_of, items_of, measured
 
-    what = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
-    ranks = _ranks_of(group, what)
+    label = f"assert_same_on_all_ranks({name!r})" if name else "assert_same_on_all_ranks"
+    ranks = _ranks_of(group, label)
     items, failure = _attempt("what was given", items_of, value)
     location = str(user_location() or "")
 
@@ -332,21 +332,21 @@ def _difference_between_ranks(
         entries, unread = _attempt("what was given", entries_of, items or (), options, canonical=canonical)
         return messages.RankValues(options, entries or (), location, error or failure or unread)
 
-    mine = values()
-    found: list[messages.Mismatch] = []
-    by_rank, equal = {ranks[0]: mine}, True
+    local_values = values()
+    mismatches: list[messages.Mismatch] = []
+    by_rank, equal = {ranks[0]: local_values}, True
     if len(ranks) == 1:
-        _refuse(mine.error, what)
+        _refuse(local_values.error, label)
     else:
-        with _exchange(what, group, "same", timeout) as exchange:
-            equal = len(set(exchange.all_gather("digest", digest_of(replace(mine, location=""))))) == 1
-            everyone = [mine] * len(ranks) if equal else exchange.all_gather("detail", values(canonical=True))
-            by_rank = dict(zip(ranks, everyone, strict=True))
-            _refuse(messages.usage_error(by_rank), what)
-            found = measured(messages.differences(by_rank), items or (), options, group, exchange)
-    if equal and messages.holds_nothing(mine):
+        with _exchange(label, group, "same", timeout) as exchange:
+            equal = len(set(exchange.all_gather("digest", digest_of(replace(local_values, location=""))))) == 1
+            gathered = [local_values] * len(ranks) if equal else exchange.all_gather("detail", values(canonical=True))
+            by_rank = dict(zip(ranks, gathered, strict=True))
+            _refuse(messages.usage_error(by_rank), label)
+            mismatches = measured(messages.differences(by_rank), items or (), options, group, exchange)
+    if equal and messages.holds_nothing(local_values):
         return (
-            f"{what} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "
+            f"{label} compared nothing: it was given no tensor, number or text, on any rank. Gradients are None before "
             "backward, and after zero_grad()."
         )
-    return messages.mismatch_message(found, by_rank, name)
+    return messages.mismatch_message(mismatches, by_rank, name)

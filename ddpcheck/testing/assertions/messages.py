@@ -45,28 +45,28 @@ def parity_failure_message(
     `tolerance` is (rtol, atol) and replaces the measured tolerances.
     """
     relevant = [finding for finding in report.findings if _is_on_gradients(finding)]
-    kept = select_findings(relevant, select=select, ignore=ignore)
+    selected = select_findings(relevant, select=select, ignore=ignore)
     wanted = {
         check: reference
         for check, (reference, _, codes) in _VERDICTS.items()
         if is_any_selected(codes, select=select, ignore=ignore)
     }
     entries = [entry for entry in report.parity if entry.reference in wanted.values()]
-    far = [entry for entry in entries if not _is_near(entry, tolerance)]
-    if tolerance is not None and not far:
-        kept = tuple(finding for finding in kept if finding.code not in _BY_TOLERANCE)
-    explained = {finding.code for finding in relevant} if tolerance is None else set()
-    unexplained = [] if explained or kept else far  # ignored findings count as an explanation
-    withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in kept]
+    mismatched = [entry for entry in entries if not _is_near(entry, tolerance)]
+    if tolerance is not None and not mismatched:
+        selected = tuple(finding for finding in selected if finding.code not in _BY_TOLERANCE)
+    explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
+    unexplained = [] if explained_codes or selected else mismatched  # ignored findings count as an explanation
+    withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in selected]
     lacking = [] if report.error is None else [report.error.message]
     lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
-    lines = [line for finding in (*kept, *withheld) for line in _finding_lines(finding)]
-    if unexplained or (far and tolerance is not None):
-        lines += _beyond(far, len(entries), tolerance)
+    lines = [line for finding in (*selected, *withheld) for line in _finding_lines(finding)]
+    if unexplained or (mismatched and tolerance is not None):
+        lines += _beyond(mismatched, len(entries), tolerance)
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
     if not lacking and not lines:
         return ""
-    differ = far or any(f.code.startswith("DDP3") and f.code not in _NO_VERDICT for f in kept)
+    differ = mismatched or any(f.code.startswith("DDP3") and f.code not in _NO_VERDICT for f in selected)
     undecided = lacking or any(f.code in _NO_VERDICT for f in relevant)
     title = "Gradients could not be compared!" if undecided and not differ else "Gradients are not close!"
     world = f"{report.world.get('world_size', '?')} ranks, {report.world.get('steps', '?')} steps"
@@ -74,10 +74,10 @@ def parity_failure_message(
 
 
 def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] | None) -> list[str]:
-    measured = [(entry, *_distance(entry, tolerance)) for entry in far]
-    worst = sorted(measured, key=lambda one: -one[1] / (one[2] or 1e-300))[:_MOST_ENTRIES]
+    distances = [(entry, *_distance(entry, tolerance)) for entry in far]
+    worst = sorted(distances, key=lambda item: -item[1] / (item[2] or 1e-300))[:_MOST_ENTRIES]
     lines = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
-    lines += [f"  {one.parameter} in step {one.step}, against {one.reference}: {how}" for one, _, _, how in worst]
+    lines += [f"  {item.parameter} in step {item.step}, against {item.reference}: {text}" for item, _, _, text in worst]
     return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
 
 
@@ -87,33 +87,33 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
     With a tolerance, the bound on the norm follows from |g - r| <= atol + rtol * |r| for every element.
     """
     if tolerance is None:
-        got, allowed = entry.relative_error, entry.tolerance
-        return got, allowed, f"relative error {got:.2g}, allowed {allowed:.2g}"
+        distance, allowed = entry.relative_error, entry.tolerance
+        return distance, allowed, f"relative error {distance:.2g}, allowed {allowed:.2g}"
     rtol, atol = tolerance
-    got, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
+    distance, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
     terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
-    return got, allowed, f"norm of the difference {got:.4g}, allowed {allowed:.4g} ({terms})"
+    return distance, allowed, f"norm of the difference {distance:.4g}, allowed {allowed:.4g} ({terms})"
 
 
 def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
-    got, allowed, _ = _distance(entry, tolerance)
-    return got <= allowed
+    distance, allowed, _ = _distance(entry, tolerance)
+    return distance <= allowed
 
 
 def _is_on_gradients(finding: Finding) -> bool:
     """Return True for DDP3xx findings, findings tagged with DDP3xx, and errors."""
-    carries = any(tag.startswith("DDP3") for tag in finding.tags)
-    return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or carries
+    is_tagged = any(tag.startswith("DDP3") for tag in finding.tags)
+    return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or is_tagged
 
 
 def _not_made(check: str, report: Report) -> str:
     """Return a message if a comparison was skipped or not made, else ''."""
-    reference, what, _ = _VERDICTS[check]
+    reference, subject, _ = _VERDICTS[check]
     result = next((result for result in report.checks if result.name == check), None)
-    in_part = result is not None and result.status == "skipped"
-    if not in_part and any(entry.reference == reference for entry in report.parity):
+    is_skipped = result is not None and result.status == "skipped"
+    if not is_skipped and any(entry.reference == reference for entry in report.parity):
         return ""
-    return f"{what}: {result.detail if result and result.detail else 'not reached'}"
+    return f"{subject}: {result.detail if result and result.detail else 'not reached'}"
 
 
 def _finding_lines(finding: Finding) -> list[str]:
@@ -139,22 +139,22 @@ class Anomaly:
 
 def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
     """Return the message on the anomalies of all ranks, or '' if none."""
-    found = [(rank, anomaly) for rank, anomalies in by_rank.items() for anomaly in anomalies]
-    where = {name: [rank for rank, _ in of] for name, of in group_by(found, lambda one: one[1].name).items()}
-    by_name = {anomaly.name: anomaly for _, anomaly in reversed(found)}
+    pairs = [(rank, anomaly) for rank, anomalies in by_rank.items() for anomaly in anomalies]
+    ranks = {name: [rank for rank, _ in part] for name, part in group_by(pairs, lambda pair: pair[1].name).items()}
+    by_name = {anomaly.name: anomaly for _, anomaly in reversed(pairs)}
     kinds = group_by(
-        (by_name[name] for name in where),
-        lambda one: (not one.registered, one.registered and len(where[one.name]) < len(by_rank)),
+        (by_name[name] for name in ranks),
+        lambda anomaly: (not anomaly.registered, anomaly.registered and len(ranks[anomaly.name]) < len(by_rank)),
     )
-    lines = ["Not every parameter contributes to the loss!"] if found else []
-    for kind, group in sorted(kinds.items(), key=lambda one: one[0]):
+    lines = ["Not every parameter contributes to the loss!"] if pairs else []
+    for kind, group in sorted(kinds.items(), key=lambda item: item[0]):
         lines += ["", f"{len(group)} {plural_verb(*_ANOMALIES[kind], group)}:"]
-        for one in group:
-            at = f", made at {one.location}" if one.location else ""
-            on = f", {'not ' if one.registered else ''}on {format_ranks(where[one.name])}"
-            on = on if len(where[one.name]) < len(by_rank) else ""
-            lines.append(f"  {one.name} of shape {one.shape}{on}{at}")
-        lines += [f"  {cause}" for cause in dict.fromkeys(one.cause for one in group if one.cause)]
+        for anomaly in group:
+            location = f", made at {anomaly.location}" if anomaly.location else ""
+            on_ranks = f", {'not ' if anomaly.registered else ''}on {format_ranks(ranks[anomaly.name])}"
+            on_ranks = on_ranks if len(ranks[anomaly.name]) < len(by_rank) else ""
+            lines.append(f"  {anomaly.name} of shape {anomaly.shape}{on_ranks}{location}")
+        lines += [f"  {cause}" for cause in dict.fromkeys(anomaly.cause for anomaly in group if anomaly.cause)]
     return "\n".join(lines)
 
 
@@ -279,18 +279,18 @@ def holds_nothing(values: RankValues) -> bool:
 def differences(by_rank: Mapping[int, RankValues]) -> list[Mismatch]:
     """Return the items that differ; tensors may be within the tolerance."""
     options = next(iter(by_rank.values())).options
-    held = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
-    found = []
-    for path in dict.fromkeys(path for entries in held.values() for path in entries):
-        entries = {rank: of_rank.get(path) for rank, of_rank in held.items()}
+    by_path = {rank: {entry.path: entry for entry in values.entries} for rank, values in by_rank.items()}
+    mismatches = []
+    for path in dict.fromkeys(path for entries in by_path.values() for path in entries):
+        entries = {rank: rank_entries.get(path) for rank, rank_entries in by_path.items()}
         keys = {rank: entry and entry.key for rank, entry in entries.items()}
         common = Counter(keys.values()).most_common(1)[0][0]
         reference = next(rank for rank, key in keys.items() if key == common)
         odd = tuple(rank for rank, key in keys.items() if key != common)
         nans = not options.equal_nan and any(entry and entry.nans for entry in entries.values())
         if (odd or nans) and not _numbers_are_close(entries, reference, options):
-            found.append(Mismatch(path, entries, reference, odd))
-    return found
+            mismatches.append(Mismatch(path, entries, reference, odd))
+    return mismatches
 
 
 def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, options: CompareOptions) -> bool:
@@ -314,16 +314,16 @@ def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues
 
     `name` is the user's name of the argument.
     """
-    real = [item for item in found if item.far or not item.distances]
-    if not real:
+    failed = [item for item in found if item.far or not item.distances]
+    if not failed:
         return ""
-    first, others = real[0], real[1:]
+    first, others = failed[0], failed[1:]
     lines = _details(first, "equal" if next(iter(by_rank.values())).options.exact else "close")
     if spelled_path := _spelled_path(first, name):
         lines += ["", f"The failure occurred for item {spelled_path}"]
     if others:
         lines.append(f"{len(others)} more {plural_verb('item is', 'items are', others)} not the same on all ranks:")
-        lines += [f"  {_spelled_path(other, name)}: {_in_short(other)}" for other in others[:_MOST_ITEMS]]
+        lines += [f"  {_spelled_path(item, name)}: {_in_short(item)}" for item in others[:_MOST_ITEMS]]
         lines += [f"  and {len(others) - _MOST_ITEMS} more"] if len(others) > _MOST_ITEMS else []
     locations = {rank: values.location for rank, values in by_rank.items()}
     if len({*locations.values()}) > 1:
@@ -335,9 +335,9 @@ def _details(item: Mismatch, how: str) -> list[str]:
     """Describe one mismatch in detail."""
     kinds = {entry.kind for entry in item.held}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
-        what = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
-        spelled = _on_ranks({rank: entry or "nothing" for rank, entry in item.entries.items()})
-        return ["Items are not the same on all ranks!", "", f"{what}: {spelled}."]
+        reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
+        text = _on_ranks({rank: entry or "nothing" for rank, entry in item.entries.items()})
+        return ["Items are not the same on all ranks!", "", f"{reason}: {text}."]
     kind, lines = item.held[0].kind, []
     if kind != "tensor":
         lines = [f"{_on_ranks(item.entries)}."]
@@ -364,8 +364,8 @@ def _numbers(item: Mismatch) -> list[str]:
         for text, ranks in groups[:_MOST_GROUPS]
         for line in text.splitlines()
     ]
-    more = [rank for _, ranks in groups[_MOST_GROUPS:] for rank in ranks]
-    lines += [f"Less far apart: {format_ranks(more)}"] if more else []
+    rest = [rank for _, ranks in groups[_MOST_GROUPS:] for rank in ranks]
+    lines += [f"Less far apart: {format_ranks(rest)}"] if rest else []
     nans = {rank: entry.nans or "no element is NaN" for rank, entry in item.entries.items() if entry}
     return [*lines, f"NaN: {_on_ranks(nans)}"] if len({*nans.values()}) > 1 else lines
 
@@ -373,8 +373,8 @@ def _numbers(item: Mismatch) -> list[str]:
 def _in_short(item: Mismatch) -> str:
     if None in item.entries.values():
         return f"only on {format_ranks(rank for rank, entry in item.entries.items() if entry)}"
-    what = "values" if item.measurable else "what it is"
-    return f"{what}, on {format_ranks(item.far)}" if item.odd else "NaN on every rank"
+    noun = "values" if item.measurable else "what it is"
+    return f"{noun}, on {format_ranks(item.far)}" if item.odd else "NaN on every rank"
 
 
 def _spelled_path(item: Mismatch, name: str) -> str:

@@ -46,30 +46,30 @@ def anomalies_of(loss: Any, model: nn.Module, ignore: Sequence[str], replay: Cal
     parameters = {name: p for name, p in named_parameters(bare).items() if p.requires_grad}
     if not parameters:
         raise UsageError("no parameter of the model requires grad, so there is nothing that could take part")
-    held = dict(unregistered_tensors(bare))
+    unregistered = dict(unregistered_tensors(bare))
     aliases = all_names(bare)
-    known = {alias for names in aliases.values() for alias in names} | held.keys()
-    idle = [pattern for pattern in ignore if not any(fnmatchcase(name, pattern) for name in known)]
-    if idle:
-        raise UsageError(f"ignore names {idle[0]!r}, and no parameter of the model is called that")
-    found = detect_anomalous_params(loss, bare)
-    hidden = _hidden_in_checkpoints(loss) if found.missing else set()
+    valid_names = {alias for names in aliases.values() for alias in names} | unregistered.keys()
+    unmatched = [pattern for pattern in ignore if not any(fnmatchcase(name, pattern) for name in valid_names)]
+    if unmatched:
+        raise UsageError(f"ignore names {unmatched[0]!r}, and no parameter of the model is called that")
+    detected = detect_anomalous_params(loss, bare)
+    hidden = _hidden_in_checkpoints(loss) if detected.missing else set()
     missing = [
         name
         for name, parameter in parameters.items()
-        if name in found.missing and id(parameter) not in hidden and not _is_ignored(aliases[id(parameter)], ignore)
+        if name in detected.missing and id(parameter) not in hidden and not _is_ignored(aliases[id(parameter)], ignore)
     ]
     causes: dict[str, str] = {}
     if missing and replay is not None:
-        explained = detect_anomalous_params(loss, bare, replay=replay).findings
-        causes = {name: f"{f.code}: {f.message}" for f in explained for name in f.subjects}
+        findings = detect_anomalous_params(loss, bare, replay=replay).findings
+        causes = {name: f"{f.code}: {f.message}" for f in findings for name in f.subjects}
     anomalies = []
     for name in missing:
         tied, shape = ", ".join(aliases[id(parameters[name])]), tuple(parameters[name].shape)
         anomalies.append(Anomaly(tied, shape, True, str(making_of(bare, name) or ""), causes.get(name, "")))
-    for name in found.unregistered:
+    for name in detected.unregistered:
         if not _is_ignored((name,), ignore):
-            shape = tuple(held[name].shape) if name in held else ()
+            shape = tuple(unregistered[name].shape) if name in unregistered else ()
             anomalies.append(Anomaly(name, shape, False, str(assignment_of(bare, name) or "")))
     return anomalies
 
@@ -80,30 +80,30 @@ def _is_ignored(names: Iterable[str], ignore: Sequence[str]) -> bool:
 
 def _hidden_in_checkpoints(loss: Any) -> set[int]:
     """Return ids of parameters in re-entrant checkpoints (not in the graph yet)."""
-    found: set[int] = set()
+    param_ids: set[int] = set()
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
     for node in walk_graph(roots).functions:
         if node._forward_cls is CheckpointFunction:
             for module in _modules_in(node.run_function):
-                found |= {id(parameter) for parameter in module.parameters()}
-    return found
+                param_ids |= {id(parameter) for parameter in module.parameters()}
+    return param_ids
 
 
 def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     """Yield the modules reachable from a function: bound, in partial arguments or variables."""
-    inside: Iterable[Any] = ()
+    children: Iterable[Any] = ()
     if isinstance(value, nn.Module):
         yield value
     elif isinstance(value, functools.partial):
-        inside = [value.func, *value.args, *value.keywords.values()]
+        children = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
-        inside = [value.__self__, value.__func__]
+        children = [value.__self__, value.__func__]
     elif isinstance(value, FunctionType):
-        inside = [variable.value for variable in function_variables(value)]
+        children = [variable.value for variable in function_variables(value)]
     elif isinstance(value, list | tuple | dict):
-        inside = tree_leaves(value)
-    for one in inside if depth < 5 else ():
-        yield from _modules_in(one, depth + 1)
+        children = tree_leaves(value)
+    for child in children if depth < 5 else ():
+        yield from _modules_in(child, depth + 1)
 
 
 _PIECE = 1 << 24
@@ -141,15 +141,15 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
     if isinstance(value, torch.Tensor):
         yield from _walk_tensor(value, path)
     elif isinstance(value, nn.Module):
-        held = [*value.named_parameters(), *value.named_buffers()]
-        yield path, "module", len(held)
-        for name, tensor in held:
+        tensors = [*value.named_parameters(), *value.named_buffers()]
+        yield path, "module", len(tensors)
+        for name, tensor in tensors:
             yield from _walk_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, _PLAIN):
         yield path, "value", repr(value.type if isinstance(value, torch.device) else value)
     elif isinstance(value, _NUMBERS):
-        plain: Any = next(kind for kind in _NUMBERS if isinstance(value, kind))
-        yield path, "number", plain(value)  # numpy's float64 is a float
+        number_type: Any = next(kind for kind in _NUMBERS if isinstance(value, kind))
+        yield path, "number", number_type(value)  # numpy's float64 is a float
     elif type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         try:
             tensor = torch.from_numpy(value.copy()) if getattr(value, "ndim", 0) else torch.tensor(value.item())
@@ -255,14 +255,14 @@ def _nans(tensor: torch.Tensor) -> str:
         return ""
     nans = torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
     count = int(nans.count_nonzero())
-    at = f", the first at index {_first(nans)}" if count and tensor.dim() else ""
-    return f"{count} / {tensor.numel()} elements are NaN{at}" if count else ""
+    suffix = f", the first at index {_first(nans)}" if count and tensor.dim() else ""
+    return f"{count} / {tensor.numel()} elements are NaN{suffix}" if count else ""
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
     """Return the index of the first True."""
-    place = mask.reshape(-1).byte().argmax()
-    return tuple(int(index) for index in torch.unravel_index(place, mask.shape))
+    flat_index = mask.reshape(-1).byte().argmax()
+    return tuple(int(index) for index in torch.unravel_index(flat_index, mask.shape))
 
 
 def _canonical(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,46 +284,46 @@ def measured(
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
-    wanted = [item for item in (found[:1] if options.exact else found) if item.measurable]
-    if not wanted:
+    selected = [item for item in (found[:1] if options.exact else found) if item.measurable]
+    if not selected:
         return list(found)
     tensors = {path: value for path, kind, value in items if kind == "tensor"}
-    own: list[tuple[float, str]] = []
+    local_distances: list[tuple[float, str]] = []
     with torch.no_grad():
-        for item in wanted:
+        for item in selected:
             tensor = tensors[item.path].resolve_conj().resolve_neg().contiguous()
             received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
-            own.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
-    by_rank = exchange.all_gather("measured", own)
-    for index, item in enumerate(wanted):
-        distances = {rank: of_rank[index] for rank, of_rank in zip(exchange.ranks, by_rank, strict=True)}
-        found = [replace(one, distances=distances) if one is item else one for one in found]
+            local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
+    by_rank = exchange.all_gather("measured", local_distances)
+    for index, item in enumerate(selected):
+        distances = {rank: values[index] for rank, values in zip(exchange.ranks, by_rank, strict=True)}
+        found = [replace(mismatch, distances=distances) if mismatch is item else mismatch for mismatch in found]
     return list(found)
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
     """Broadcast `tensor` from rank `source`; return a CPU copy if `keep`, else `None`."""
     kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-    carrier = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
+    device = torch.device("cpu" if "cpu" in kinds else kinds[0])  # "cuda" means the current GPU
     received = torch.empty_like(tensor, device="cpu") if keep else None
     pieces = tensor.reshape(-1).view(torch.uint8).split(_PIECE)
-    into = pieces if received is None else received.reshape(-1).view(torch.uint8).split(_PIECE)
-    for piece, place in zip(pieces, into, strict=True):
-        carried = piece.to(carrier, copy=True)
-        dist.broadcast(carried, src=source, group=group)
+    targets = pieces if received is None else received.reshape(-1).view(torch.uint8).split(_PIECE)
+    for piece, target in zip(pieces, targets, strict=True):
+        buffer = piece.to(device, copy=True)
+        dist.broadcast(buffer, src=source, group=group)
         if keep:
-            place.copy_(carried)
+            target.copy_(buffer)
     return received
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) -> tuple[float, str]:
     """Return maximum difference and text of `torch.testing.assert_close`, or (0.0, '')."""
     if got.is_complex() or got.is_floating_point():
-        least = torch.complex64 if got.is_complex() else torch.float32
-        wide = got.dtype if got.dtype.itemsize >= least.itemsize else least
+        min_dtype = torch.complex64 if got.is_complex() else torch.float32
+        dtype = got.dtype if got.dtype.itemsize >= min_dtype.itemsize else min_dtype
     else:
-        wide = torch.int64 if options.exact else torch.float64  # isclose rounds integers to float32
-    left, right = got.to(wide), want.to(wide)
+        dtype = torch.int64 if options.exact else torch.float64  # isclose rounds integers to float32
+    left, right = got.to(dtype), want.to(dtype)
     try:
         torch.testing.assert_close(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
         return 0.0, ""
@@ -332,8 +332,8 @@ def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) ->
     except Exception as error:  # do not raise: other ranks wait for this rank
         return math.inf, f"How far could not be measured ({type(error).__name__}: {error})"
     if got.dim():
-        close = torch.isclose(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
-        first = _first(~close)
-        lines.append(f"First mismatch at index {first}: {got[first].item()} instead of {want[first].item()}")
+        is_close = torch.isclose(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
+        index = _first(~is_close)
+        lines.append(f"First mismatch at index {index}: {got[index].item()} instead of {want[index].item()}")
     worst = float((left - right).abs().max())
     return math.inf if math.isnan(worst) else worst, "\n".join(lines)

@@ -32,22 +32,22 @@ def first_host(nodes: str) -> str:
     Raises:
         UsageError: The list cannot be parsed.
     """
-    whole = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
-    if whole is None:
+    match = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
+    if match is None:
         raise UsageError(
             f"The first machine in SLURM's list of nodes {nodes!r} cannot be determined; export MASTER_ADDR, the "
             "machine of rank 0."
         )
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", whole[0])
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", match[0])
 
 
 def tasks_of_node(layout: str, node: str) -> int | None:
     """Return the task count of a node from a layout such as `4(x2),1`."""
     counts: list[int] = []
     for part in layout.split(","):
-        if not (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)):
+        if not (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)):
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
@@ -143,8 +143,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
     Also `None` in child processes of a rank, which inherit the variables, and in an interactive SLURM shell.
     """
     with contextlib.suppress(UsageError):
-        if (found := _read(environ)) is not None and found.world_size > 1:
-            return found
+        if (launch := _read(environ)) is not None and launch.world_size > 1:
+            return launch
     return None
 
 
@@ -158,8 +158,8 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
     """
     if launcher is not None:
         return _require_one(environ, launcher)
-    if (found := _read(environ)) is not None:
-        return found
+    if (launch := _read(environ)) is not None:
+        return launch
     raise UsageError(
         "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
         "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
@@ -167,17 +167,17 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
 
 
 def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
-    spoken, (wanted, missing, advice) = _spoken(environ), LAUNCHERS[launcher]
-    for names in spoken:
-        if names in wanted:
+    present, (accepted, missing, advice) = _spoken(environ), LAUNCHERS[launcher]
+    for names in present:
+        if names in accepted:
             return _launch(names, environ)
     if launcher == "slurm" and "SLURM_JOB_ID" in environ:
-        why = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
-    elif spoken:
-        why = f"it is {spoken[0].launcher} that has started this process"
+        reason = f"this is a script or shell of SLURM's job {environ['SLURM_JOB_ID']}, and none of its tasks"
+    elif present:
+        reason = f"it is {present[0].launcher} that has started this process"
     else:
-        why = f"there is no {missing} in the environment"
-    raise UsageError(f"Launcher {launcher!r} was asked for, but {why}; start this with {advice}.")
+        reason = f"there is no {missing} in the environment"
+    raise UsageError(f"Launcher {launcher!r} was asked for, but {reason}; start this with {advice}.")
 
 
 def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
@@ -192,19 +192,19 @@ def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 def _spoken(environ: Mapping[str, str]) -> list[_Names]:
     """Return the launchers whose variables are set, innermost first."""
-    there = {
+    is_set = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
         _OPEN_MPI: _OPEN_MPI.rank in environ,
         _MPICH: _MPICH.rank in environ,
         _SLURM: "SLURM_STEP_ID" in environ and _SLURM.world_size in environ,  # a batch script has no step variables
         _PLAIN: "RANK" in environ or "WORLD_SIZE" in environ,
     }
-    spoken = [names for names, said in there.items() if said]
-    said_twice = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
-    if there[_MPICH] and there[_SLURM] and said_twice[0] == said_twice[1]:
-        spoken.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
-        spoken.insert(spoken.index(_MPICH), _SLURM)
-    return spoken
+    present = [names for names, flag in is_set.items() if flag]
+    pairs = [[environ.get(name) for name in (names.rank, names.world_size)] for names in (_MPICH, _SLURM)]
+    if is_set[_MPICH] and is_set[_SLURM] and pairs[0] == pairs[1]:
+        present.remove(_SLURM)  # `srun --mpi=pmi2` also sets PMI_*; SLURM has more information
+        present.insert(present.index(_MPICH), _SLURM)
+    return present
 
 
 def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
@@ -215,9 +215,9 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
             f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
             "ranks count from 0 to one less."
         )
-    here = next((name for name in names.local_rank if name in environ), None)
-    among = next((name for name in names.local_world_size if name in environ), None)
-    local_world_size = _number(environ, among, names) if among else None
+    rank_key = next((name for name in names.local_rank if name in environ), None)
+    size_key = next((name for name in names.local_world_size if name in environ), None)
+    local_world_size = _number(environ, size_key, names) if size_key else None
     nodes = node = ""
     if names is _SLURM:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
@@ -229,15 +229,15 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
                 environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "")
             )
     address = environ.get("MASTER_ADDR", "")
-    needed = address and names is not _SLURM  # SLURM's port is derived from the job id
-    port = _number(environ, "MASTER_PORT", names) if needed or "MASTER_PORT" in environ else 0
+    needs_port = address and names is not _SLURM  # SLURM's port is derived from the job id
+    port = _number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _PLAIN):
         raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
     return LauncherEnv(
         names.launcher,
         rank,
         world_size,
-        _number(environ, here, names) if here else None,
+        _number(environ, rank_key, names) if rank_key else None,
         local_world_size,
         " ".join(environ[name] for name in names.job if name in environ),
         address,

@@ -122,13 +122,13 @@ class _Hosted:
         self._said_all = self._exited = False
         if not self._shared:
             self._directory.mkdir(mode=0o700)
-        self._sock, theirs = socket.socketpair()
+        self._sock, rank_sock = socket.socketpair()
         self._sock.setblocking(False)
         start: starting.Starter = starting.ForkedRanks if method == "fork" else starting.SpawnedRanks
         # The fork server removes the directory if this process dies; the leader removes its own.
         scratch = "" if self._shared and method == "fork" else directory
-        with theirs:
-            self.launch = start(scratch, {rank: theirs.fileno()}, hash_seed, preload, ahead)
+        with rank_sock:
+            self.launch = start(scratch, {rank: rank_sock.fileno()}, hash_seed, preload, ahead)
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register the sockets of this rank with a selector."""
@@ -177,7 +177,7 @@ class _Hosted:
             return
         messages, alive = self._inbox.drain(self._sock)
         if messages:
-            self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(one)) for one in messages))
+            self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(item)) for item in messages))
         self._said_all = not alive
 
     def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:

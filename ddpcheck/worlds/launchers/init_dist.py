@@ -120,14 +120,14 @@ def init_dist(
     """
     if launcher is not None:
         check_choice("launcher", launcher, tuple(LAUNCHERS))
-    asked = _check_backend(backend)
+    backend_name = _check_backend(backend)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is not None:
         check_seconds("timeout", seconds)
     if port is not None:
         check_count("port", port, 65535)
-    if own := [name for name in _OURS if name in options]:
-        raise UsageError(f"init_dist sees to {', '.join(own)} itself; leave that out.")
+    if reserved := [name for name in _OURS if name in options]:
+        raise UsageError(f"init_dist sees to {', '.join(reserved)} itself; leave that out.")
     _check_options(options)
     if dist.is_initialized():
         uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config())
@@ -141,7 +141,7 @@ def init_dist(
         raise UsageError(f"{error} See `ddpcheck explain DDP603`.") from None
     if seconds is not None:
         options["timeout"] = timedelta(seconds=seconds)
-    return _join(launch, asked, _PATIENCE if seconds is None else seconds, launch.port > 0, options)
+    return _join(launch, backend_name, _PATIENCE if seconds is None else seconds, launch.port > 0, options)
 
 
 def _check_backend(backend: str | None) -> str:
@@ -149,23 +149,23 @@ def _check_backend(backend: str | None) -> str:
     if backend is None:
         return ""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    there = [name for name in known if dist.is_backend_available(name)]
+    available = [name for name in known if dist.is_backend_available(name)]
     for part in backend.lower().split(","):  # also accepts "cpu:gloo,cuda:nccl"
-        if part.rpartition(":")[2] not in there:
-            raise ChoiceError(f"backend must be one that this torch has: {', '.join(there)}; got {backend!r}.")
+        if part.rpartition(":")[2] not in available:
+            raise ChoiceError(f"backend must be one that this torch has: {', '.join(available)}; got {backend!r}.")
     return backend.lower()
 
 
 def _check_options(options: dict[str, Any]) -> None:
     """Raise `UsageError` for arguments unknown to `torch.distributed.init_process_group`, before the rendezvous."""
-    taken = inspect.signature(dist.init_process_group).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+    params = inspect.signature(dist.init_process_group).parameters
+    if any(param.kind is param.VAR_KEYWORD for param in params.values()):
         return
-    if unknown := [name for name in options if name not in taken]:
-        theirs = [name for name in taken if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
+    if unknown := [name for name in options if name not in params]:
+        accepted = [name for name in params if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
         raise UsageError(
             f"init_dist takes no argument {', '.join(unknown)}; besides launcher, backend, timeout and port it takes "
-            f"the arguments of torch.distributed.init_process_group: {', '.join(theirs)}."
+            f"the arguments of torch.distributed.init_process_group: {', '.join(accepted)}."
         )
 
 
@@ -174,11 +174,11 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
     meeting = _Meeting(store, launch, seconds)
     try:
         address, port = store.address
-        own, master = route(address, port)
+        local_address, master = route(address, port)
         machine = this_machine()
         seat = RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master)
-        told = meeting.gather("call init_dist", json.dumps(asdict(seat)), met)
-        seats = [RankDevices(**{**one, "gpus": tuple(one["gpus"])}) for one in map(json.loads, told)]
+        replies = meeting.gather("call init_dist", json.dumps(asdict(seat)), met)
+        seats = [RankDevices(**{**fields, "gpus": tuple(fields["gpus"])}) for fields in map(json.loads, replies)]
         if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
             _kept.append(store)  # an early rank of the next group could connect to a store that is closing
         backend = choose_backend(seats)
@@ -189,11 +189,11 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
             "RANK": str(launch.rank),
             "WORLD_SIZE": str(launch.world_size),
             "LOCAL_RANK": str(local_ranks(seats)[launch.rank]),
-            "LOCAL_WORLD_SIZE": str(launch.local_world_size or [one.machine for one in seats].count(machine)),
+            "LOCAL_WORLD_SIZE": str(launch.local_world_size or [peer.machine for peer in seats].count(machine)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
-        interface = gloo_interface(launch.one_machine, own, [one.master for one in seats])
+        interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in seats])
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             values["GLOO_SOCKET_IFNAME"] = interface
         _set_up(store, launch, backend, values, meeting, options)
@@ -266,11 +266,11 @@ class RankDevices:
 def local_ranks(seats: Sequence[RankDevices]) -> list[int]:
     """Return the local ranks, counted per machine if not set."""
     counted: Counter[str] = Counter()
-    found = []
+    ranks = []
     for seat in seats:
-        found.append(counted[seat.machine] if seat.local_rank is None else seat.local_rank)
+        ranks.append(counted[seat.machine] if seat.local_rank is None else seat.local_rank)
         counted[seat.machine] += 1
-    return found
+    return ranks
 
 
 def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
@@ -296,11 +296,11 @@ def choose_backend(seats: Sequence[RankDevices]) -> str:
     Raises:
         UsageError: The ranks request different backends, or `nccl` without a GPU for each rank.
     """
-    asked = {seat.backend: rank for rank, seat in reversed(list(enumerate(seats)))}
-    if len(asked) > 1:
-        said = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(asked.items()))
-        raise UsageError(f"The ranks were asked for different backends: {said}; pass the same on every rank.")
-    (backend,) = asked
+    by_backend = {seat.backend: rank for rank, seat in reversed(list(enumerate(seats)))}
+    if len(by_backend) > 1:
+        text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
+        raise UsageError(f"The ranks were asked for different backends: {text}; pass the same on every rank.")
+    (backend,) = by_backend
     without = [rank for rank, seat in enumerate(seats) if not seat.gpus]
     names = ["" if index is None else seat.gpus[index] for seat, index in zip(seats, choose_gpus(seats), strict=True)]
     shared = [rank for rank, name in enumerate(names) if name and names.count(name) > 1]
@@ -339,29 +339,29 @@ class _Meeting:
             HangError: A rank did not arrive in time.
             DDPCheckError: Another rank could not initialize the group, or the store is gone.
         """
-        own = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
+        keys = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
         try:
-            self._store.put(own[self._launch.rank], data.encode())
+            self._store.put(keys[self._launch.rank], data.encode())
             if self._launch.rank == 0:
-                self._wait(dict(enumerate(own)), own, what)
+                self._wait(dict(enumerate(keys)), keys, what)
                 met()
-                self._store.put(what, json.dumps([self._store.get(name).decode() for name in own]).encode())
-            self._wait({0: what}, own, what)
-            found: list[str] = json.loads(self._store.get(what))
+                self._store.put(what, json.dumps([self._store.get(name).decode() for name in keys]).encode())
+            self._wait({0: what}, keys, what)
+            values: list[str] = json.loads(self._store.get(what))
         except StoreGoneError as error:
             raise DDPCheckError(
                 f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
                 "see the output of rank 0."
             ) from error
-        return found
+        return values
 
     def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
         """Wait for all keys in `names`; on timeout report ranks missing in `own`."""
 
         def check(_missing: list[int]) -> None:
             if self._store.has(_GIVEN_UP):
-                late, reason = json.loads(self._store.get(_GIVEN_UP))
-                raise HangError(reason) if late else DDPCheckError(reason)
+                is_late, reason = json.loads(self._store.get(_GIVEN_UP))
+                raise HangError(reason) if is_late else DDPCheckError(reason)
 
         if not self._store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return

@@ -43,15 +43,15 @@ def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
 
     Launchers that bind a GPU to each process, such as `srun --gpus-per-task=1`, hide the other GPUs.
     """
-    found = []
+    rows = []
     for hello in hellos:
-        here = [other for other in hellos if other.machine == hello.machine]
-        alike = [other for other in here if _visible(other) == _visible(hello)]
+        peers = [peer for peer in hellos if peer.machine == hello.machine]
+        alike = [peer for peer in peers if _visible(peer) == _visible(hello)]
         local, size = hello.launch.local_rank, hello.launch.local_world_size
-        local = here.index(hello) if local is None else local
+        local = peers.index(hello) if local is None else local
         sharing = alike.index(hello), len(alike)
-        found.append({"local_rank": local, "local_world_size": min(size or len(here), len(hellos)), "sharing": sharing})
-    return found
+        rows.append({"local_rank": local, "local_world_size": min(size or len(peers), len(hellos)), "sharing": sharing})
+    return rows
 
 
 def _visible(hello: Hello) -> list[str | None]:
@@ -84,10 +84,10 @@ class Leader:
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
-        mine, joined = gather(launch, timeout, store)
-        self._followers = {one[1].launch.rank: _Follower(one, on_lost) for one in joined}
+        own_hello, joined = gather(launch, timeout, store)
+        self._followers = {connection[1].launch.rank: _Follower(connection, on_lost) for connection in joined}
         self.one_machine = all(welcome.shared for _, _, welcome in joined)
-        self._hellos = [mine, *(hello for _, hello, _ in joined)]
+        self._hellos = [own_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
         self._place()
 
@@ -97,26 +97,26 @@ class Leader:
 
     def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
         """Return a leader for the first `len(contexts)` ranks, with their current contexts."""
-        part = copy.copy(self)
-        part.world_size = len(contexts)
-        part._hellos = [replace(hello, context=one) for hello, one in zip(self._hellos, contexts, strict=False)]
-        part._place()
-        return part
+        leader = copy.copy(self)
+        leader.world_size = len(contexts)
+        leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
+        leader._place()
+        return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """Return the config of a rank with its process context and store."""
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._meeting_port(config.directory))
-        masters = tuple(dict.fromkeys(other.master for other in self._hellos))
+        masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
         config = replace(config, store=store, masters=masters, **self._places[config.rank])
         if config.rank == 0:
             return config
-        theirs, ours = hello.context, config.context
-        asked_for = {name: ours.environment[name] for name in ours.explicit}
+        remote, local = hello.context, config.context
+        overrides = {name: local.environment[name] for name in local.explicit}
         return replace(
             config,
             directory=self._followers[config.rank].directory_for(config.directory),
-            context=replace(theirs, environment={**theirs.environment, **asked_for}, explicit=ours.explicit),
+            context=replace(remote, environment={**remote.environment, **overrides}, explicit=local.explicit),
         )
 
     def _meeting_port(self, directory: str) -> int:
@@ -124,7 +124,7 @@ class Leader:
         if directory not in self._stores:
             from torch._C._distributed_c10d import TCPStore
 
-            for closed in [other for other in self._stores if not os.path.exists(other)]:
+            for closed in [path for path in self._stores if not os.path.exists(path)]:
                 del self._stores[closed]
             self._stores[directory] = TCPStore("localhost", 0, None, True, wait_for_workers=False)
         return self._stores[directory].port
@@ -173,9 +173,9 @@ class _Follower:
     def _listen(self) -> None:
         try:
             while (message := wire.receive(self._sock)) is not None:
-                kind, number, *rest = message
+                kind, number, *fields = message
                 if (world := self.worlds.get(number)) is not None:
-                    world.take(kind, *rest)
+                    world.take(kind, *fields)
                     if kind == "over":
                         del self.worlds[number]
         except OSError:
@@ -220,8 +220,8 @@ class RemoteRanks:
         self._number = next(_numbers)
         follower.worlds[self._number] = self
         self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
-        theirs, method = follower.directory_for(directory), "fork" if forked else "spawn"
-        follower.send("open", self._number, theirs, self._rank, hash_seed, tuple(preload), ahead, method)
+        remote_dir, method = follower.directory_for(directory), "fork" if forked else "spawn"
+        follower.send("open", self._number, remote_dir, self._rank, hash_seed, tuple(preload), ahead, method)
         self._sender.start()
         if follower.lost is not None:
             self.lose(follower.lost)
@@ -265,9 +265,9 @@ class RemoteRanks:
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 
     def events(self) -> list[starting.Event]:
-        found, alive = self._inbox.drain(self._notified)
+        events, alive = self._inbox.drain(self._notified)
         self.over = not alive
-        return found
+        return events
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         self._follower.send("signal", self._number, int(number))
@@ -276,5 +276,5 @@ class RemoteRanks:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._sender.join(2.0)
-        for end in (self._end, self._notify, self._notified):
-            end.close()
+        for sock in (self._end, self._notify, self._notified):
+            sock.close()

@@ -162,12 +162,12 @@ class RankGroup:
         self._check()
         self.epoch.out_of_step = None
         try:
-            found = self._gather(f"{self.epoch.number}/end", "the end", value, timeout)
+            values = self._gather(f"{self.epoch.number}/end", "the end", value, timeout)
         except HangError as error:
             self.mark_broken(str(error))
             raise
         self.epoch = Epoch(self.epoch.number + 1, f"what follows {self.epoch.label}")
-        return found
+        return values
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -184,22 +184,22 @@ class RankGroup:
             with self.working():
                 self.store.put(names[self.rank], pickle.dumps((what, value)))
                 self._await(what, names, timeout)
-                found = [pickle.loads(self.store.get(each)) for each in names.values()]
+                entries = [pickle.loads(self.store.get(key)) for key in names.values()]
         except StoreGoneError as error:
             raise self._lost_store() from error
         self._written.append(names[self.rank])
         if len(self._written) > 2:  # two gathers later, every rank has read the value
             with contextlib.suppress(StoreGoneError):
                 self.store.remove(self._written.pop(0))
-        self.check_in_step([at for at, _ in found])
-        return [each for _, each in found]
+        self.check_in_step([point for point, _ in entries])
+        return [result for _, result in entries]
 
     def check_in_step(self, points: Sequence[str]) -> None:
         """Raise `RankError` if the ranks are at different points of the program."""
         if len(set(points)) > 1:
-            said = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))
+            positions = "; ".join(f"rank {rank} is at {point}" for rank, point in enumerate(points))
             raise RankError(
-                f"The ranks are not in step in {self.epoch.label}: {said}; "
+                f"The ranks are not in step in {self.epoch.label}: {positions}; "
                 "every rank must do the same things in the same order."
             )
 
@@ -225,11 +225,11 @@ class RankGroup:
             raise HangError(f"{who} did not reach {what} of {self.epoch.label} within {timeout:g} s{self._last(late)}.")
 
     def _last(self, ranks: Sequence[int]) -> str:
-        said = []
+        positions = []
         for rank in ranks:
             if self.store.has(f"at/{rank}"):
-                said.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
-        return "; " + ", ".join(said) if said else ""
+                positions.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
+        return "; " + ", ".join(positions) if positions else ""
 
     # --- Lost ranks ------------------------------------------------------------------------------------------------
 
@@ -255,9 +255,9 @@ class RankGroup:
                     self.gone[rank] = self.store.get(f"gone/{rank}").decode()
             if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
                 return self.mark_broken("; ".join(gone) + ".")
-            if left := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
-                said = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left]
-                return self.mark_broken("; ".join(said) + ".")
+            if left_ranks := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
+                reasons = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left_ranks]
+                return self.mark_broken("; ".join(reasons) + ".")
         except StoreGoneError:
             return str(self._lost_store())
         if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:

@@ -125,8 +125,8 @@ def gather(
         HangError: Some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    mine, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch) if store is None else None
-    found: dict[int, Joined] = {}
+    own_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch) if store is None else None
+    joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
             store, met = open_store(launch, timeout)
@@ -138,30 +138,30 @@ def gather(
             meeting.callback(path.unlink, missing_ok=True)
         elif store is not None:
             store.put("hosts", f"{port} {token}".encode())
-        while missing := [rank for rank in range(1, launch.world_size) if rank not in found]:
+        while missing := [rank for rank in range(1, launch.world_size) if rank not in joined]:
             server.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
                 sock, _ = server.accept()
             except TimeoutError:
                 by_hand = launch.launcher == BY_HAND
-                because = "RANK and WORLD_SIZE are set" if by_hand else f"{launch.launcher} has started this one"
+                reason = "RANK and WORLD_SIZE are set" if by_hand else f"{launch.launcher} has started this one"
                 raise HangError(
                     f"{format_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} "
-                    f"s, although {because}; start every rank with the same command, or use --launcher off."
+                    f"s, although {reason}; start every rank with the same command, or use --launcher off."
                 ) from None
             hello = _admitted(sock, token.encode(), launch)
             if hello is None or hello.launch.rank not in missing:
                 sock.close()
                 continue
             undo.callback(sock.close)
-            shared = hello.machine == mine.machine
+            shared = hello.machine == own_hello.machine
             offset = 0.0 if shared else time.monotonic() - hello.clock
-            found[hello.launch.rank] = sock, hello, Welcome(shared, offset, os.getpid())
-        for sock, _, welcome in found.values():
+            joined[hello.launch.rank] = sock, hello, Welcome(shared, offset, os.getpid())
+        for sock, _, welcome in joined.values():
             sock.sendall(wire.pack(welcome))
             sock.settimeout(None)
         undo.pop_all()
-    return mine, [found[rank] for rank in sorted(found)]
+    return own_hello, [joined[rank] for rank in sorted(joined)]
 
 
 def _listen(address: str) -> socket.socket:
@@ -199,13 +199,13 @@ def join(
     deadline = time.monotonic() + timeout
     path = _file(launch) if store is None else None
     if path is not None:
-        look = partial(look_up, path)
+        read_address = partial(look_up, path)
     else:
         store = store or open_store(launch, timeout)[0]
-        look = partial(_read_from, store)
+        read_address = partial(_read_from, store)
     address = _LOOPBACK if launch.one_machine or store is None else store.address[0]
     while time.monotonic() < deadline:
-        port, token = look()
+        port, token = read_address()
         if port and (sock := _introduced(address, port, token.encode(), launch)) is not None:
             sock.settimeout(max(1.0, deadline - time.monotonic()))
             with contextlib.suppress(OSError):
@@ -216,9 +216,9 @@ def join(
                     return sock, welcome
             sock.close()
         time.sleep(_PAUSE)
-    where = f"at {path}" if path is not None else f"on {address}"
+    location = f"at {path}" if path is not None else f"on {address}"
     raise DDPCheckError(
-        f"Rank {launch.rank} waited {timeout:g} s for rank 0 to show up {where}; start every rank with the same "
+        f"Rank {launch.rank} waited {timeout:g} s for rank 0 to show up {location}; start every rank with the same "
         "command, or use --launcher off."
     )
 

@@ -156,9 +156,9 @@ def open_store(
             "export MASTER_ADDR=127.0.0.1 and MASTER_PORT with a port that is free."
         )
     else:
-        where = "on several machines" if launch.local_world_size else "on machines that it does not tell apart"
+        location = "on several machines" if launch.local_world_size else "on machines that it does not tell apart"
         raise UsageError(
-            f"{launch.launcher} has started {launch.world_size} ranks {where}; export MASTER_ADDR (the machine of "
+            f"{launch.launcher} has started {launch.world_size} ranks {location}; export MASTER_ADDR (the machine of "
             "rank 0) and MASTER_PORT (a port that is free there) to all of them, so that they can meet."
         )
     job = hashlib.sha256(f"{launch.launcher} {launch.job}".encode()).hexdigest()[:16]
@@ -209,13 +209,13 @@ def connect(address: str, port: int, timeout: float, keep: bool = False, listene
 
 def _at_address(launch: LauncherEnv, timeout: float) -> Store:
     address, port = launch.address, launch.port
-    keep = launch.rank == 0 and not launch.agent
+    is_host = launch.rank == 0 and not launch.agent
     try:
-        return connect(address, port, timeout, keep)
+        return connect(address, port, timeout, is_host)
     except Exception as error:
-        what = "keep a store" if keep else "reach the store of rank 0"
+        action = "keep a store" if is_host else "reach the store of rank 0"
         raise DDPCheckError(
-            f"Rank {launch.rank} could not {what} at {address}:{port} within {timeout:g} s "
+            f"Rank {launch.rank} could not {action} at {address}:{port} within {timeout:g} s "
             f"({str(error).splitlines()[0][:200]}); check MASTER_ADDR and MASTER_PORT."
         ) from error
 
@@ -273,14 +273,14 @@ def _keep_on_loopback(path: Path, timeout: float) -> Store:
 def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store:
     from torch.distributed import DistError
 
-    while (left := deadline - time.monotonic()) > 0:
+    while (seconds_left := deadline - time.monotonic()) > 0:
         port, token = look_up(path)
         # A known token is a previous attempt: rank 0 will retry on a new store and close the old store.
         if port and token not in _joined:
             with contextlib.suppress(OSError, DistError):  # no or closed listener
                 # A killed job may leave its file, and torch would retry until the timeout.
                 socket.create_connection(("127.0.0.1", port), 1.0).close()
-                store = connect("127.0.0.1", port, min(left, 10.0))
+                store = connect("127.0.0.1", port, min(seconds_left, 10.0))
                 if store.check(["ddpcheck/token"]) and bytes(store.get("ddpcheck/token")) == token.encode():
                     _joined.add(token)
                     return store
