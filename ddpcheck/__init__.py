@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ddpcheck.findings.report import Finding, Location, Report
-    from ddpcheck.findings.rules.rule import Severity
+    from ddpcheck.findings.rules import Severity
     from ddpcheck.findings.selection import Suppression
     from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params
     from ddpcheck.harness import World
@@ -98,7 +98,7 @@ _NAMES = {
     "report.matrix.matrix": "Matrix",
     "harness": "World",
     "findings.report": "Report Finding Location",
-    "findings.rules.rule": "Severity",
+    "findings.rules": "Severity",
     "findings.selection": "Suppression",
     "anomalous": "detect_anomalous_params",
     "consistency": "check_consistency",

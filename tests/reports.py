@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 
 
 def shown(report: Report) -> str:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from ddpcheck.findings.errors import UsageError  # noqa: E402
 from ddpcheck.findings.report import Report  # noqa: E402
-from ddpcheck.findings.rules.rule import Severity  # noqa: E402
+from ddpcheck.findings.rules import Severity  # noqa: E402
 from ddpcheck.harness import World  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from tests.faultsuite.cases import FAULTS as FOLDER  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS
 from ddpcheck.findings.report import Document, Finding, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.selection import is_known, marks, not_found
 
 

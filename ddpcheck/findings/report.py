@@ -27,7 +27,7 @@ from ddpcheck.findings.figures import RelatedLocation as RelatedLocation
 from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity as Severity
+from ddpcheck.findings.rules import Severity as Severity
 
 SCHEMA_VERSION = 1
 _UNTOLD = 0.5  # tolerances from here on detect nothing: the smallest measured fault is of this size

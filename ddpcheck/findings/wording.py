@@ -18,8 +18,7 @@ from ddpcheck.findings.errors import RankFailure, WrongTypeError
 from ddpcheck.findings.figures import ParameterPath
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, RelatedLocation
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 
 Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])

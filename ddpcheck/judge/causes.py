@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Explains, When
+from ddpcheck.findings.rules import RULES, Explains, When
 from ddpcheck.judge.endings.rank_failure import OF_A_CUT_FILE
 from ddpcheck.judge.gradients.loss_terms import BY_NORMALISATION
 from ddpcheck.judge.gradients.single_process import ALL_MISSING

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.report import Finding, Location, select_findings
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, without_prefix
 from ddpcheck.judge.causes import ReportedCauses

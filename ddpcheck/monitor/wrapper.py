@@ -17,7 +17,7 @@ from ddpcheck.consistency import gather_if_different
 from ddpcheck.findings.errors import FindingsError, UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
 from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe

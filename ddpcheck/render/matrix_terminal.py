@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from rich.console import RenderableType
 
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import counted, limited
 from ddpcheck.render.parts import VERDICTS, words
 from ddpcheck.render.text_parts import TextRenderer, indented, labelled, styled

@@ -14,8 +14,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
 from ddpcheck.findings.files import read_file
-from ddpcheck.findings.rules import matching_rules
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity, matching_rules
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import suggestion
 

@@ -15,7 +15,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, ProgramSource, blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.source_lines import call_of, exits_raised
 from ddpcheck.findings.stacks import (
     CONSTRUCTOR,

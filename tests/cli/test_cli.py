@@ -17,8 +17,7 @@ from ddpcheck.cli.arguments import make_parser
 from ddpcheck.cli.parsing import EXAMPLES
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.report import Finding, Report, ReportError
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("ddpcheck")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpcheck import judge
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.judge.causes import Causes
 
 _ANOTHER = Finding("DDP602", ("nothing",), "Nothing.", Severity.NOTE)  # a rule that no fault expects

@@ -11,7 +11,7 @@ from ddpcheck import cli
 from ddpcheck.findings.difference import compare_reports
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.render import DIFFERENCE_FORMATS, Medium, renderer_for
 
 AUX = Finding("DDP101", ("aux.weight",), "Never read.", Severity.ERROR, location=Location("net.py", 7))

@@ -29,8 +29,7 @@ from ddpcheck.findings.report import (
     ReportError,
     select_findings,
 )
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.render import FORMATS, Medium, renderer_for
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddpcheck import cli
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 
 FOUND = Finding(

@@ -6,8 +6,7 @@ import pytest
 
 from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.rules import FAMILIES, RULES, address_of, find_rule, matching_rules, sections_of
-from ddpcheck.findings.rules.rule import Severity, When
+from ddpcheck.findings.rules import FAMILIES, RULES, Severity, When, address_of, find_rule, matching_rules, sections_of
 
 RULE_LIST = list(RULES.values())
 

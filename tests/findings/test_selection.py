@@ -17,7 +17,7 @@ from ddpcheck.cli import run as run_command
 from ddpcheck.findings.errors import ConfigError, UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.selection import Suppression, sort_out
 from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.render import Medium, renderer_for

@@ -9,7 +9,7 @@ from ddpcheck import cli
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import limited, shortened
 from ddpcheck.render import renderer_for
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow

@@ -12,7 +12,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import ParameterChange, PathEnd, StepEvidence, UnregisteredTensor
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters, judge_uninitialised, zero_everywhere
 

@@ -11,7 +11,7 @@ from ddpcheck.findings.errors import HangError, UsageError
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.judge.replicas.descriptions import (
     differing_names,
     judge_descriptions,

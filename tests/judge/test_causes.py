@@ -4,8 +4,7 @@ import pytest
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity, When
+from ddpcheck.findings.rules import RULES, Severity, When
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.judge.endings.rank_failure import OF_A_CUT_FILE, judge_failure

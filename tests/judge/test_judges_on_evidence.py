@@ -25,8 +25,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import StepEvidence, UnregisteredTensor
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location, Report
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.parameters.missing_parameters import judge_parameters
 from ddpcheck.render import FORMATS, renderer_for

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcheck
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.judge.gradients.script_losses import severity_of_weights
 from ddpcheck.judge.gradients.target_weights import judge_normalisation
 from ddpcheck.stream.rank_report import MicroBatch

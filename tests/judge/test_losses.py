@@ -4,7 +4,7 @@ import pytest
 
 import ddpcheck
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from tests.losses.table import ROWS, Convolutional, Row
 from tests.reports import shown
 from tests.tiers import one_of

@@ -7,7 +7,7 @@ import pytest
 from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.judge_context import JudgeContext, SingleProcessFacts
 from ddpcheck.judge.replicas.descriptions import judge_changes, judge_options, judge_program_data

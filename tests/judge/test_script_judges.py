@@ -34,7 +34,7 @@ from ddpcheck.findings.evidence.script import (
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.gather.steps.gradient_distance import sketches

@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.loop import (
 from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.judge.gradients.script_clips import judge_changed, judge_hooked, judge_scaled_by_hooks
 from ddpcheck.judge.gradients.script_losses import judge_accumulated
 from ddpcheck.judge.loop.script_pace import judge_left, judge_shifts, judge_unheld, judge_unmoved

@@ -16,7 +16,7 @@ from ddpcheck.findings.evidence.steps import (
 )
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.judge.loop.training_loop import (
     judge_draws,

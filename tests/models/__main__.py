@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ddpcheck.findings.report import Report
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from tests.models.batches import SAMPLES
 from tests.models.catalogue import CATALOGUE
 from tests.models.comparing import disagreements, report_on

@@ -33,7 +33,7 @@ from ddpcheck.findings.report import (
     Report,
     ReportError,
 )
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.render.page.page import data_in, visible
 from ddpcheck.render.page.sections import together

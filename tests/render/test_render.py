@@ -6,8 +6,7 @@ import pytest
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, Location, ParityEntry, Report, ReportError
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.render import FORMATS, Medium, format_for, renderer_for
 from tests.findings.test_tracebacks import WHOLE
 

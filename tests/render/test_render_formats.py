@@ -23,8 +23,7 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import ParameterPath, PathStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, RelatedLocation, Report, ReportError
-from ddpcheck.findings.rules import RULES, sections_of
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity, sections_of
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.monitor.reporting import as_text
 from ddpcheck.render import FORMATS, MATRIX_FORMATS, Medium, format_for, renderer_for

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.report.checking.check import check
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.rules_page import FOLDER, PAGE, rules_pages

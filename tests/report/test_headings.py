@@ -9,7 +9,7 @@ import pytest
 
 from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.report import Finding, ParityEntry, Report
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.verdict import Told, Verdict, status_of
 from ddpcheck.recipe.recipe import Recipe

@@ -9,7 +9,7 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
 from ddpcheck.report.matrix.check_matrix import step_time
 from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime, advise

@@ -62,7 +62,7 @@ HEALTHY = Truth(frozenset(), frozenset(), frozenset(), gap=1e-15, summed=False, 
 
 def report_with(*codes: str) -> Report:
     from ddpcheck.findings.report import Finding
-    from ddpcheck.findings.rules.rule import Severity
+    from ddpcheck.findings.rules import Severity
 
     findings = [Finding(code, ("a",), "It is so.", Severity.ERROR) for code in codes]
     return Report("tests.models.catalogue:bert", findings=tuple(findings))

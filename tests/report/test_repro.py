@@ -15,8 +15,7 @@ from ddpcheck import cli
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
-from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.judge.replicas.model_parts import how_split
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check

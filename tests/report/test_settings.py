@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.findings.errors import ConfigError, UsageError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 from ddpcheck.testing.assertions.messages import Anomaly, anomalies_message, parity_failure_message
 
 torch = pytest.importorskip("torch")

@@ -133,7 +133,7 @@ def test_what_the_test_watches_its_ranks_with_may_end_them(inner) -> None:
 STUB = """
 import sys, types
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.findings.rules import Severity
 
 def check(target, **options):
     assert sorted(options) == [

@@ -1,0 +1,210 @@
+"""Rule table: every defect by code, read from the docstrings of the files in `ddpcheck/rules/`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpcheck.findings.errors import UsageError
+
+FAMILIES: Mapping[str, str] = {
+    "DDP1": "parameters and the loss",
+    "DDP2": "the same on every rank",
+    "DDP3": "gradients",
+    "DDP4": "running",
+    "DDP5": "the training loop and its data",
+    "DDP6": "environment",
+    "DDP8": "evaluation",
+}
+
+
+class Severity(Enum):
+    """The severity of a finding.
+
+    `ERROR`: training is wrong, or will stop. `WARNING`: fragile, slow, or probably not meant. `NOTE`: worth knowing.
+    """
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst."""
+        return list(Severity).index(self)
+
+    def reaches(self, threshold: Severity) -> bool:
+        """Return True if the severity is at or above `threshold`."""
+        return self.rank <= threshold.rank
+
+
+When = Literal[
+    "always",
+    "an error",
+    "same subjects",
+    "only the loss",
+    "made in forward",
+    "its statistics",
+    "by steps",
+    "a note",
+    "none is there",
+    "of gradients",
+    "of a cut file",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Explains:
+    """Consequence of a defect, not reported beside it."""
+
+    codes: tuple[str, ...]
+    when: When = "always"  # condition, see `judge.causes`
+    quietly: bool = False  # not even as evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One documented defect."""
+
+    code: str  # permanent: never reused or renumbered
+    name: str  # in kebab-case; an alternative to the code
+    severity: Severity  # default severity of a finding
+    summary: str  # the defect, in one sentence
+    why: str  # effect on training, with its source
+    fix: str  # advice, as a command
+    detected: str  # what is compared or recorded, and what makes a finding of it
+    ignore: str  # when it is no defect
+    reports: tuple[str, ...] = ()  # public threads, as OWNER/REPOSITORY#NUMBER
+    example: str = ""  # lines of code that break the rule, with a comment on the correct line
+    explains: tuple[Explains, ...] = ()  # consequences
+    stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
+    takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
+    spreads: bool = False  # if findings on more and more tensors are one defect
+    by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
+
+
+_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Explains|Reports|Example):", re.MULTILINE)
+
+
+def parse_rule(docstring: str) -> Rule:
+    """Parse the docstring of a rule's file.
+
+    The first line has code, name, severity and flags that are set. The summary and labelled fields follow. `Explains`
+    lists codes, separated by semicolons: "quietly" before the codes, "if" and a condition after them. Code of
+    `Example` is indented by 4.
+    """
+    head, _, text = docstring.strip().partition("\n")
+    named, _, rest = head.partition(": ")
+    (code, name), (severity, *flags) = named.split(), rest.split(", ")
+    summary, *parts = _FIELD.split(text)
+    texts = {label.lower(): value for label, value in zip(parts[::2], parts[1::2], strict=True)}
+    fields: dict[str, Any] = {field: " ".join(value.split()) for field, value in texts.items()}
+    if "example" in texts:
+        fields["example"] = re.sub("^    ", "", texts["example"].strip("\n"), flags=re.MULTILINE) + "\n"
+    fields["reports"] = tuple(fields.get("reports", "").split())
+    fields["explains"] = tuple(map(_parse_explains, filter(None, fields.get("explains", "").split("; "))))
+    return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields, **dict.fromkeys(flags, True))
+
+
+def _parse_explains(text: str) -> Explains:
+    codes, _, when = text.partition(" if ")
+    case: Any = when or "always"
+    return Explains(tuple(codes.removeprefix("quietly ").split()), case, quietly=codes.startswith("quietly "))
+
+
+def _read_rules() -> Mapping[str, Rule]:
+    """Read the documentation of all rules without importing their judges."""
+    files = (Path(__file__).parents[1] / "rules").glob("*/ddp[0-9]*.py")
+    rules = (parse_rule(file.read_text(encoding="utf-8").split('"""', 2)[1]) for file in files)
+    return {rule.code: rule for rule in sorted(rules, key=lambda rule: rule.code)}
+
+
+RULES = _read_rules()
+
+
+def consequences_of(rule: Rule) -> list[str]:
+    """Return the codes of possible consequences."""
+    return sorted({code for relation in rule.explains for code in relation.codes})
+
+
+def causes_of(rule: Rule) -> list[str]:
+    """Return the codes of possible root causes."""
+    return [cause.code for cause in RULES.values() if rule.code in consequences_of(cause)]
+
+
+def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
+    """Return headings and texts of a rule, in the order of every output."""
+    consequences, causes = ", ".join(consequences_of(rule)), ", ".join(causes_of(rule))
+    as_evidence = "reported as evidence of this finding, not separately."
+    instead = "If found, the cause is reported instead, with this finding as evidence."
+    return (
+        ("Why it matters", rule.why),
+        ("Fix", rule.fix),
+        ("How it is detected", rule.detected),
+        ("When to ignore it", rule.ignore),
+        *([("Possible consequences", f"{consequences}: {as_evidence}")] if consequences else ()),
+        *([("Possible root causes", f"{causes}. {instead}")] if causes else ()),
+    )
+
+
+def find_rule(text: str) -> Rule:
+    """Return the rule with a code (in any case) or a name.
+
+    Raises:
+        UsageError: There is no such rule; the message suggests similar names.
+    """
+    wanted = text.strip()
+    rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
+    if rule is None:
+        raise UsageError(f"there is no rule {text!r}; {_suggestion(wanted)}")
+    return rule
+
+
+def matching_rules(pattern: str) -> tuple[Rule, ...]:
+    """Return the rules of a code, a prefix of a code ("DDP1"), or a name.
+
+    Raises:
+        UsageError: No rule matches; the message suggests similar names.
+    """
+    wanted = pattern.strip()
+    rules = tuple(
+        rule
+        for rule in RULES.values()
+        if rule.name == wanted.lower() or (wanted and rule.code.startswith(wanted.upper()))
+    )
+    if not rules:
+        raise UsageError(f"no rule matches {pattern!r}; {_suggestion(wanted)}")
+    return rules
+
+
+def _suggestion(text: str) -> str:
+    names = {rule.name: rule for rule in RULES.values()}
+    words = text.lower()
+    close = (
+        [names[name] for name in difflib.get_close_matches(words, names, n=3)]
+        or [rule for rule in names.values() if len(words) >= 4 and words in rule.name][:3]
+        or [rule for code, rule in RULES.items() if _is_one_edit(code, text.upper())][:3]
+    )
+    if not close:
+        return "see `ddpcheck rules`"
+    return "did you mean " + " or ".join(f"{rule.code} ({rule.name})" for rule in close) + "?"
+
+
+def _is_one_edit(word: str, target: str) -> bool:
+    """Return True if two words differ by one letter, or by two letters in swapped order."""
+    shorter, longer = sorted((word, target), key=len)
+    if len(shorter) < len(longer):
+        return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))
+    pairs = [(a, b) for a, b in zip(word, target, strict=True) if a != b]
+    return len(pairs) == 1 or (len(pairs) == 2 and pairs[0] == pairs[1][::-1])
+
+
+def address_of(report: str) -> str:
+    """Return the address of a public thread, given as OWNER/REPOSITORY#NUMBER."""
+    repository, _, number = report.partition("#")
+    return f"https://github.com/{repository}/issues/{number}"

@@ -1,0 +1,1 @@
+"""Collectives, hangs and failures of ranks."""

@@ -1,0 +1,21 @@
+"""DDP408 result-not-awaited: error
+
+No code waits for an asynchronous collective, or its tensor is written before wait() returns.
+
+Why: With async_op=True a collective returns a handle immediately, and works on the tensor in its own thread or
+    stream. Code that reads the tensor before wait() has returned may find the rank's own numbers, those of all ranks,
+    or a mixture. Code that writes the tensor before that may change the numbers that other ranks receive. Nothing is
+    raised. (PyTorch docs, torch.distributed, synchronous and asynchronous collective operations.)
+Fix: Keep the handle that the call returns, and call its wait() before anything reads or writes the tensor; or leave
+    out async_op=True.
+Detected: ddpcheck follows the handles that the script's own calls return. It reports a handle that is freed and was
+    never used, if its tensor is still needed. A tensor is needed if a variable refers to it, or if an optimizer uses
+    it as a gradient. It also reports a tensor that the program writes before wait() returns. For tensors on a GPU,
+    unused handles are not reported. For views, writes are not reported.
+Ignore: If nothing ever reads the tensor.
+Explains: DDP208 DDP301 DDP306 DDP501 if of gradients
+Example:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, async_op=True)    # right: works.append(...), and wait() on each of them
+        parameter.grad /= dist.get_world_size()
+"""

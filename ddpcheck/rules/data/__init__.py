@@ -1,0 +1,1 @@
+"""Samples, loaders, samplers and random draws."""

@@ -1,0 +1,1 @@
+"""Evaluation passes, exchanged results and shown numbers."""

@@ -1,0 +1,17 @@
+"""DDP806 sum-reduced-again: warning
+
+A running sum is all_reduced after each batch, and the reduced sum is used in the next one.
+
+Why: all_reduce leaves the sum of all ranks on each rank. If a rank adds to this sum and reduces it again, the sums of
+    earlier batches are multiplied by the number of ranks. This happens with each batch, so the first batches have
+    almost all of the weight.
+Fix: Reduce once, after the loop; or reduce the part since the last time, and add that to the total.
+Detected: `ddpcheck run` compares what each rank gives to an all_reduce with the previous result at the same line.
+    DDP806 is reported if each rank gives the previous result plus a new part of about the same size, four times in a
+    row. Only the first 64 calls at a line, with up to eight numbers each, are covered.
+Ignore: If the number grows this way on purpose.
+Example:
+    for x, y in batches:
+        total += loss(ddp(x), y).detach()
+        dist.all_reduce(total)               # right: after the loop
+"""

@@ -1,0 +1,1 @@
+"""Gradients: local, reduced, changed, used and zeroed."""

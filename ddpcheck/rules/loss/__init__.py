@@ -1,0 +1,1 @@
+"""The loss: scale, normalisation, and comparison with a single process."""

@@ -1,0 +1,1 @@
+"""Optimizers: options, state, schedules and metrics that decide."""

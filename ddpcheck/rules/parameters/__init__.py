@@ -1,0 +1,1 @@
+"""Use of parameters in forward and loss."""

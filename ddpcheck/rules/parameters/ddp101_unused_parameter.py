@@ -1,0 +1,27 @@
+"""DDP101 unused-parameter: error, stops_ddp
+
+A parameter requires grad, and no operation of the forward pass ever reads it.
+
+Why: DDP all-reduces a bucket when all its gradients have arrived. The gradient of an unused parameter never arrives,
+    so its bucket is not reduced. The optimizer then steps with each rank's own gradients. The next forward raises
+    'Expected to have finished reduction in the prior iteration'. After the last step there is no next forward, so
+    nothing is raised. (PyTorch docs, DistributedDataParallel, find_unused_parameters; notes on DDP, 'Backward Pass'.)
+Fix: Use the parameter in the forward pass, remove it, or freeze it with requires_grad_(False) before wrapping; if it
+    is used in some steps only, pass find_unused_parameters=True.
+Detected: At the start of backward, ddpcheck asks the autograd engine which parameters backward will reach. If it will
+    not reach all, ddpcheck runs the forward pass again and records which parameters are read. No operation reads the
+    reported parameter.
+Ignore: Never, if the finding is an error. With find_unused_parameters=True, the finding is a warning or a note.
+    Ignore such a finding if another phase of the training uses the parameter.
+Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
+Reports: pytorch/pytorch#43259 open-mmlab/mmdetection#2117 Megvii-BaseDetection/YOLOX#885 pytorch/pytorch#112152
+Example:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 2)      # never called: both of its parameters are unused
+
+        def forward(self, x):
+            return self.body(x)              # right: return self.head(self.body(x))
+"""

@@ -1,0 +1,21 @@
+"""DDP103 detached-parameter: error, stops_ddp
+
+A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without a gradient.
+
+Why: Backward does not pass the cut, so it computes no gradient for the parameter. DDP waits for this gradient and
+    raises one iteration later. With find_unused_parameters=True DDP does not even raise, and this part of the model
+    silently never learns. (PyTorch docs, DistributedDataParallel; autograd mechanics, 'Locally disabling gradient
+    computation'.)
+Fix: Remove the cut at the place named in the finding (use a differentiable operation instead of argmax, round or
+    .item()), or, if the cut is intended, freeze the parameters before it with requires_grad_(False).
+Detected: The autograd engine does not reach the parameter from the loss. The recorded forward pass shows what cuts
+    the path: detach(), no_grad, inference_mode, .data, .item(), an operation without derivative, or a re-entrant
+    checkpoint in which no input requires grad.
+Ignore: If the cut is intended and the parameters are trained elsewhere. It is better to freeze the parameters.
+Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
+Reports: pytorch/pytorch#43259
+Example:
+    def forward(self, x):
+        h = self.encoder(x).detach()         # the encoder never learns
+        return self.head(h)                  # right: self.head(self.encoder(x))
+"""

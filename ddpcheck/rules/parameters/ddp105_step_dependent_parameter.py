@@ -1,0 +1,21 @@
+"""DDP105 step-dependent-parameter: error, stops_ddp, by_family
+
+A parameter contributes to the loss in some steps only.
+
+Why: In a step without the parameter, DDP waits for a gradient that never arrives. Its bucket is not reduced, and the
+    next forward raises. With static_graph=True the set of used parameters is fixed after the first step, so a later
+    change fails as well. (PyTorch docs, DistributedDataParallel, find_unused_parameters and static_graph.)
+Fix: Pass find_unused_parameters=True and no static_graph, or let the skipped part add 0.0 * output.sum() to the loss.
+Detected: ddpcheck compares from step to step which parameters backward reaches. A parameter is reported if backward
+    reaches it in some of the checked steps, but on no rank in others. The finding names the steps without the
+    parameter.
+Ignore: Never. With find_unused_parameters=True, ddpcheck does not report such parameters.
+Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
+Reports: Yuanhy1997/SeqDiffuSeq#25
+Example:
+    def forward(self, x):
+        h = self.body(x)
+        if self.step % 2 == 0:
+            h = h + self.adapter(h)          # absent in every odd step
+        return h                             # right: DistributedDataParallel(model, find_unused_parameters=True)
+"""

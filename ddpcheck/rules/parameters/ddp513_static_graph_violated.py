@@ -1,0 +1,14 @@
+"""DDP513 static-graph-violated: error, stops_ddp, by_family
+
+static_graph=True is set, and the set of used parameters or their order changes.
+
+Why: With static_graph=True, DDP records in the first iteration how often each gradient arrives, and relies on it. If
+    the graph changes, the ranks hang, DDP raises, or gradients are not reduced. (PyTorch docs,
+    DistributedDataParallel, static_graph.)
+Fix: Remove static_graph=True and use find_unused_parameters=True, or make every step use the same parameters.
+Detected: DDP513 is reported if static_graph=True is set, and backward reaches different parameters in different
+    steps. It is also reported if DDP itself raises because the graph has changed.
+Ignore: Never. DDP relies on the first iteration.
+Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
+Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
+"""

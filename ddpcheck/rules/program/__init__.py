@@ -1,0 +1,1 @@
+"""Files, checkpoints, statistics and environment of the program."""

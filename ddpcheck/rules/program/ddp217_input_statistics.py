@@ -1,0 +1,21 @@
+"""DDP217 input-statistics: warning
+
+Each rank normalises its inputs with a running mean or variance of only its own samples.
+
+Why: DDP synchronises only the parameters and buffers of the wrapped module. A script may keep a running mean or
+    variance outside the module (an observation normaliser, a scaler that is updated in the loop). These statistics
+    come from the samples of one rank. The same sample then has a different value on each rank, and a checkpoint keeps
+    the statistics of rank 0. (PyTorch docs, DistributedDataParallel.)
+Fix: Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before adding them to the
+    statistics; or keep the statistics in buffers of the wrapped module, as nn.SyncBatchNorm does.
+Detected: In some calls of forward, `ddpcheck run` compares the tensors and arrays that the script holds. A tensor is
+    reported under three conditions. The tensor differs between ranks. The tensor has moved towards the mean of the
+    module's input since the previous call. The tensor is subtracted from this input. Nothing is reported if a
+    collective is given the statistics, or if they are equal on all ranks at one of these calls. Nothing is reported
+    if the statistics scale only the targets of the loss. Nothing is reported if the script updates the statistics
+    more than once between two calls.
+Ignore: If each rank trains on a different kind of input, and each kind has to be normalised separately.
+Example:
+    mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first
+    loss = criterion(ddp((x - mean) / std), y)
+"""

@@ -1,0 +1,1 @@
+"""Replicas: modules, values, buffers and wrappers on all ranks."""

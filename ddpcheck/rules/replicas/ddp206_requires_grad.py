@@ -1,0 +1,14 @@
+"""DDP206 requires-grad: error
+
+A parameter requires grad on one rank and is frozen on another.
+
+Why: Only parameters that require grad are put into buckets, by position. If the numbers of these parameters differ,
+    construction raises. If the numbers and the shapes are equal, nothing is raised, and the gradients of different
+    layers are averaged. (PyTorch docs, DistributedDataParallel: requires_grad must be the same on all ranks.)
+Fix: Freeze the same parameters on every rank, before wrapping.
+Detected: Before DDP's first collective, the ranks compare requires_grad of each parameter. After a forward pass that
+    may change requires_grad, the ranks compare it again.
+Ignore: Never. Freeze the same parameters on every rank.
+Example:
+    model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank
+"""

@@ -1,0 +1,15 @@
+"""DDP207 parameter-device: error
+
+The device type of a parameter differs between ranks, or within a rank.
+
+Why: The collectives of one process group run on one type of device. A rank that is left on the CPU fails, or waits
+    while the others use the GPU. DDP asserts one device type within a rank, but compares nothing between ranks.
+    (PyTorch docs, DistributedDataParallel, device_ids.)
+Fix: Move the module with module.to(device) on every rank before wrapping; make a missing GPU an error.
+Detected: Before DDP's first collective, the ranks compare the device types of their parameters. Each rank also
+    compares the device types of all its parameters.
+Ignore: Never.
+Example:
+    device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
+    DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
+"""

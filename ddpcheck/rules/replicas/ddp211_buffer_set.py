@@ -1,0 +1,14 @@
+"""DDP211 buffer-set: error
+
+The set of buffers differs between ranks.
+
+Why: DDP broadcasts buffers by position. If a rank has one buffer fewer, all later buffers are paired with wrong ones.
+    Or the process aborts inside the backend, without a Python traceback. (PyTorch docs, DistributedDataParallel,
+    broadcast_buffers.)
+Fix: Register the same buffers on every rank, before wrapping.
+Detected: Before DDP's first collective, the ranks compare the names of their buffers.
+Ignore: If broadcast_buffers=False is set and the buffer is local on purpose. Make the buffer a plain attribute then.
+Example:
+    if dist.get_rank() == 0:
+        model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute
+"""

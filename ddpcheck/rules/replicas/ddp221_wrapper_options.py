@@ -1,0 +1,13 @@
+"""DDP221 wrapper-options: error
+
+The options of DistributedDataParallel differ between ranks.
+
+Why: If find_unused_parameters differs, the ranks hang. If static_graph differs, the process aborts. If bucket_cap_mb
+    differs and find_unused_parameters=True is set, the process aborts too. If broadcast_buffers differs, some ranks
+    wait in a broadcast that the others never start.
+Fix: Pass the same options on every rank; take them from one configuration that all ranks read.
+Detected: Before DDP's first collective, the ranks compare the arguments of DistributedDataParallel.
+Ignore: Never. The options decide which collectives run.
+Example:
+    DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
+"""
