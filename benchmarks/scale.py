@@ -28,9 +28,9 @@ from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Report
-from ddpcheck.judge.endings.collective_order import judge_schedules
-from ddpcheck.judge.replicas.descriptions import judge_descriptions
 from ddpcheck.render import renderer_for
+from ddpcheck.rules.collectives.first_divergence import judge_schedules
+from ddpcheck.rules.replicas.descriptions import judge_descriptions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples" / "many_ranks" / "first_machine.py"

@@ -1,6 +1,6 @@
 """`detect_anomalous_params`: find parameters that do not contribute to a loss, in any training loop.
 
-Findings are made by `ddpcheck.judge.parameters.missing_parameters`.
+Findings are made by `ddpcheck.rules.parameters`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters.missing_parameters import judge_parameters
+from ddpcheck.rules.parameters.contribution import judge_parameters
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,7 @@
 """`check_consistency`: compare a module across ranks over the rendezvous store.
 
 No collective is used, since a collective hangs on a mismatch. Findings are made by
-`ddpcheck.judge.replicas.descriptions`.
+`ddpcheck.rules.replicas`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ddpcheck.findings.errors import HangError, UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.store_exchange import RanksTimedOutError, StoreExchange
-from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -9,7 +9,7 @@ import pytest
 
 from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.report import Location
-from ddpcheck.judge.loop.training_loop import judge_draws
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from tests.hops import ENDS, FOLDER, OWN, follow
 
 
@@ -26,5 +26,5 @@ def test_the_chain_of_calls_in_which_a_finding_is_made(tmp_path: Path, monkeypat
         sys.setprofile(before)
     (written,) = tmp_path.iterdir()
     lines = written.read_text(encoding="utf-8").splitlines()
-    assert findings and f"end {OWN}judge/loop/training_loop.py {OWN}findings/wording.py" in lines
+    assert findings and f"end {OWN}rules/data/ddp510_shared_augmentation_seed.py {OWN}findings/wording.py" in lines
     assert f"file {OWN}findings/wording.py" in lines

@@ -21,13 +21,14 @@ PACKAGE = ROOT / "ddpcheck"
 
 # The order in which the house is read. Each imports only from those before it, at any depth of its code.
 ORDER = """
-    __init__ findings stream recipe worlds rank harness gather launch record judge anomalous consistency report render
-    run monitor testing pytest_plugin integrations cli __main__
+    __init__ findings stream recipe worlds rank harness gather launch record trace rules anomalous consistency report
+    render run monitor testing pytest_plugin integrations cli __main__
 """.split()
 
 ONLY = {
     "findings": {"__init__"},
-    "judge": {"findings", "stream"},
+    "trace": {"findings", "stream"},
+    "rules": {"findings", "stream", "trace"},
     "stream": {"__init__", "findings"},
     "recipe": {"findings"},
 }
@@ -38,7 +39,8 @@ LIGHT = (
     "stream",
     "recipe",
     "worlds",
-    "judge",
+    "trace",
+    "rules",
     "run",
     "report",
     "render",
@@ -108,7 +110,8 @@ def test_what_records_a_loop_judges_nothing() -> None:
     found = [module for module in modules() if top(module) == "record"]
     assert len(found) > 40
     for module in found:
-        assert "judge" not in {top(name) for name, _ in imports(modules()[module].read_text(encoding="utf-8"))}, module
+        tops = {top(name) for name, _ in imports(modules()[module].read_text(encoding="utf-8"))}
+        assert not {"trace", "rules"} & tops, module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -277,8 +277,8 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
 
 def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
     """Run in a single process; on differences also measure noise."""
-    from ddpcheck.judge.script_parity import depends_on_rank, is_equal
     from ddpcheck.run.parity_run import SingleRun
+    from ddpcheck.trace.divergences import depends_on_rank, is_equal
 
     if why := parity.why_not(ranks, ending, nodes):
         return (SingleRun(why_not=why),)

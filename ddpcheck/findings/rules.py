@@ -108,7 +108,8 @@ def parse_rule(docstring: str) -> Rule:
         fields["example"] = re.sub("^    ", "", texts["example"].strip("\n"), flags=re.MULTILINE) + "\n"
     fields["reports"] = tuple(fields.get("reports", "").split())
     fields["explains"] = tuple(map(_parse_explains, filter(None, fields.get("explains", "").split("; "))))
-    return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields, **dict.fromkeys(flags, True))
+    fields.update(dict.fromkeys(flags, True))
+    return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields)
 
 
 def _parse_explains(text: str) -> Explains:

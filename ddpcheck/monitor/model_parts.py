@@ -19,12 +19,13 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.judge.replicas.model_parts import judge_batches, judge_model_parts
 from ddpcheck.record.data.input_recorder import InputRecorder
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
+from ddpcheck.rules.replicas.model_parts import judge_model_parts
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
 
 _FEWEST = 3  # min steps to judge
@@ -123,5 +124,5 @@ def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
     inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
     if any(step.parts_given for entries in parts for step in entries):
         inputs = []
-    findings = judge_batches([[] for _ in split.ranks], inputs, split.ranks, split)
+    findings = judge_model_batches([[] for _ in split.ranks], inputs, split.ranks, split)
     return findings or judge_model_parts(parts, split.ranks, split, wrapped=True)

@@ -21,11 +21,11 @@ from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.sharding import mesh_of, shard_number
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.judge.loop.script_wrappers import judge_apart_meshes
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_apart_meshes
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.worlds.wire import get_value, put_value, remove_value

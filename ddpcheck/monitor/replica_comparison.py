@@ -19,11 +19,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_loss
 from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, uneven_parts
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
-from ddpcheck.judge.loop.watched_steps import averages_elsewhere, judge_replica_states
-from ddpcheck.judge.replicas.replica_state import judge_repeated
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
+from ddpcheck.rules.replicas.watched_steps import averages_elsewhere, judge_replica_states
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 

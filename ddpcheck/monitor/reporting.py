@@ -13,8 +13,8 @@ from ddpcheck.findings.report import Finding, Location, select_findings
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, without_prefix
-from ddpcheck.judge.causes import ReportedCauses
 from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.rules.causes import ReportedCauses
 
 _MOST_SUBJECTS = 12
 

@@ -23,9 +23,6 @@ from ddpcheck.findings.wording import PARAMETER_MADE
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
 from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_line
 from ddpcheck.gather.steps.compilations import CompilationRecorder
-from ddpcheck.judge.loop.script_wrappers import judge_apart
-from ddpcheck.judge.loop.watched_steps import judge_reports
-from ddpcheck.judge.replicas.script_changes import judge_ignored
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.model_parts import ModelParts
 from ddpcheck.monitor.options import OnFinding, WatchOptions
@@ -37,6 +34,9 @@ from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
+from ddpcheck.rules.replicas.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # step after which the ranks agree on the interval of alarm checks

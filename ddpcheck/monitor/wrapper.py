@@ -21,13 +21,14 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
 from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
-from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_options
 from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
+from ddpcheck.rules.replicas.descriptions import judge_descriptions
+from ddpcheck.trace.replicas import judge_options
 
 _DDP = nn.parallel.DistributedDataParallel
 

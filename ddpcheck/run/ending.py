@@ -33,18 +33,27 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
 )
 from ddpcheck.findings.wording import format_ranks, join_names
-from ddpcheck.judge.endings.branch_endings import described_call, lines_of
-from ddpcheck.judge.endings.collective_order import judge_collectives, place_of_parting
-from ddpcheck.judge.endings.meetings import judge_meeting, judge_unmet
-from ddpcheck.judge.endings.rank_failure import describe_failure, follows_from_another_rank, judge_failure
-from ddpcheck.judge.endings.stories import judge_endings
-from ddpcheck.judge.endings.threads import EndedThread, judge_left_by_thread, judge_threads, told_of_threads
-from ddpcheck.judge.endings.timelines import those_that_differ, timelines
-from ddpcheck.judge.endings.torch_errors import RaisedFacts, judge_torch_errors
-from ddpcheck.judge.replicas.script_changes import REPLACED
+from ddpcheck.rules.collectives.ddp401_rank_raised import judge_unmet
+from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
+from ddpcheck.rules.collectives.diagnose import judge_endings
+from ddpcheck.rules.collectives.first_divergence import first_divergence
+from ddpcheck.rules.collectives.rank_failure import (
+    follows_from_another_rank,
+    judge_failure,
+    judge_left_by_thread,
+    judge_threads,
+    judge_torch_errors,
+    told_of_threads,
+)
+from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
+from ddpcheck.rules.replicas.changes import REPLACED
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
+from ddpcheck.trace.collectives import EndedThread
+from ddpcheck.trace.failures import RaisedFacts, describe_failure
+from ddpcheck.trace.positions import described_call, lines_of
 from ddpcheck.worlds import failures
 
 _TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # if no rank failed on its own
@@ -371,7 +380,7 @@ def timelines_of(
     rank_failures = failures_of(ranks, ending)
     failed = {failure.rank: describe_failure(failure) for failure in rank_failures}
     local = {rank.started.rank for rank in ranks}
-    parted = any(place_of_parting(finding) is not None for finding in findings)
+    parted = any(first_divergence(finding) is not None for finding in findings)
     if not (failed or parted) or local != set(range(ranks[0].started.world_size)):  # other machines have no logs here
         return ()
     logs = comparable_logs(ranks)
@@ -380,7 +389,7 @@ def timelines_of(
     open_calls = {(logs[rank][-1].group, rank) for rank in waiting}
     ended = {rank.started.rank for rank in ranks if rank.has_ended}
     result = timelines(logs, open_calls, dict.fromkeys(ended, "had finished") | failed, at_work)
-    return result if ending.hang is not None else those_that_differ(result)
+    return result if ending.hang is not None else diverging_calls(result)
 
 
 def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:

@@ -31,7 +31,7 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
 )
 from ddpcheck.findings.wording import agreeing, format_ranks
-from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
 from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.stacks import program_lines
-from ddpcheck.judge.script_facts import entries_of
 from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environment_for
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import RankRaised, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RESTARTED, WatchedRank, read_logs
+from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
 
 VARIABLE = "DDPCHECK_PARITY"

@@ -26,16 +26,12 @@ from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
-from ddpcheck.judge.data.script_files import told_by_files
-from ddpcheck.judge.endings.rank_failure import describe_failure
-from ddpcheck.judge.parity_comparison import Comparison
-from ddpcheck.judge.parity_curves import curves
-from ddpcheck.judge.script_facts import ScriptFacts, entries_of
-from ddpcheck.judge.script_parity import codes_that_explain, confirmed, judge_parity, lacking, what_held
-from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
-from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
-from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.report.settings import Settings
+from ddpcheck.rules.gradients.wrapper_lines import not_here
+from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.script_table import HEADINGS, ROWS, rows_of
+from ddpcheck.rules.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
@@ -43,6 +39,11 @@ from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import own_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
+from ddpcheck.trace.divergences import codes_that_explain, confirmed, lacking, what_held
+from ddpcheck.trace.failures import describe_failure
+from ddpcheck.trace.parity import Comparison
+from ddpcheck.trace.parity_curves import curves
+from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.worlds import failures
 
 _USUAL = Settings()
@@ -74,7 +75,7 @@ def report_on_script(
     facts = ScriptFacts(ranks, ended=ended, source=source)
     judged = judge_all(facts, rows_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
-    judged = judged.adding("collectives", told_by_files(at_end, facts.of(FileUsed)))
+    judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
     comparison = _comparison(ranks, singles)
     parity = _parity(comparison, singles)
     chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)

@@ -14,7 +14,7 @@ from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.harness import Watch, World
-from ddpcheck.judge.endings.rank_failure import judge_failure
+from ddpcheck.rules.collectives.rank_failure import judge_failure
 from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, add_coverage

@@ -20,7 +20,7 @@ DDP = (
     "ddpcheck.gather.state.module_description",
     "ddpcheck.anomalous",
     "ddpcheck.consistency",
-    "ddpcheck.judge.gradients.single_process",
+    "ddpcheck.rules.loss.single_process",
     "ddpcheck.gather.collectives.collective_log",
     "ddpcheck.gather.phases.single_process",
     "ddpcheck.gather.phases.local_step",

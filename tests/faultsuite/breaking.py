@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
 from typing import Any
 
-from ddpcheck import judge
+from ddpcheck import rules
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
-from ddpcheck.judge.causes import Causes
+from ddpcheck.rules.causes import Causes
 
 _ANOTHER = Finding("DDP602", ("nothing",), "Nothing.", Severity.NOTE)  # a rule that no fault expects
 _NOTHING: dict[str, Callable[..., Any]] = {
@@ -28,9 +28,9 @@ _NOTHING: dict[str, Callable[..., Any]] = {
 
 
 def judges() -> dict[str, FunctionType]:
-    """The functions of `ddpcheck.judge` that come to findings, by module and name; not those that reword findings."""
+    """The functions of `ddpcheck.rules` that come to findings, by module and name; not those that reword findings."""
     found = {}
-    for module in pkgutil.walk_packages(judge.__path__, f"{judge.__name__}."):
+    for module in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
         for name, item in vars(importlib.import_module(module.name)).items():
             if isinstance(item, FunctionType) and item.__module__ == module.name:
                 taken = {key: str(annotation) for key, annotation in item.__annotations__.items()}

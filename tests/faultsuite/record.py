@@ -1,4 +1,4 @@
-"""Record the answers of the ranks in the checks of the suite, for `tests/judge/test_judges_on_evidence.py`.
+"""Record the answers of the ranks in the checks of the suite, for `tests/rules/test_judges_on_evidence.py`.
 
 python -m tests.faultsuite.record                        all faults and their twins; five minutes
 python -m tests.faultsuite.record gradients/batchnorm    the cases whose name begins like this

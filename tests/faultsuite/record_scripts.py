@@ -1,4 +1,4 @@
-"""Record what ranks leave under `ddpcheck run`, for `tests/judge/test_scripts_on_records.py`.
+"""Record what ranks leave under `ddpcheck run`, for `tests/rules/test_scripts_on_records.py`.
 
 python -m tests.faultsuite.record_scripts                  all scripts, twins and healthy loops; half an hour
 python -m tests.faultsuite.record_scripts masked_mean      the runs whose name begins like this

@@ -1,6 +1,6 @@
 """The faults that `make test` runs on ranks: the fastest of each code, and of the twins the fastest of each family.
 
-`tests/judge/test_judges_on_evidence.py` runs the judges on recorded evidence of all of them.
+`tests/rules/test_judges_on_evidence.py` runs the judges on recorded evidence of all of them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from ddpcheck.findings.from_json import added
 from ddpcheck.findings.json_schema import schema_of
 from ddpcheck.findings.report import AcceptedFinding, Report
 from tests.findings.test_from_json import FOUND, MATRIX, REPORT
-from tests.judge.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
 from tests.render.test_render import REPORT as SHOWN
+from tests.rules.test_judges_on_evidence import ONE_OF_EACH_CODE, report_of
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = Report("t", accepted=(AcceptedFinding(FOUND, "suppression", "why"),), ignored=("DDP305",))

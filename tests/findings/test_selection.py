@@ -19,9 +19,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import AcceptedFinding, CheckResult, Finding, Location, Report, ReportError
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.selection import Suppression, sort_out
-from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.render import Medium, renderer_for
 from ddpcheck.report.settings import Settings, load_settings
+from ddpcheck.rules.verdict import Verdict, status_of
 from ddpcheck.run import script_report
 from ddpcheck.run.check_options import add_check_options, examine
 from ddpcheck.run.ending import Ending

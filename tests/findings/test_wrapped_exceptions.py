@@ -9,7 +9,7 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import relative_path
-from ddpcheck.judge.endings.rank_failure import judge_failure
+from ddpcheck.rules.collectives.rank_failure import judge_failure
 from ddpcheck.worlds.failures import described, raised
 
 pytest.importorskip("torch")

@@ -14,7 +14,9 @@ from ddpcheck.findings.evidence.steps import ParameterChange, PathEnd, StepEvide
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
-from ddpcheck.judge.parameters.missing_parameters import judge_parameters, judge_uninitialised, zero_everywhere
+from ddpcheck.rules.parameters.contribution import judge_parameters
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
+from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
 
 torch = pytest.importorskip("torch")
 hypothesis = pytest.importorskip("hypothesis")

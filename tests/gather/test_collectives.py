@@ -17,13 +17,12 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import RULES
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
-from ddpcheck.judge.endings.collective_order import (
-    judge_collectives,
-    judge_packing,
-    not_waiting,
-)
-from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
+from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
+from ddpcheck.rules.collectives.ddp407_payload_mismatch import judge_packing
+from ddpcheck.rules.collectives.first_divergence import not_waiting
+from ddpcheck.rules.collectives.rank_failure import judge_failure
 from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank

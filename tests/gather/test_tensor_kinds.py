@@ -19,7 +19,7 @@ from ddpcheck.gather.state.module_description import describe
 from ddpcheck.gather.state.module_state import buffers_left_out, capture_state, moved
 from ddpcheck.gather.steps.gradient_distance import sketch
 from ddpcheck.gather.steps.training_step import batch_fingerprint, sample_fingerprints
-from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
+from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
 
 
 class Lacking(torch.Tensor):

@@ -1,7 +1,7 @@
 """Every fault of the suite is found by code, subjects, ranks and cause, alone at its severity; every twin is clean.
 
 Here on ranks: `make test` runs the fastest fault of each code and the fastest twin of each family, `make test-all` a
-third of the faults and a fifth of the twins. `judge/test_judges_on_evidence.py` holds the judges to all of them on
+third of the faults and a fifth of the twins. `rules/test_judges_on_evidence.py` holds the judges to all of them on
 recorded evidence; `make faults` runs all.
 """
 
@@ -27,7 +27,7 @@ FAULTS = [case for case in one_of(20, CASES) if case not in QUICK]
 TWINS = [case for case in one_of(20, CASES) if case not in QUICK_TWINS]
 WITHOUT_FAULT = {
     "DDP207": "two types of device: gather/test_consistency.py",
-    "DDP312": "no fault that is known is left unexplained: judge/test_parity.py",
+    "DDP312": "no fault that is known is left unexplained: rules/test_parity.py",
     **dict.fromkeys(("DDP506", "DDP507", "DDP511", "DDP512", "DDP518", "DDP601", "DDP602"), "explained, never found"),
     **dict.fromkeys(
         (

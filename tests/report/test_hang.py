@@ -21,9 +21,9 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.judge.endings.collective_order import judge_call_sites, judge_partings
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.settings import Settings
+from ddpcheck.rules.collectives.first_divergence import judge_call_sites, judge_divergences
 from ddpcheck.run.ending import Ending, judge_ending
 from ddpcheck.run.hang_watch import Hang
 from ddpcheck.run.run_record import write_flight_records
@@ -65,7 +65,7 @@ def only(findings: Sequence[Finding]) -> Finding:
 def test_a_call_in_addition_is_told_and_not_the_last_one(
     programs: Sequence[str], place: int, where: str, ranks: tuple[int, ...]
 ) -> None:
-    finding = only(judge_partings(logs_of(*programs)))
+    finding = only(judge_divergences(logs_of(*programs)))
     assert (finding.code, finding.location, finding.ranks) == ("DDP403", line(where), ranks)
     assert f"Collective number {place} pairs up different lines" in finding.message
     assert f"train.py:{ord(where)}" in finding.fix
@@ -86,7 +86,7 @@ def test_a_call_in_addition_is_told_and_not_the_last_one(
 )
 def test_other_lines_on_other_ranks_are_healthy(programs: Sequence[str]) -> None:
     assert judge_call_sites(logs_of(*programs)) == []
-    finding = only(judge_partings(logs_of(*programs)))  # what the operations say
+    finding = only(judge_divergences(logs_of(*programs)))  # what the operations say
     assert "never did" in finding.message
 
 
@@ -103,22 +103,22 @@ def test_calls_of_unknown_lines_prove_nothing() -> None:
 
 
 def test_what_pairs_up_is_in_step() -> None:
-    assert judge_partings(logs_of("AxE", "AEE")) == []
+    assert judge_divergences(logs_of("AxE", "AEE")) == []
 
 
 def test_where_operations_part_after_lines_the_lines_are_the_reason() -> None:
     rank_0, rank_1 = logs_of("AxBC", "ABCD")
     reduce = functools.partial(replace, operation="all_reduce")
     rank_0[3], rank_1[2] = reduce(rank_0[3]), reduce(rank_1[2])
-    finding = only(judge_partings([rank_0, rank_1]))
+    finding = only(judge_divergences([rank_0, rank_1]))
     assert finding.location == line("x")
     clean = logs_of("ABC", "ABC")
     clean[1][2] = reduce(clean[1][2])
-    assert "number 2 differs between the ranks" in only(judge_partings(clean)).message
+    assert "number 2 differs between the ranks" in only(judge_divergences(clean)).message
 
 
 def test_a_rank_at_work_may_still_come() -> None:
-    assert judge_partings(logs_of("AxE", "AE"), at_work=(1,)) == []
+    assert judge_divergences(logs_of("AxE", "AE"), at_work=(1,)) == []
 
 
 programs = st.text(string.ascii_uppercase[:4], min_size=1, max_size=40)
@@ -131,7 +131,7 @@ def test_a_call_that_one_rank_makes_in_addition_is_found_wherever_it_is(
     place = data.draw(st.integers(0, len(program) - 1))
     extra = data.draw(st.integers(0, ranks - 1))
     whole = [program[:place] + "x" + program[place:] if rank == extra else program for rank in range(ranks)]
-    finding = only(judge_partings(logs_of(*whole)))
+    finding = only(judge_divergences(logs_of(*whole)))
     assert finding.location == line("x") and f"number {place} " in finding.message
     assert finding.ranks == (extra,)
 
@@ -571,4 +571,4 @@ def test_long_logs_of_many_ranks_are_compared() -> None:
     program = "AB" * 200 + "C" * 99
     turns = itertools.cycle("de")
     logs = logs_of(*(f"{next(turns)}{program}{'x' if rank == 9 else ''}E" for rank in range(32)))
-    assert only(judge_partings(logs)).ranks == (9,)
+    assert only(judge_divergences(logs)).ranks == (9,)

@@ -11,12 +11,12 @@ from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
 from ddpcheck.findings.report import Finding, ParityEntry, Report
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.judge.verdict import Told, Verdict, status_of
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_report import HEADINGS, Tally, is_asked, report_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge
+from ddpcheck.rules.verdict import Told, Verdict, status_of
 from tests.reports import contradictions, shown
 from tests.tiers import first_of_each, share
 

@@ -16,13 +16,13 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES, Severity
-from ddpcheck.judge.replicas.model_parts import how_split
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.repro import script as repro_script
 from ddpcheck.report.repro import write_reproduction
 from ddpcheck.report.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
 from ddpcheck.report.repro.target_code import imports_from_ddpcheck
+from ddpcheck.rules.replicas.model_parts import how_split
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 from tests.tiers import one_of

@@ -19,7 +19,7 @@ import pytest
 from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, LoopEvent, StepEvidence
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.judge.loop import script_wrappers
+from ddpcheck.rules.gradients import wrappers
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, StepsReported, WrapperMade
@@ -54,7 +54,7 @@ def test_what_needs_all_ranks_is_judged_where_all_are_here(
     group: tuple[int, ...], here: tuple[int, ...], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = make_finding("DDP302", ["weight"], "it is not the average")
-    monkeypatch.setattr(script_wrappers, "judge_captured", lambda *_, **__: [finding])
+    monkeypatch.setattr(wrappers, "judge_captured", lambda *_, **__: [finding])
     ranks = [rank_log(number, group) for number in here]
     report = report_on_script("train.py", Ending(), ranks)
     assert [one.code for one in report.findings] == found

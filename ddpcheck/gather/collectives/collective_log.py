@@ -1,7 +1,7 @@
 """Log of collectives called by user code on a rank.
 
 Every rank writes a line before it enters a collective, so the log survives a hang, an abort and a kill;
-`ddpcheck.judge.endings.collective_order` compares the logs of the ranks. Collectives of the DDP reducer in C++ are not
+`ddpcheck.rules.collectives` compares the logs of the ranks. Collectives of the DDP reducer in C++ are not
 logged: a rank that waits in one is located by its place ("step 1: backward").
 """
 

@@ -1,4 +1,4 @@
-"""Distances between gradients: error, ratio, worst element. `ddpcheck.judge` evaluates the numbers.
+"""Distances between gradients: error, ratio, worst element. `ddpcheck.rules` evaluates the numbers.
 
 Also sketches of gradients: short vectors, linear in the gradient, of about its norm. The sketch of an average is the
 average of the sketches, so a reduced gradient can be compared with the average of the ranks' gradients later, without a

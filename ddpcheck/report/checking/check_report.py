@@ -16,9 +16,9 @@ from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
-from ddpcheck.judge.replicas.replica_state import steps_that_end_alike
-from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.rules.replicas.ddp306_state_diverged import steps_that_end_alike
+from ddpcheck.rules.verdict import Verdict, status_of
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
     "model": (),

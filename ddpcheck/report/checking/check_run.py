@@ -18,27 +18,25 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.wording import Names, format_ranks, join_names
 from ddpcheck.harness import RunFuture
-from ddpcheck.judge.endings.collective_order import judge_collectives, judge_packing
-from ddpcheck.judge.endings.rank_failure import judge_undefined_losses
-from ddpcheck.judge.endings.timelines import timelines
-from ddpcheck.judge.gradients.sharded import NOT_COMPARED, why_not_updated
-from ddpcheck.judge.loop.training_loop import judge_values_changed
-from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised, zero_everywhere
-from ddpcheck.judge.replicas.descriptions import (
-    judge_batches,
-    judge_changes,
-    judge_descriptions,
-    judge_layouts,
-    judge_options,
-    judge_values_after_wrapping,
-    judge_values_before_sharding,
-)
-from ddpcheck.judge.replicas.hand_split import parts_in_recipe
-from ddpcheck.judge.replicas.model_parts import how_split, judge_shards
 from ddpcheck.report import calls
 from ddpcheck.report.checking import judging
 from ddpcheck.report.checking.check_state import CheckState, bug_error
 from ddpcheck.report.checking.check_worlds import CheckStopped, CheckWorlds
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
+from ddpcheck.rules.collectives.ddp407_payload_mismatch import judge_packing
+from ddpcheck.rules.collectives.timelines import timelines
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_batch_values, judge_shards
+from ddpcheck.rules.gradients.reducer import NOT_COMPARED, why_not_updated
+from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
+from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
+from ddpcheck.rules.replicas.ddp206_requires_grad import judge_layouts
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
+from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
+from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.rules.replicas.model_parts import how_split, parts_in_recipe
+from ddpcheck.trace.replicas import judge_options
 
 _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
@@ -342,7 +340,7 @@ class CheckRun(CheckWorlds):
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """Check that the global batch is equal on all ranks and calls."""
         if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
-            self._add(judge_batches(batches, step))
+            self._add(judge_batch_values(batches, step))
             self._skip_rest("DDP516: the ranks do not train on parts of one batch")
         self._check_batch(batches, step)
 

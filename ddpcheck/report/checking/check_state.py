@@ -30,8 +30,8 @@ from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
 from ddpcheck.harness import Watch, World, start_world
-from ddpcheck.judge.judge_context import group_by_step
 from ddpcheck.report import calls
+from ddpcheck.trace.check_context import group_by_step
 from ddpcheck.worlds import preloading
 from ddpcheck.worlds.launchers.leader import Leader
 

@@ -17,12 +17,14 @@ from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.gather.collectives.collective_log import log_path, read_log
 from ddpcheck.harness import RunFuture, World, start_world
-from ddpcheck.judge.endings.collective_order import judge_collectives, not_waiting
-from ddpcheck.judge.endings.rank_failure import judge_empty_shards, judge_failure
-from ddpcheck.judge.endings.timelines import timelines_of_failure
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
+from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
+from ddpcheck.rules.collectives.first_divergence import not_waiting
+from ddpcheck.rules.collectives.rank_failure import judge_failure
+from ddpcheck.rules.collectives.timelines import timelines_of_failure
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.launchers.leader import Leader
 

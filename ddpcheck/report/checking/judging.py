@@ -11,19 +11,29 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by, without_prefix
-from ddpcheck.judge.causes import find_causes
-from ddpcheck.judge.endings.wrapper_errors import judge_wrapper_error
-from ddpcheck.judge.gradients.reducer import ReducerFacts, judge_compiled, judge_reducer, tell_compiled
-from ddpcheck.judge.gradients.sharded import judge_sharded, judge_updates
-from ddpcheck.judge.gradients.single_process import judge_nothing_compared, judge_repeat, judge_single_process
-from ddpcheck.judge.judge_context import JudgeContext, LocalFacts, group_by_step
-from ddpcheck.judge.loop.script_compilations import judge_compilations, judge_recompilations, trained_functions
-from ddpcheck.judge.loop.training_loop import judge_draws, judge_loop, judge_optimizer, judge_samples
-from ddpcheck.judge.parameters.missing_parameters import judge_parameters
-from ddpcheck.judge.replicas.descriptions import differing_names
-from ddpcheck.judge.replicas.model_parts import judge_norms_of_steps
-from ddpcheck.judge.replicas.replica_state import judge_state
 from ddpcheck.report.checking.check_state import CheckState
+from ddpcheck.rules.causes import find_causes
+from ddpcheck.rules.compilation.compilations import judge_compilations, judge_recompilations, trained_functions
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
+from ddpcheck.rules.gradients.reducer import (
+    judge_compiled,
+    judge_reducer,
+    judge_sharded,
+    judge_wrapper_error,
+    tell_compiled,
+)
+from ddpcheck.rules.gradients.training_loop import judge_loop, judge_samples
+from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
+from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
+from ddpcheck.rules.loss.single_process import judge_single_process
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
+from ddpcheck.rules.parameters.contribution import judge_parameters
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_updates
+from ddpcheck.rules.replicas.model_parts import judge_norms_of_steps
+from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.trace.check_context import JudgeContext, LocalFacts, group_by_step
+from ddpcheck.trace.gradients import ReducerFacts
+from ddpcheck.trace.replicas import differing_names
 
 _NEAR = 10.0  # multiple of the single process's rounding that shards may have
 _FEWEST_COMPILED = 3  # steps needed to tell permanent from occasional behaviour

@@ -16,14 +16,15 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
 from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
-from ddpcheck.judge.endings.branch_endings import lines_of
-from ddpcheck.judge.endings.collective_order import judge_partings
-from ddpcheck.judge.endings.stories import judge_endings
-from ddpcheck.judge.endings.timelines import timelines
-from ddpcheck.judge.endings.wait_roots import WaitGraph, judge_waits
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
 from ddpcheck.report.settings import Settings
+from ddpcheck.rules.collectives.diagnose import judge_endings
+from ddpcheck.rules.collectives.first_divergence import judge_divergences
+from ddpcheck.rules.collectives.timelines import timelines
+from ddpcheck.rules.collectives.wait_roots import judge_waits
+from ddpcheck.trace.positions import lines_of
+from ddpcheck.trace.wait_graph import WaitGraph
 
 _MOST_TIMELINES = 8  # process groups
 
@@ -105,7 +106,7 @@ def _judge_group(
     graph: WaitGraph,
 ) -> list[Finding]:
     """Explain mismatched calls of a group by program lines, else report DDP403."""
-    if not (findings := judge_partings(group.logs, coming, {group.name: group.first})):
+    if not (findings := judge_divergences(group.logs, coming, {group.name: group.first})):
         return []
     members = tuple(sorted({*group.members} & at_end.keys()))
     ranks = [

@@ -15,8 +15,8 @@ from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
-from ddpcheck.judge.gradients.loss_terms import BY_SAMPLE
 from ddpcheck.report.repro.target_code import imports_of, names_in
+from ddpcheck.rules.loss.ddp305_loss_normalisation import BY_SAMPLE
 
 if TYPE_CHECKING:
     from ddpcheck.report.repro.probe import TargetInfo

@@ -23,12 +23,12 @@ from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, Simulat
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, join_names, suggests_names
-from ddpcheck.judge.endings.schedules import judge_schedules
-from ddpcheck.judge.verdict import Verdict, status_of
 from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
+from ddpcheck.rules.collectives.first_divergence import judge_schedules
+from ddpcheck.rules.verdict import Verdict, status_of
 from ddpcheck.worlds.validation import check_count
 
 if TYPE_CHECKING:

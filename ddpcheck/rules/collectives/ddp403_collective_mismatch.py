@@ -16,3 +16,418 @@ Example:
         dist.all_reduce(metric)              # the others are in backward already; right: on every rank
     loss.backward()
 """
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import RankAtEnd, ScheduledCall
+from ddpcheck.findings.evidence.replicas import WrapperBegun
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import (
+    format_ranks,
+    group_by,
+    group_by_value,
+    join_names,
+    minority_ranks,
+    one_finding,
+    plural_verb,
+    unless_all,
+)
+from ddpcheck.rules.collectives.ddp402_hang import missing_peer_finding
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD
+from ddpcheck.trace.collectives import DIVERGES_AT, call_signature, first_unequal_call, thread_kind
+from ddpcheck.trace.positions import (
+    GROUP_ORDER,
+    EndingFacts,
+    Position,
+    at_lines,
+    call_sequence,
+    calls_there,
+    described_call,
+    doing,
+    has_joined,
+    lines_of,
+    local_branches,
+)
+from ddpcheck.trace.wait_graph import find_circle
+
+
+def in_words(branch: Block) -> str:
+    """Describe a position inside a branch or after an early exit."""
+    where = {"branch": "in the branch", "try": f"in the block that the `{branch.word}` cuts short"}
+    return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
+
+
+def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Position, block: Block) -> list[Finding]:
+    call = stayer.call
+    assert call is not None
+    number = next(index for index, other_call in enumerate(stayer.of.calls) if other_call is call)
+    matching = [rank.rank for rank in facts.ranks if _makes_call(rank.calls, number, call)]
+    calling = sorted({*matching, stayer.of.rank} - {leaver.of.rank})
+    missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
+    arms = {branch.head for branch in facts.around(leaver.lines, "branch") if not leaver.of.ended}
+    is_arm = block.kind == "branch"
+    instead = ", in the other branch of it" if block.head in arms else ""
+    reason = f"each rank decides separately at {block.head}"
+    fix = (
+        f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
+        "before the test, or broadcast the decision of rank 0. "
+        + (
+            f"Or take {at_lines(call)} out of the branch."
+            if is_arm and call.operation != DDP_BACKWARD
+            else f"Or reach {at_lines(call)} on every rank."
+        )
+    )
+    if block.kind == "try":
+        reason = f"the `{block.word}` at {block.head} may have caught an exception that is not known, and skipped it"
+        fix = (
+            f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
+            f"ends all ranks. Or catch it at the raising line, so that this rank reaches {at_lines(call)} nevertheless."
+        )
+    return one_finding(
+        "DDP403",
+        (call.operation,),
+        f"{format_ranks(calling).capitalize()} {plural_verb('reaches', 'reach', calling)} {described_call(call)}, "
+        f"{in_words(block)}, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not in the same pass"
+        f"{instead}: {doing(facts, missing)}.",
+        ranks=missing if len(missing) < len(calling) + (not is_arm) else calling,  # on a tie, the rank that jumped
+        location=Location(block.path, block.line),
+        evidence=[
+            f"all of them have reached it before: {reason}",
+            f"called from {', '.join(stayer.lines[1:4])}" if len(stayer.lines) > 1 else "",
+            *calls_there(stayer, leaver),
+        ],
+        fix=fix,
+    )
+
+
+def _makes_call(calls: Sequence[Call], number: int, call: Call) -> bool:
+    return (
+        number < len(calls)
+        and calls[number].operation == call.operation
+        and calls[number].payload == call.payload
+        and lines_of(calls[number]) == lines_of(call)
+    )
+
+
+def judge_collectives(
+    logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
+) -> list[Finding]:
+    """DDP403: first mismatched collective; at most one finding per process group."""
+    findings = []
+    distinct = {id(log): log for log in logs}  # most simulated ranks share one log
+    groups = {call.group: call.members for log in distinct.values() for call in log}
+    for group, members in sorted(groups.items()):
+        ranks = [rank for rank in members if rank < len(logs)]
+        kinds = list(dict.fromkeys(id(logs[rank]) for rank in ranks))
+        mismatch = first_unequal_call([[call for call in distinct[kind] if call.group == group] for kind in kinds])
+        if mismatch is None:
+            continue
+        place, by_kind = mismatch[0] + (first or {}).get(group, 0), dict(zip(kinds, mismatch[1], strict=True))
+        row = [by_kind[id(logs[rank])] for rank in ranks]
+        calls = [call for call in row if call is not None]
+        absent = [rank for rank, call in zip(ranks, row, strict=True) if call is None]
+        if absent and len(set(map(call_signature, calls))) == 1 and set(absent) <= set(at_work):
+            continue
+        present = [rank for rank in ranks if rank not in absent]
+        if len(set(map(call_signature, calls))) == 1:
+            differing, minority = calls[0], tuple(absent)
+            message = f"{format_ranks(present).capitalize()} called {calls[0]}, and {format_ranks(absent)} never did."
+        else:
+            minority = tuple(present[index] for index in minority_ranks([call_signature(call) for call in calls]))
+            differing = calls[present.index(minority[0])]
+            message = f"Collective number {place} differs between the ranks."
+        words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in row]
+        findings += one_finding(
+            "DDP403",
+            sorted({call.operation for call in calls}),
+            message,
+            ranks=minority,
+            location=Location.parse(differing.location or next((call.location for call in calls if call.location), "")),
+            evidence=[
+                f"{format_ranks(rank for rank, _ in pairs)}, collective number {place}: {text}"
+                for text, pairs in group_by(zip(ranks, words, strict=True), lambda pair: pair[1]).items()
+            ],
+            tags=tags_of_parting(place),
+        )
+    return findings
+
+
+def tags_of_parting(number: int) -> tuple[str, ...]:
+    """Return the tag of a finding on the collective with this number."""
+    return (f"{DIVERGES_AT}{number}",)
+
+
+def mismatch_finding(
+    number: int, calls: Mapping[int, Call], calling: Sequence[int], missing: Sequence[int], last_calls: Sequence[str]
+) -> list[Finding]:
+    extra, other_call = calls[calling[0]], calls[missing[0]]
+    fewer = missing if len(missing) < len(calling) else calling
+    return one_finding(
+        "DDP403",
+        (extra.operation,),
+        f"Collective number {number} pairs up different lines: {format_ranks(calling)} "
+        f"{plural_verb('calls', 'call', calling)} {extra}, {format_ranks(missing)} {other_call}; from there on "
+        f"{format_ranks(missing)} {plural_verb('is', 'are', missing)} ahead of {format_ranks(calling)}.",
+        ranks=fewer,
+        location=Location.parse(extra.location),
+        evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last_calls],
+        fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
+        tags=tags_of_parting(number),
+    )
+
+
+def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
+    """DDP403: extra collectives under `Join`. Runs before loaders: `Join` allows uneven inputs."""
+    joined = [rank for rank in facts.ranks if has_joined(rank)]
+    calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _extra_calls(rank)[:1]}
+    if not joined or not calls_by_rank:
+        return []
+    calling, missing = list(calls_by_rank), [rank.rank for rank in joined]
+    call = calls_by_rank[calling[0]]
+    return one_finding(
+        "DDP403",
+        (call.operation,),
+        f"{format_ranks(calling).capitalize()} {plural_verb('calls', 'call', calling)} {described_call(call)} inside "
+        f"of `Join`, and {format_ranks(missing)} {plural_verb('does', 'do', missing)} not: without further batches, a "
+        f"rank joins the collectives of DDP only; {doing(facts, missing)}.",
+        ranks=calling,
+        location=Location.parse(call.location) if call.location else None,
+        evidence=calls_there(position, peer),
+        fix="Take the collective out of the `with Join(...)` block: add up on each rank, and reduce after it. Or give "
+        "Join another Joinable, whose hook makes the same call.",
+    )
+
+
+def _extra_calls(rank: RankAtEnd) -> list[Call]:
+    """Return non-DDP calls since the first forward pass under the current `Join`."""
+    calls = list(rank.calls)
+    joined_at = max((index for index, call in enumerate(calls) if call.place == JOINED), default=-1)
+    first = next((index for index, call in enumerate(calls) if index > joined_at and call.place == JOINING), len(calls))
+    return [
+        call for call in calls[first:] if call.place != JOINING and call.operation not in (DDP_BACKWARD, DDP_FORWARD)
+    ]
+
+
+_Key = tuple[str, int]  # (process group, index of the collective in it)
+
+
+def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
+    """Detect circular waits across process groups whose calls match."""
+    stuck = dict(_simulate(schedules))
+    if not stuck:
+        return []
+    circle = find_circle(stuck)
+    texts = [f"{format_ranks([rank])} in {_words(stuck[rank][0])} for {format_ranks([peer])}" for rank, peer in circle]
+    waits = group_by(stuck, lambda rank: (_words(stuck[rank][0]), format_ranks(stuck[rank][1])))
+    first = stuck[circle[0][0]][0]
+    return one_finding(
+        "DDP403",
+        sorted({stuck[rank][0].operation for rank, _ in circle}),
+        f"Ranks wait for each other in different process groups: {join_names(texts, most=4)}.",
+        ranks=tuple(sorted(rank for rank, _ in circle)),
+        location=Location.parse(first.location),
+        evidence=[
+            f"{format_ranks(ranks)} {plural_verb('waits', 'wait', ranks)} in {call} for {missing}"
+            for (call, missing), ranks in waits.items()
+        ],
+        fix=GROUP_ORDER,
+    )
+
+
+def _words(call: Call) -> str:
+    return f"{call} of {format_ranks(call.members)}"
+
+
+def _simulate(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
+    """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
+    places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
+    arrived: dict[_Key, set[int]] = defaultdict(set)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedules)))
+    while ready:
+        rank = ready.popleft()
+        while places[rank] < len(schedules[rank]):
+            scheduled = schedules[rank][places[rank]]
+            key = scheduled.call.group, numbers[rank][scheduled.call.group]
+            arrived[key].add(rank)
+            if scheduled.waits and len(arrived[key]) < len(scheduled.call.members):
+                waiting[key].append(rank)
+                break
+            places[rank] += 1
+            numbers[rank][scheduled.call.group] += 1
+            if len(arrived[key]) == len(scheduled.call.members):
+                ready += waiting.pop(key, ())
+    for key, blocked in waiting.items():
+        for rank in blocked:
+            call = schedules[rank][places[rank]].call
+            yield rank, (call, [member for member in call.members if member not in arrived[key]])
+
+
+def explain_by_construction(facts: EndingFacts) -> list[Finding]:
+    """DDP403: DDP constructor that waits for a rank at the end of its script."""
+    finished = [rank.rank for rank in facts.ranks if rank.ended and not rank.constructs]
+    constructing = [rank for rank in facts.ranks if rank.constructs and rank.waits and rank.lines]
+    if not finished or not constructing:
+        return []
+    others, have = [rank.rank for rank in constructing], plural_verb("has", "have", finished)
+    return one_finding(
+        "DDP403",
+        ("DistributedDataParallel",),
+        f"{format_ranks(others).capitalize()} {plural_verb('constructs', 'construct', others)} DistributedDataParallel "
+        f"at {constructing[0].lines[0]}, which waits for all ranks, and {format_ranks(finished)} {have} "
+        "run to the end of the script without it.",
+        ranks=finished,
+        location=Location.parse(constructing[0].lines[0]),
+        evidence=[f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
+        fix="Construct the wrapper on every rank of its process group, or leave the script on all of them before that.",
+    )
+
+
+def lone_call_finding(
+    facts: EndingFacts, side: Position, peer: Position, where: str, branch: Block | None
+) -> list[Finding]:
+    calling = [
+        rank.rank
+        for rank in facts.ranks
+        if any(where in lines_of(call) for call in rank.calls) or where in facts.now(rank)
+    ]
+    missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
+    if side.call is None and (wait := side.of.waits_for) is not None:
+        by_rank = {rank.rank: rank for rank in facts.ranks}
+        return missing_peer_finding(by_rank, [side.of.rank, *({wait.peer} & by_rank.keys())], [wait], "")
+    name = (
+        at_lines(side.call) if side.call is not None else side.of.doing.partition(" at ")[0].removeprefix("waits in ")
+    )
+    test = f", {in_words(branch)}" if branch is not None else ""
+    instead, fix, place = "", _fix_of_call(side.call, name, where, branch), where
+    if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
+        place = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
+        test = f", in {side.call.group_words or 'another process group'}{test}"
+        instead = f", in {peer.call.group_words}" if peer.call.group_words else ""
+        fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
+    never = branch is None and peer.call is None  # then the call is not extra
+    verb = plural_verb("reaches", "reach", calling)
+    return one_finding(
+        "DDP403",
+        (side.call.operation if side.call is not None else name.partition("(")[0].rpartition(" ")[2],),
+        f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
+        f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{instead}.",
+        ranks=missing if len(missing) < len(calling) or never else calling,
+        location=Location.parse(place),
+        evidence=[
+            f"called from {', from '.join(side.lines[1:4])}" if len(side.lines) > 1 else "",
+            *(f"which is {in_words(block)}" for block in local_branches(facts, side, peer)[1:]),
+            *calls_there(side, peer),
+        ],
+        fix=fix,
+    )
+
+
+def _fix_of_call(call: Call | None, name: str, where: str, branch: Block | None) -> str:
+    out = f" (take it out of the branch at {branch.head})" if branch is not None and branch.kind == "branch" else ""
+    if call is None:
+        return f"Let the other rank reach the partner of {name} at {where}, or remove it."
+    if call.operation == DDP_FORWARD:
+        return (
+            "DDP broadcasts buffers in forward, in eval mode too, and every rank has to take part. To evaluate on one "
+            f"rank, call the inner module at {where}: model.module(x) instead of model(x). Or run it on every "
+            f"rank{out}, with the same number of batches."
+        )
+    if call.operation == SHARD_FORWARD:
+        return (
+            "fully_shard gathers parameters in each forward pass, in eval mode and under no_grad too, and every rank "
+            f"has to take part: run it at {where} on every rank{out}, with the same number of batches."
+        )
+    if call.operation == DDP_BACKWARD:
+        return f"Make the backward pass at {where} on every rank{out}, or compute it without the wrapper, in no_sync."
+    if call.operation == "new_group":
+        return (
+            f"Call new_group at {where} on every rank of the job, including those that are not in the group{out}; with "
+            "use_local_synchronization=True only its members call it."
+        )
+    return f"Call {call.operation} at {where} on every rank{out}, equally often and in the same order, or on none."
+
+
+def different_calls_finding(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
+    """DDP403: calls in a different order, or in different branches of one `if`."""
+    if position.call is None or peer.call is None:
+        return []
+    first, second = (position, peer) if position.of.rank < peer.of.rank else (peer, position)
+    assert first.call is not None and second.call is not None
+    ranks = [r.rank for r in facts.ranks if call_sequence(r) == call_sequence(second.of)]
+    heads = {block.head for block in facts.around(first.lines, "branch")} & {
+        block.head for block in facts.around(second.lines, "branch") if block not in facts.around(first.lines, "branch")
+    }
+    group, other_group = (f" in {call.group_words}" if call.group_words else "" for call in (first.call, second.call))
+    if differs := first.call.group != second.call.group:
+        other_group = other_group or ", in another process group"
+    return one_finding(
+        "DDP403",
+        sorted({first.call.operation, second.call.operation}),
+        f"{format_ranks([first.of.rank]).capitalize()} reaches {first.call}{group if differs else ''}, and "
+        f"{format_ranks(ranks)} {plural_verb('reaches', 'reach', ranks)} {second.call}{other_group if differs else ''}"
+        + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
+        + ".",
+        ranks=ranks if len(ranks) * 2 <= len(facts.ranks) else [r.rank for r in facts.ranks if r.rank not in ranks],
+        location=Location.parse(min(heads) if heads else second.call.location),
+        evidence=calls_there(first, second),
+        fix=GROUP_ORDER if differs else "",
+    )
+
+
+def interleaving_finding(ranks: Sequence[RankAtEnd], call: Call, rival: Call) -> list[Finding]:
+    return one_finding(
+        "DDP403",
+        sorted({call.operation, rival.operation}),
+        f"A thread ({thread_kind(rival)}) calls {described_call(rival)} in {rival.group_words or 'a process group'} "
+        f"in which {f'a thread ({thread_kind(call)})' if call.thread else 'the main thread'} "
+        f"calls {described_call(call)}: nothing orders the two, and the order differs between ranks.",
+        location=Location.parse(rival.location),
+        evidence=[f"rank {rank.rank}: {rank.doing}" for rank in ranks],
+        fix=f"Give the code that calls {described_call(rival)} its own process group, created on every rank by "
+        "new_group() before: async_save takes it as process_group. Or wait for the thread before the next collective "
+        "of this group.",
+    )
+
+
+def judge_order(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
+    """DDP403: wrappers constructed in a different order, so that DDP pairs different modules."""
+    if not all(ranks):
+        return []  # a rank without wrappers waits elsewhere, or has failed
+    lines = [[str(wrapper.location) for wrapper in rank_wrappers] for rank_wrappers in ranks]
+    permuted = len({tuple(sorted(rank_lines)) for rank_lines in lines}) == 1
+    for number, wrappers in enumerate(zip(*ranks, strict=False)):
+        first = wrappers[0]
+        parted = [rank for rank, wrapper in enumerate(wrappers) if _is_another(wrapper, first)]
+        if not parted and permuted:
+            parted = [rank for rank, wrapper in enumerate(wrappers) if wrapper.location != first.location]
+        if parted:
+            if len({wrapper.location.path if wrapper.location else "" for wrapper in wrappers}) == 1:
+                # Ranks at a later line have skipped the line at which the other ranks wait.
+                line = min(wrapper.location.line for wrapper in wrappers if wrapper.location is not None)
+                parted = [rank for rank, w in enumerate(wrappers) if w.location and w.location.line == line]
+            descriptions = [f"{wrapper.module} at {wrapper.location}" for wrapper in wrappers]
+            return one_finding(
+                "DDP403",
+                ("DistributedDataParallel",),
+                f"Wrapper number {number + 1} differs between ranks: {'; '.join(group_by_value(descriptions))}. The "
+                "constructors of DDP wait for each other, and pair up in the order in which each rank calls them.",
+                ranks=unless_all(parted, len(wrappers)),
+                location=wrappers[parted[0]].location,
+                evidence=group_by_value([" and ".join(f"{w.module} at {w.location}" for w in r) for r in ranks]),
+                fix="Construct the same wrappers, in the same order, on every rank.",
+            )
+    return []
+
+
+def _is_another(wrapper: WrapperBegun, first: WrapperBegun) -> bool:
+    """Return True if `wrapper` wraps an unrelated module, not a variant of `first`."""
+    if wrapper.module == first.module or wrapper.description == first.description:
+        return False
+    params, first_params = ({(p.name, p.shape) for p in each.description.parameters} for each in (wrapper, first))
+    return params.isdisjoint(first_params)

@@ -13,3 +13,33 @@ Ignore: Never.
 Example:
     os._exit(3)                              # right: raise an exception
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.evidence.endings import SYSTEM_EXIT
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.trace.positions import EndingFacts, Position, calls_there, doing
+
+
+def early_exit_finding(facts: EndingFacts, leaver: Position, stayer: Position, where: str) -> list[Finding]:
+    called, verbs = leaver.of.exit_at, ("calls", "call")
+    if called.startswith(SYSTEM_EXIT):
+        verbs = ("raises", "raise")
+    if where in stayer.lines:
+        return []  # sys.exit(main()): the other rank is still in main()
+    exited = [rank.rank for rank in facts.ranks if rank.exit_at == called and rank.ended]
+    others = [rank.rank for rank in facts.ranks if rank.rank not in exited]
+    return one_finding(
+        "DDP404",
+        ("exit",),
+        f"{format_ranks(exited).capitalize()} {plural_verb(*verbs, exited)} {called} while "
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)}: {doing(facts, others)}.",
+        ranks=exited if len(exited) < len(facts.ranks) else (),
+        location=Location.parse(where),
+        evidence=calls_there(leaver, stayer)
+        if stayer.call
+        else [f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
+        fix="End the script on every rank at the same place: all_reduce the condition before the test, and call "
+        "destroy_process_group() on each rank at its end.",
+    )

@@ -16,3 +16,76 @@ Example:
     h = checkpoint(self.block, x, use_reentrant=True)
     h = checkpoint(self.block, h, use_reentrant=True)   # right: use_reentrant=False in both
 """
+
+from __future__ import annotations
+
+import re
+
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import join_names
+from ddpcheck.trace.failures import RaisedFacts, count_forwards
+from ddpcheck.trace.parameters import ParameterFacts
+
+
+def explain_marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP406: gradient of a parameter marked ready twice in one backward pass."""
+    reentrant = "torch/utils/checkpoint.py" in text  # re-entrant backward of a checkpoint
+    unused = any(wrapper.options.get("find_unused_parameters") == "True" for wrapper in facts.begun)
+    forwards = count_forwards(facts)
+    where, cause, fix = Location.parse(facts.first.location), "", ""
+    if reentrant:
+        where = facts.checkpoint or where
+        cause = ": it is an output of a re-entrant checkpoint, which runs a separate backward pass"
+        if unused:
+            cause += ", and find_unused_parameters=True has marked its parameters as unused before"
+        fix = "Pass use_reentrant=False to checkpoint (in transformers: gradient_checkpointing_kwargs)."
+    elif forwards > 1:
+        cause = f": the wrapper's forward was called {forwards} times before this backward pass"
+        fix = "Call forward once, with concatenated inputs, or backward after each forward (no_sync but the last)."
+    elif unused:
+        cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
+        fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
+    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+    return facts.one_finding(
+        "DDP406",
+        names or ("backward",),
+        f"A gradient that DDP had marked ready arrived again in the same backward pass{cause}.",
+        location=where,
+        fix=fix,
+    )
+
+
+def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: contributing parameters that DDP's search marks as unused."""
+    hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
+    if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
+        return []
+    subjects = join_names(facts.names.subjects(hidden))
+    return facts.names.one_finding(
+        "DDP406",
+        hidden,
+        f"DDP takes {subjects} for unused and marks them ready, and then their gradients arrive.",
+        evidence=(
+            "they are used in a re-entrant checkpoint, which hides them from the search for unused parameters"
+            if any(item.reentrant for item in facts.evidence)
+            else "they reach the loss without the output of forward",
+        ),
+    )
+
+
+def judge_repeated_arrival(facts: ParameterFacts) -> list[Finding]:
+    """DDP406: gradients that arrive more than once in a backward pass."""
+    arrivals = [arrival for item in facts.evidence for arrival in item.arrivals.items()]
+    if not arrivals or facts.wrapper.static_graph or facts.wrapper.sharded:
+        return []
+    names = list(dict.fromkeys(name for name, _ in arrivals))
+    times = max(count for _, count in arrivals)
+    reason = "re-entrant checkpoints (use_reentrant=True) run a separate backward for each use"
+    return facts.names.one_finding(
+        "DDP406",
+        names,
+        f"The gradient of {join_names(facts.names.subjects(names))} arrives {times} times in one backward; DDP reduces "
+        "it when it first arrives.",
+        evidence=[reason] if any(item.reentrant for item in facts.evidence) else (),
+        fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or static_graph=True.",
+    )

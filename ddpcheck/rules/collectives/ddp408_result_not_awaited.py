@@ -19,3 +19,25 @@ Example:
         dist.all_reduce(parameter.grad, async_op=True)    # right: works.append(...), and wait() on each of them
         parameter.grad /= dist.get_world_size()
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import TensorOfWorkWritten
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import make_finding, unless_all
+from ddpcheck.trace.collectives import ON_GRADIENTS, HandleEntry
+
+
+def unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: int) -> Finding:
+    _, entry = entries[0]
+    call = f"{entry.operation}(async_op=True)"
+    if isinstance(entry, TensorOfWorkWritten):
+        at = f" at {entry.waits_at}" if entry.waits_at else ""
+        message = f"The tensor of {call} is written before the wait(){at}: the collective may be reading or writing it."
+    else:
+        message = f"Nothing waits for the result of {call}: its handle is dropped."
+    ranks = unless_all(sorted({rank for rank, _ in entries}), world_size)
+    tags = (ON_GRADIENTS,) if any(other.of_gradients for _, other in entries) else ()
+    return make_finding("DDP408", (entry.operation,), message, ranks=ranks, location=entry.location, tags=tags)

@@ -20,3 +20,80 @@ Example:
     for tokens in loader:                    # lengths that vary on one rank
         model(tokens).backward()             # right: torch.compile(net), which compiles for any length at the second
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.loop import FunctionCompiled
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_ranks, join_names, make_finding, minority_ranks
+from ddpcheck.trace.compilation import RESUME_FUNCTION, CompilationsByRank
+
+_MOST_SHOWN = 3
+
+
+_MOST_NAMES = 8  # of operations
+
+
+def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequence[int], *, gives_up: bool) -> Finding:
+    failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
+    counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
+    others = [rank for rank in counts if rank not in ranks]
+    often, seldom = (_times(counts, chosen) for chosen in (ranks, others))
+    end = (
+        "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
+        if gives_up
+        else "The others wait for each compilation."
+    )
+    evidence = [
+        f"rank {rank}: compiled {_times(counts, [rank])}, in {sum(entry.seconds for entry in entries):.1f} s"
+        for rank, entries in enumerate(by_rank[:_MOST_SHOWN])
+    ]
+    evidence += [f"in step {entry.step}: {entry.reason}" for entry in failures[:_MOST_SHOWN]]
+    return make_finding(
+        "DDP522",
+        (_named(failures[0]),),
+        f"{_named(failures[0])} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
+        f"{format_ranks(others)}. {end}",
+        ranks=ranks,
+        steps=sorted({entry.step for entry in failures}),
+        location=failures[0].location or failures[0].defined,
+        evidence=evidence,
+        fix="Pad batches to one shape on every rank, and drop a shorter last one (`drop_last=True`); or have code for "
+        "any size compiled: `torch.compile(model, dynamic=True)`, or `torch._dynamo.mark_dynamic(x, dim)`."
+        if "mismatch at index" in guard
+        else "Change the value on every rank or on none, or keep it in a tensor: a Python value that a compiled "
+        "function reads is a constant of its code, which is compiled again for each value.",
+    )
+
+
+def _times(counts: Mapping[int, int], ranks: Sequence[int]) -> str:
+    fewest, most = min(counts[rank] for rank in ranks), max(counts[rank] for rank in ranks)
+    return f"{fewest} to {most} times" if fewest < most else "once" if most == 1 else f"{most} times"
+
+
+def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) -> Finding:
+    ranks = minority_ranks([tuple(sorted(graph.items())) for graph in graphs])
+    names = sorted({name for graph in graphs for name in graph})
+    names = [name for name in names if len({graph.get(name, 0) for graph in graphs}) > 1]
+    return make_finding(
+        "DDP522",
+        (_named(entry),),
+        f"For inputs of the same shapes, {_named(entry)} ({entry.defined}) is compiled to different operations on some "
+        f"ranks: they have a different number of {join_names(names)}.",
+        ranks=ranks,
+        location=entry.defined,
+        evidence=[
+            f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:_MOST_NAMES])}"
+            for rank, graph in enumerate(graphs[:_MOST_SHOWN])
+        ],
+        fix="Take the same branch on every rank: the rank is a constant in a compiled function. Move code that only "
+        "one rank needs out of it.",
+    )
+
+
+def _named(entry: FunctionCompiled) -> str:
+    """Return the function name as in the source code."""
+    match = RESUME_FUNCTION.match(entry.function)
+    return f"{match['name']} after line {match['line']}" if match else entry.function

@@ -20,3 +20,415 @@ Example:
     def shard(batch, rank, world_size):
         return batch[: len(batch) // world_size]   # right: return batch[rank::world_size]
 """
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from ddpcheck.findings import wording
+from ddpcheck.findings.evidence.loop import StepDraw
+from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import counted, format_steps, one_finding
+from ddpcheck.trace.data import (
+    FEWEST_INPUTS,
+    FEWEST_ROWS,
+    SPLIT_STREAM,
+    all_inputs_differ,
+    common_steps,
+    deal_repeated,
+    finding_on_loader,
+    first_training_indices,
+    is_whole_pass,
+    line_of_selection,
+    load_the_same_data,
+    share_some_inputs,
+    shared_by_ranks,
+)
+from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, Steps
+
+_AS_OFTEN = 4
+
+
+def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
+    """DDP505: samples that several ranks train on in the same step or epoch."""
+    first = [loaders[0] for loaders in passes]
+    if len(first) < 2 or not all(loader.indices for loader in first) or not load_the_same_data(first):
+        return []
+    size = min(len(loader.indices) for loader in first)
+    lists = [tuple(loader.indices[:size]) for loader in first]
+    numbers = ranks or range(len(lists))
+    by_list = wording.group_by(range(len(lists)), lambda i: lists[i])
+    groups = [[numbers[i] for i in places] for order, places in by_list.items() if len(places) > 1 < len(set(order))]
+    groups.sort(key=len, reverse=True)
+    if deal_repeated(first):
+        return []
+    if groups:
+        largest, *more = groups
+        are_all = sum(map(len, groups)) == len(lists)
+        return finding_on_loader(
+            "DDP505",
+            first[0],
+            f"{wording.format_ranks(largest).capitalize()} take the same samples in the same order from the loader, so "
+            "together they do the work of one.",
+            ranks=() if are_all else sorted(itertools.chain.from_iterable(groups)),
+            evidence=[
+                f"the first samples on each of them: {first_training_indices(lists[list(numbers).index(largest[0])])}",
+                *_likewise(more),
+                _taken(first[0]),
+            ],
+        )
+    whole = all(map(is_whole_pass, first))
+    if not whole:  # e.g. an endless sampler: parts are disjoint until all samples are taken
+        size = min(size, first[0].size // len(first))
+        lists = [indices[:size] for indices in lists]
+    repeats = max(len(indices) - len(set(indices)) for indices in lists)  # duplicates that fill up a batch
+    shared = shared_by_ranks(first, lists, size)
+    if any(loader.replaces for loader in first) or shared <= _AS_OFTEN * repeats:
+        return []  # independent draws share about twice as many samples as they repeat
+    if _come_several_times(lists):
+        return []
+    by_epoch = len({loader.epoch for loader in first}) > 1 and min(loader.epoch for loader in first) >= 0
+    parts = "it shuffles all of the data, and each rank takes a part."
+    in_others = ", and their samplers are in other epochs" if by_epoch else ""
+    return finding_on_loader(
+        "DDP505",
+        first[0],
+        f"The ranks share {shared} of the {'' if whole else 'first '}{size} samples that each takes from the loader"
+        f"{' in an epoch' * whole}, each in a different order{in_others}.",
+        line=next((loader.told for loader in first if loader.told), None) if by_epoch else None,
+        severity=Severity.WARNING,
+        evidence=[
+            f"the epoch of the sampler: {'; '.join(wording.group_by_value([p.epoch for p in first]))}" * by_epoch,
+            *(
+                f"rank {rank} begins with samples {first_training_indices(indices)}"
+                for rank, indices in enumerate(lists[:3])
+            ),
+            _taken(first[0]),
+        ],
+        fix=f"Tell the sampler the same epoch on every rank: {parts}"
+        if by_epoch
+        else f"Give the sampler the same seed on every rank: {parts}"
+        if size < first[0].size and first[0].has_epoch
+        else "",
+    )
+
+
+def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
+    """Mention further groups of ranks in the evidence."""
+    return (
+        [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
+        if groups
+        else []
+    )
+
+
+def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
+    """Return True if each sample repeats equally often in a row (repeated augmentation)."""
+    lengths = [len(list(group)) for _, group in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
+    return len(set(lengths[1:-1])) == 1 and lengths[1] > 1
+
+
+def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: samples disjoint between ranks in the first epoch and shared in later epochs."""
+    epochs = list(zip(*passes, strict=False))
+    first = passes[0][0]
+    if len(passes) < 2 or len(epochs) < 2 or not load_the_same_data(epochs[0]) or not all(map(_has_parts, epochs)):
+        return []
+    if any(loader.size != first.size or loader.epoch != epoch[0].epoch for epoch in epochs for loader in epoch):
+        return []
+    size, union = len(first.indices), {index for loader in epochs[0] for index in loader.indices}
+    shared = [shared_by_ranks(epoch, [loader.indices for loader in epoch], size) for epoch in epochs[1:]]
+    if len(union) <= (size - 1) * len(passes) or not all(shared):
+        return []
+    second = {index for loader in epochs[1] for index in loader.indices}
+    return finding_on_loader(
+        "DDP505",
+        first,
+        f"In the first epoch the ranks take disjoint parts of the dataset; in the next one they share {shared[0]} of "
+        f"the {size} samples that each takes, and {first.size - len(second)} of {first.size} are on no rank: the order "
+        "is not drawn from the same random numbers on every rank.",
+        severity=Severity.WARNING,
+        evidence=[
+            *(
+                f"rank {rank} begins it with samples {first_training_indices(p.indices)}"
+                for rank, p in enumerate(epochs[1][:3])
+            ),
+            _taken(first),
+        ],
+        fix="Gather or reduce over all ranks the values by which the sampler orders or weights samples (such as "
+        "losses), or broadcast its order, before each rank takes its part.",
+    )
+
+
+def _has_parts(epoch: Sequence[LoaderPass]) -> bool:
+    """Return True if each rank exhausted its share of the dataset without duplicates."""
+    whole = all(loader.indices and is_whole_pass(loader) and not loader.replaces for loader in epoch)
+    once = all(len(set(loader.indices)) == len(loader.indices) == len(epoch[0].indices) for loader in epoch)
+    return whole and once and (len(epoch[0].indices) - 1) * len(epoch) < epoch[0].size
+
+
+def judge_inputs(
+    inputs: Mapping[int, Sequence[Inputs]], draws: Mapping[int, Sequence[StepDraw]] = MappingProxyType({})
+) -> list[Finding]:
+    """DDP505: forward inputs that are equal on several ranks and change between steps.
+
+    In all steps, in the first steps, or from a step on, as after a checkpoint with one rank's generator; all by rank.
+    """
+    steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
+    samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
+    groups = _given_alike(samples, len(steps))
+    later = not groups
+    if later:
+        groups = _given_alike({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
+    if not groups:
+        return []
+    (equal_ranks, count), *more = groups
+    rest = steps[::-1][count:] if later else steps[count:]
+    line, forward = line_of_selection([draws.get(rank, ()) for rank in equal_ranks]), steps[0][0].location
+    whole, all_ranks = len(equal_ranks) == len(inputs), sorted(rank for ranks, _ in groups for rank in ranks)
+    who = "Every rank's forward pass is" if whole else f"The forward passes of {wording.format_ranks(equal_ranks)} are"
+    part = "all" if not rest else "the last" if later else "the first"
+    when = f"{part} {count} steps that were compared"
+    differ = [
+        f"{'until' if later else 'from'} step {step[0].step}{'' if later else ' on'} they differ" for step in rest
+    ]
+    return wording.one_finding(
+        "DDP505",
+        ("forward",),
+        f"{who} given the same samples, in {when}; so together {'the' if whole else 'these'} ranks do the work of one.",
+        ranks=() if len(all_ranks) == len(inputs) else all_ranks,
+        location=line or forward,
+        severity=Severity.WARNING if rest else None,  # may be a warm-up
+        evidence=[
+            f"their bits are equal on {'all' if whole else 'these'} ranks, and change from step to step",
+            *differ[:1],
+            *_likewise([ranks for ranks, _ in more]),
+        ],
+        related={"forward called": forward},
+        fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
+    )
+
+
+def _given_alike(samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
+    """Group ranks with equal samples at first, with the number of equal steps."""
+    groups = []
+    for ranks in wording.group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
+        by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]
+        equal_steps = next((index for index, samples in enumerate(by_step) if len(samples) > 1), count)
+        if len(ranks) > 1 and equal_steps >= FEWEST_INPUTS and len(set.union(*by_step[:equal_steps])) > 1:
+            groups.append((ranks, equal_steps))
+    return groups
+
+
+def _taken(loader: LoaderPass) -> str:
+    return f"each rank takes {len(loader.indices)} of {wording.counted(loader.size, 'sample')} ({loader.sampler})"
+
+
+_MOST_BEHIND = 8  # steps
+
+
+_FEWEST_BEHIND = 2  # steps
+
+
+_FEWEST_AGAIN = 3  # steps on samples that another rank used before
+
+
+_FEWEST_TARGETS = 3  # steps with equal targets on every rank, and total bits, to rule out chance
+
+
+_FEWEST_BITS = 24.0  # steps with equal targets on every rank, and total bits, to rule out chance
+
+
+def judge_same_targets(
+    losses: Sequence[Sequence[LossDifferentiated]],
+    inputs: Sequence[Sequence[Inputs]],
+    draws: Sequence[Sequence[StepDraw]],
+) -> list[Finding]:
+    """DDP505: ranks with equal targets but different inputs in each compared step.
+
+    The ranks augment the same samples differently, or draw the same noise (the targets) for different samples. Or one
+    input tensor is equal on all ranks and others, e.g. a hidden state, are not. All arguments by rank.
+    """
+    by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
+    common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
+    passes = [tuple(rank_losses[key] for rank_losses in by_pass) for key in common]
+    if len({len(loss.targets) for step_losses in passes for loss in step_losses}) > 1:
+        return []
+    for steps in common_steps(inputs) if passes else ():
+        rows = {len(call.samples) for step in steps for call in step}
+        elements = {size for step in steps for call in step for _, size in call.parts}
+        part = share_some_inputs(steps, _FEWEST_TARGETS) and any(
+            len({call.samples for call in step}) > 1 for step in steps
+        )
+        for index in range(len(passes[0][0].targets)) if part or all_inputs_differ(steps) else ():
+            targets = [[loss.targets[index] for loss in step_losses] for step_losses in passes]
+            first = [group[0] for group in targets]
+            usable = [
+                target for target in first if target.bits and (target.rows in rows or target.elements in elements)
+            ]
+            if any(len({target.digest for target in group}) > 1 for group in targets) or not all(t.bits for t in first):
+                continue
+            if 2 * len(usable) < len(first):  # few steps have a shorter last batch of an epoch
+                continue
+            distinct = {target.digest: target.bits for target in usable}
+            if len(distinct) < (_FEWEST_TARGETS if part else max(len(usable), _FEWEST_TARGETS)):
+                continue
+            if sum(distinct.values()) < _FEWEST_BITS:
+                continue
+            loss_at, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
+            noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
+            return one_finding(
+                "DDP505",
+                ("targets",),
+                "The loss of every rank has the same targets in the same order, in all "
+                f"{len(first)} steps that were compared, and forward is given "
+                + (
+                    "a tensor that is also the same on each rank: the ranks take the same samples."
+                    if part and not noise
+                    else "different inputs on each rank: "
+                    + ("either the targets are the same noise on every rank, or " if noise else "")
+                    + "the ranks take the same samples, and each augments them separately."
+                ),
+                location=line_of_selection(draws) or loss_at or forward,
+                evidence=["the targets are bit-identical on all ranks, and change from step to step"],
+                related={"loss computed": loss_at, "forward called": forward},
+                severity=Severity.WARNING,
+            )
+    return []
+
+
+def judge_streams(
+    draws: Mapping[int, Sequence[StepDraw]],
+    inputs: Mapping[int, Sequence[Inputs]],
+    evaluated: Mapping[int, Sequence[Evaluated]],
+) -> list[Finding]:
+    """DDP505: a rank that trains on samples which another rank drew before for evaluation.
+
+    All arguments by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one drew more.
+    """
+    drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
+    for ahead in inputs:
+        for index, batch in enumerate(evaluated.get(ahead, ())):
+            drawn.setdefault(tuple(sorted(batch.samples)), (ahead, index))
+    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    for rank, batches in samples.items() if drawn else ():
+        seen = {step: drawn[batch] for step, batch in batches.items() if batch in drawn}
+        ahead = next((ahead for ahead, _ in seen.values()), rank)
+        order = {step: i for step, (r, i) in seen.items() if r == ahead and batches[step] != samples[ahead].get(step)}
+        in_order = all(a < b for a, b in itertools.pairwise(order.values()))
+        if ahead == rank or len(order) < _FEWEST_AGAIN or not in_order:
+            continue
+        line = _seed_of_both(draws.get(rank, ()), draws.get(ahead, ()))
+        if line is None:
+            continue
+        return one_finding(
+            "DDP505",
+            ("forward",),
+            f"Rank {rank} trains on samples that rank {ahead} has drawn before: both choose them by the same random "
+            "numbers, and one rank has drawn more of these.",
+            ranks=(rank,),
+            location=line,
+            evidence=[
+                f"rank {ahead} has evaluated on the samples of rank {rank} in {format_steps(order)}, in the same order"
+            ],
+            related={"forward called": inputs[rank][0].location},
+            fix="Seed the generator by which samples are chosen with seed + rank.",
+        )
+    return []
+
+
+def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
+    """DDP505: a rank that gets another rank's samples a fixed number of steps apart.
+
+    Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
+    rank of a wrapper's group.
+    """
+    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
+        return []
+    for (rank, batches), (ahead, ahead_batches) in itertools.permutations(samples.items(), 2):
+        for lag in range(1, _MOST_BEHIND + 1):
+            steps = [step for step in batches if step + lag in ahead_batches]
+            if len(steps) >= _FEWEST_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
+                return one_finding(
+                    "DDP505",
+                    ("forward",),
+                    f"Rank {rank} gets the samples that rank {ahead} gets {counted(lag, 'step')} later: the ranks "
+                    "iterate over the same samples, one behind the other.",
+                    location=inputs[rank][0].location,
+                    severity=Severity.WARNING,
+                    evidence=[f"in {format_steps(steps)}"],
+                    fix="In each step, move every rank forward in the data by the global batch: batch size times "
+                    "world size.",
+                )
+    return []
+
+
+def _seed_of_both(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
+    """Return the seed or draw line of a generator state common to both ranks."""
+    states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
+    shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
+    return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)
+
+
+def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP505: loader workers that each iterate over the whole stream."""
+    first = [loaders[0] for loaders in passes]
+    if not all(_is_taken_by_each_worker(p) for p in first):
+        return []
+    p = first[0]
+    by_all = len(first) > 1 and all(peer.rows == p.rows for peer in first)
+    return finding_on_loader(
+        "DDP505",
+        p,
+        f"Each of the {p.workers} workers of the loader iterates over the whole stream, so every sample is taken "
+        f"{p.workers} times{', and by every rank' if by_all else ''}.",
+        severity=Severity.ERROR if by_all else Severity.WARNING,
+        evidence=[f"of the {len(p.rows)} samples of the first pass, {len(set(p.rows))} differ by their contents"],
+        fix=SPLIT_STREAM,
+    )
+
+
+def _is_taken_by_each_worker(loader: LoaderPass) -> bool:
+    """Return True if each worker gave all samples of the stream.
+
+    False if workers repeat their own parts or take turns. In an unfinished pass, compare the samples in order.
+    """
+    counts = Counter(loader.rows)
+    if loader.workers < 2 or loader.size >= 0:
+        return False
+    if not loader.exhausted:
+        size = loader.batch_size * loader.workers
+        turns = [loader.rows[begun : begun + size] for begun in range(0, len(loader.rows) - size + 1, size)]
+        repeats = all(turn == turn[: loader.batch_size] * loader.workers for turn in turns)
+        return repeats and len(set(turns)) > 1 and len(counts) >= FEWEST_ROWS
+    if len(counts) < FEWEST_ROWS or set(counts.values()) != {loader.workers}:
+        return False
+    if len(set(loader.rows[: len(counts)])) == len(counts):
+        return False  # several passes over the stream, one after another
+    rows = iter(loader.rows)  # batches of the workers in turn; the last batches may be smaller
+    by_worker: list[set[int]] = [set() for _ in range(loader.workers)]
+    for begun in range(0, len(counts), loader.batch_size):
+        for worker_rows in by_worker:
+            worker_rows |= set(itertools.islice(rows, min(loader.batch_size, len(counts) - begun)))
+    return all(2 * len(worker_rows) > len(counts) for worker_rows in by_worker)
+
+
+def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:
+    """Detect gradients equal on every rank before each average by hand (DDP505)."""
+    known = [step for step in steps if all(entry.given for entry in step)]
+    inputs = [{entry.given for entry in step} for step in known]
+    if len(known) < MIN_TAKEN_STEPS or max(map(len, inputs)) > 1 or len(set.union(*inputs)) < 2 or len(known[0]) < 2:
+        return []
+    return one_finding(
+        "DDP505",
+        ("gradients",),
+        "Every rank has the same gradients even before they are averaged: the ranks use the same samples and the same "
+        "random numbers, so together they do the work of one.",
+        location=line or known[0][0].location,
+        evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
+    )

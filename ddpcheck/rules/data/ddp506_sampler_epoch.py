@@ -17,3 +17,157 @@ Example:
         for x in loader:                     # right: loader.sampler.set_epoch(epoch) before this loop
             step(x)
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.trace.data import FEWEST_ROWS, finding_on_loader, first_training_indices
+
+
+def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: a shuffling sampler with the same order in every epoch."""
+    first = passes[0][0]  # another model or dataset has its own epochs
+    passes = [[o for o in loaders if (o.wrappers, o.data) == (first.wrappers, first.data)] for loaders in passes]
+    for loaders in passes:
+        if not loaders:
+            return []
+        orders = [loader.order for loader in loaders if loader.exhausted]
+        if len({loader.epoch for loader in loaders if loader.exhausted}) > 1:
+            return []  # set_epoch was called; the sampler has few orders
+        indices = list(loaders[0].indices)
+        if not any(loader.shuffles for loader in loaders) or indices == sorted(indices):
+            return []
+        if len(orders) < 2 or not orders[0] or len(set(orders)) > 1:
+            return []
+    loader = passes[0][0]
+    epochs = min(sum(loader.exhausted for loader in loaders) for loaders in passes)
+    return finding_on_loader(
+        "DDP506",
+        loader,
+        f"{loader.sampler} shuffles, and all {epochs} epochs have the same order.",
+        line=loader.told or (loader.epochs_at if loader.has_epoch or loader.epoch >= 0 else None),
+        evidence=[f"every epoch begins with samples {first_training_indices(loader.indices)} on rank 0"],
+        fix=""
+        if loader.has_epoch
+        else "Do not seed the generator of the loader again before each epoch."
+        if loader.epoch < 0
+        else "Set the epoch of the sampler before each pass: its order is drawn from that.",
+    )
+
+
+def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: persistent workers that repeat the first epoch's samples after the dataset changed."""
+    changed: set[str] = set()
+    for loaders in passes:
+        whole = [loader for loader in loaders if (loader.exhausted or loader.indices) and loader.rows]
+        first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in whole] or [{}]
+        repeats = [{key: row for key, row in rows.items() if key in first} for rows in later]
+        if not later or any(len(rows) < FEWEST_ROWS or not rows.items() <= first.items() for rows in repeats):
+            return []
+        if len(set(first.values())) < FEWEST_ROWS or not any(loader.outdated or loader.size < 0 for loader in whole):
+            return []
+        names = {name for p in whole[1:] for name in p.state if p.state[name] != whole[0].state.get(name)}
+        if not names or not whole[0].persistent:
+            return []
+        changed |= names
+    loader = passes[0][0]
+    return finding_on_loader(
+        "DDP506",
+        loader,
+        f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, but the persistent "
+        "workers of the loader keep their first copy: every epoch has the samples of the first.",
+        line=loader.stay_at,
+        evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
+        fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
+    )
+
+
+def judge_resumed(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: a resumed epoch, without its first batches, in a different order."""
+    resumed = [_resumed(loaders) for loaders in passes]
+    pairs = [pair for pair in resumed if pair is not None]
+    if len(pairs) < len(passes) or len({loader.skipped for loader, _ in pairs}) != 1:
+        return []
+    loader, untrained = pairs[0]
+    return finding_on_loader(
+        "DDP506",
+        loader,
+        f"An epoch is resumed in a different order: of the samples of the first {counted(loader.skipped, 'batch')}, "
+        f"which the loop skips, {untrained} had not been trained on. Others are trained on again.",
+        line=loader.told or loader.epochs_at,
+        evidence=["the previous pass began with samples that differ from the skipped ones"],
+        fix="Before the loop that resumes, call set_epoch of the sampler with the epoch that is resumed; or restore "
+        "the state of the generator from which the loader shuffles.",
+    )
+
+
+def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
+    """Return the pass that resumes an epoch, and its number of untrained skipped samples."""
+    trained = [loader for loader in loaders if loader.trains and not loader.replaces]
+    for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
+        epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
+        for index, loader in enumerate(epochs):
+            if (untrained := _left_by_resuming(epochs[:index], loader, epochs[index + 1 : index + 2])) > 0:
+                return loader, untrained
+    return None
+
+
+def _left_by_resuming(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
+    """Count skipped samples that did not begin the previous pass; 0 if consistent."""
+    count = loader.skipped * loader.batch_size
+    passed = set(loader.indices[:count])
+    # one more batch is no evidence: a prefetching loader takes the next batch early
+    if not earlier or not earlier[-1].skipped + 1 < loader.skipped <= earlier[-1].batches or len(passed) < count:
+        return 0
+    if not all(p.indices for p in (*earlier, *after)):
+        return 0
+    begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
+    if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
+        next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
+        if not next_of_it or not after or _begin_alike(next_of_it[0], after[0]):
+            return 0
+    return len(passed - set(earlier[-1].indices[:count]))
+
+
+def _begin_alike(first: LoaderPass, second: LoaderPass) -> bool:
+    size = min(len(first.indices), len(second.indices))
+    return set(first.indices[:size]) == set(second.indices[:size])
+
+
+def judge_restarted(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP506: training continued after some epochs with the sampler at epoch 0."""
+    first = [next((loader for loader in loaders if loader.trains and loader.restored), None) for loaders in passes]
+    restarted = [p for p in first if p is not None and _gives_order(p) and p.has_epoch and p.epoch == 0]
+    done = [loader for loader in restarted if _goes_on_after_epochs(loader)]
+    if len(restarted) < len(passes) or not done or (restored := done[0].restored) is None:
+        return []
+    loader = done[0]
+    far = counted(restored.steps, "optimizer step") if restored.steps else counted(restored.epochs, "epoch")
+    return finding_on_loader(
+        "DDP506",
+        loader,
+        f"Training continues after {far}, and {loader.sampler} is at epoch 0 again: the epochs repeat the orders of "
+        "the first ones.",
+        line=loader.told or loader.epochs_at,
+        evidence=[f"an optimizer was restored at {restored.location}"],
+        fix="Continue to count epochs from that of the checkpoint, and call set_epoch with the number before each.",
+    )
+
+
+def _gives_order(loader: LoaderPass) -> bool:
+    """Return True if the sampler shuffles, by flag or by indices."""
+    return loader.shuffles or (not loader.replaces and list(loader.indices) != sorted(loader.indices))
+
+
+def _goes_on_after_epochs(loader: LoaderPass) -> bool:
+    """Return True if the restored training had covered the data at least once."""
+    if loader.restored is None or not loader.restored.steps:
+        return loader.restored is not None and loader.restored.epochs > 0 and not loader.skipped
+    batches = loader.size // loader.replicas // loader.batch_size if loader.replicas else loader.expected
+    worked = max(1, loader.batches - loader.skipped)
+    return loader.restored.steps * worked >= (batches + (2 if loader.skipped else 0)) * loader.steps > 0

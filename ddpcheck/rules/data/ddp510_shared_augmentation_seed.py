@@ -19,3 +19,199 @@ Example:
         torch.manual_seed(0)                 # right: seed once, before the first step, with seed + rank
         return self.head(self.dropout(x))
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import StepDraw
+from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.evidence.steps import SharedDraw
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, join_names, one_finding
+from ddpcheck.trace.data import (
+    MIN_DRAWS,
+    all_inputs_differ,
+    common_steps,
+    finding_on_loader,
+    line_of_selection,
+    share_some_inputs,
+    shared_draws,
+)
+
+_FEWEST_DRAWS = 2  # batches made with the same random numbers
+
+
+_KEYS = 624  # a count is known modulo this number
+
+
+_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
+
+
+_FEWEST_ADDED = 3  # steps with known additions to the samples
+
+
+_ALIKE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
+
+
+_FIX = (
+    "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
+    "each rank's own: torch.Generator().manual_seed(seed + rank)."
+)
+
+
+def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
+    """DDP510: different samples that every rank makes with the same random numbers.
+
+    `same_data`: an index is the same sample on every rank; otherwise equal indices may be of each rank's own part.
+    """
+    draws = [{before: after for loader in loaders for before, after in loader.draws.items()} for loaders in passes]
+    shared = set.intersection(*map(set, draws))
+    orders = {tuple(loaders[0].indices) for loaders in passes}
+    loader = next((loader for loader in passes[-1] if shared & loader.draws.keys()), passes[-1][0])
+    equal = all(len({states[state] for states in draws}) == 1 for state in shared)
+    batches = [state for loader in passes[-1] for state in loader.held if state in shared]
+    local = bool(batches) and shared <= set(batches)
+    several = len(shared) >= _FEWEST_DRAWS or (local and equal and len(batches) >= _FEWEST_DRAWS)  # workers have copies
+    if len(passes) < 2 or not several or (same_data and len(orders) < 2):
+        return []
+    suffix = ", in workers" if loader.workers else ""
+    when = "before and after" if equal else "before"
+    fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
+    if loader.workers and loader.worker_seed < 0:
+        fix = "In worker_init_fn, seed each worker from its loader seed and the rank"
+    elif loader.workers:
+        fix += "; or give the loader a generator that is seeded with seed + rank"
+    if loader.restored_by:
+        fix = f"Give {loader.restored_by} a state that this rank itself has saved, or seed with seed + rank after it"
+    if local:
+        fix = "Seed the generator with seed + rank" + (
+            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if loader.workers else ""
+        )
+    return finding_on_loader(
+        "DDP510",
+        loader,
+        f"The dataset draws random numbers for its samples{suffix}, and every rank draws the same ones.",
+        line=(loader.held_at if local else loader.seeded) or loader.location,
+        evidence=[
+            f"{when} the batches that were looked at, {len(batches) or len(shared)} of "
+            f"{max(len(batches), *map(len, draws))} states of "
+            f"{'random generators that the dataset holds' if local else 'global random generators'} are equal on all "
+            "ranks",
+            *([f"worker 0 has the seed {loader.worker_seed} on every rank"] * (loader.worker_seed >= 0 and not local)),
+        ],
+        fix=f"{fix}.",
+    )
+
+
+def judge_step_draws(
+    draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]], *, loads_others: bool = False
+) -> list[Finding]:
+    """DDP510: random numbers for samples that every rank draws equally in training steps.
+
+    `draws` and `inputs` of all wrappers, by rank. `loads_others`: data loaders return different samples on the ranks.
+
+    A draw is for the samples if its count equals the number of samples or of input elements; other draws are for the
+    batch as a whole, the global batch, or weights. Integers drawn in forward are diffusion timesteps.
+    """
+    compared = common_steps(inputs)
+    if len(draws) < 2 or not compared or not (loads_others or any(map(all_inputs_differ, compared))):
+        return []
+    rows = {len(call.samples) for steps in compared for step in steps for call in step}
+    sizes = {size for steps in compared for step in steps for call in step for _, size in call.parts}
+    shared = shared_draws(draws)
+    for_samples = [
+        draw
+        for draw in shared
+        if (draw.kind == "noise" and not draw.in_forward and _is_for(draw.count, rows | sizes))
+        or (draw.kind == "choice" and draw.in_forward and draw.count in rows)
+    ]
+    passed = any(all_inputs_differ(steps) and share_some_inputs(steps, len(steps)) for steps in compared)
+    if passed:  # e.g. diffusion timesteps
+        for_samples += [draw for draw in shared if draw.generator == "cuda" or draw.count >= min(rows)]
+    lines = [draw.location for draw in for_samples]
+    repeated = [draw for draw in for_samples if len({o.step for o in for_samples if o.location == draw.location}) > 1]
+    if len({draw.step for draw in repeated}) < MIN_DRAWS:
+        return []
+    draw = repeated[0]
+    unique_lines = [str(line) for line in dict.fromkeys(lines) if line is not None]
+    return one_finding(
+        "DDP510",
+        ("training step",),
+        "The training step draws random numbers for its samples, and every rank draws the same ones for different "
+        f"samples, in {counted(len({draw.step for draw in repeated}), 'step')} that were looked at.",
+        location=draw.seeded or draw.location or compared[0][0][0].location,
+        evidence=[
+            "before and after these draws the random generators have the same state on every rank",
+            f"they are drawn at {', '.join(unique_lines[:3])}" if unique_lines else "",
+            f"{draw.restored_by} has restored the same state of the generator ({draw.generator}) on every rank"
+            if draw.restored_by
+            else f"the generator ({draw.generator}) was last seeded at {draw.seeded}" * (draw.seeded is not None),
+        ],
+        fix=_FIX
+        if not draw.restored_by
+        else f"Give {draw.restored_by} a state that this rank itself has saved, or seed with seed + rank after it.",
+    )
+
+
+def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequence[Inputs]]) -> list[Finding]:
+    """DDP510: equal noise added to the different samples of each rank, from any generator.
+
+    Noise computed from the samples is no more alike between ranks than between steps.
+    """
+    for steps in common_steps(inputs):
+        noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]
+        if len(inputs) < 2 or len(noise) < _FEWEST_ADDED or not all_inputs_differ(steps):
+            continue
+        similarity = min(_cosine(vector, vectors[0]) for vectors in noise for vector in vectors[1:])
+        pairs = [(a, b) for number, step in enumerate(noise) for prior in noise[:number] for a in step for b in prior]
+        if similarity < _ALIKE or max(_cosine(*pair) for pair in pairs) > min(similarity, _ALIKE):
+            continue
+        line = line_of_selection([[draw for draw in rank_draws if not draw.in_forward] for rank_draws in draws])
+        line = line or steps[0][0].location
+        return one_finding(
+            "DDP510",
+            ("training step",),
+            "The training step adds random numbers to its samples, and every rank adds the same ones to different "
+            f"samples, in {counted(len(noise), 'step')} that were looked at.",
+            location=line,
+            evidence=[
+                "the noise added to the batches of the loader is the same on every rank, and changes from step to step"
+            ],
+            related={"forward called": steps[0][0].location},
+            fix=_FIX,
+        )
+    return []
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    if len(a) != len(b):
+        return 0.0
+    return sum(x * y for x, y in zip(a, b, strict=True)) / max(math.hypot(*a) * math.hypot(*b), 1e-300)
+
+
+def _is_for(count: int, sizes: set[int]) -> bool:
+    """Return True if `count` random numbers match the elements of a tensor."""
+    with_block = {size + _BLOCK for size in sizes if size > _BLOCK and size % _BLOCK}
+    return count > 1 and count % _KEYS in {size % _KEYS for size in sizes | with_block}
+
+
+def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
+    """DDP510: per-sample random numbers equal on all ranks; `draws` by rank, in order."""
+    shared = [
+        calls[0]
+        for calls in zip(*draws, strict=False)
+        if len({(call.operation, call.module, call.fingerprint) for call in calls}) == 1
+    ]
+    if not shared or len(draws) < 2:
+        return []
+    names = list(dict.fromkeys(call.module or "forward" for call in shared))
+    return one_finding(
+        "DDP510",
+        names,
+        f"Every rank draws the same random numbers in {join_names(names)}: a seed that is the same on all ranks "
+        "is set in the forward pass.",
+        location=next((call.location for call in shared if call.location), None),
+        evidence=[f"{call.operation} gives the same values on every rank" for call in shared[:3]],
+    )

@@ -17,3 +17,326 @@ Ignore: If ranks should hold different data, for example a table of each rank's 
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings import wording
+from ddpcheck.findings.evidence.replicas import ModelSplit
+from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
+from ddpcheck.findings.evidence.steps import LocalStep
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.data import (
+    FEWEST_ROWS,
+    OTHER_VALUES,
+    finding_on_loader,
+    first_training_indices,
+    hold_own_parts,
+    load_the_same_data,
+    rows_by_position,
+)
+from ddpcheck.trace.model_parts import MIN_PART_STEPS
+
+
+def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: a random split drawn separately on each rank, with partly overlapping parts."""
+    subsets = [set(loaders[0].subset) for loaders in passes]
+    sizes = {len(loaders[0].subset) for loaders in passes}
+    if not all(subsets) or len(sizes) > 1 or not load_the_same_data([loaders[0] for loaders in passes]):
+        return []
+    common = set.intersection(*subsets)
+    if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
+        return []
+    lone = len(subsets[0]) - len(common)
+    return finding_on_loader(
+        "DDP516",
+        passes[0][0],
+        f"The ranks have split the dataset differently: {lone} of the {wording.counted(len(subsets[0]), 'sample')} of "
+        "rank 0's part are not in the part of every other rank, so one rank trains on samples that another one holds "
+        "out.",
+        line=passes[0][0].split or passes[0][0].location,
+        ranks=wording.minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
+        evidence=[
+            f"rank {rank} begins with samples {first_training_indices(loaders[0].subset)}"
+            for rank, loaders in enumerate(passes)
+        ],
+        fix="Draw the split from a generator with the same seed on every rank: "
+        "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)).",
+    )
+
+
+_CHANCE = 1e-6  # largest probability of a match by chance
+
+
+def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: the same samples with different labels on different ranks."""
+    labels = [_labels(loaders) for loaders in passes]
+    if len(labels) < 2 or not all(labels):
+        return []
+    common = sorted(set.intersection(*map(set, labels)))
+    diffs = [row for row in common if len({rank_labels[row] for rank_labels in labels}) > 1]
+    maps = [{rank_labels[row] for row in common} for rank_labels in labels]
+    if len(common) < FEWEST_ROWS or 2 * len(diffs) < len(common) or min(map(len, maps)) < 2:
+        return []
+    for rank_labels in labels[1:]:  # labels of two ranks must correspond one to one
+        pairs = {(labels[0][row], rank_labels[row]) for row in common}
+        if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
+            return []
+    loader = passes[0][0]
+    return finding_on_loader(
+        "DDP516",
+        loader,
+        f"The same samples have different labels on different ranks: {len(diffs)} of {len(common)} that were compared.",
+        line=loader.split,
+        evidence=["each label of one rank corresponds to one different label of the other"],
+    )
+
+
+def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP516: the same samples with values that differ between ranks, but not between epochs."""
+    first = [loaders[0] for loaders in passes]
+    rows = [rows_by_position(loaders, labels=False) for loaders in passes]
+    if len(first) < 2 or not all(rows) or any(loader.draws for loaders in passes for loader in loaders):
+        return []
+    contents = first[0].samples, first[0].state
+    hold_same = bool(first[0].samples) and all((loader.samples, loader.state) == contents for loader in first)
+    if not hold_same and hold_own_parts(first):
+        return []  # e.g. one label per rank
+    for number, rank_rows in enumerate(rows):
+        for other_rank, other_rows in enumerate(rows[:number]):
+            common = sorted(rank_rows.keys() & other_rows.keys())
+            mismatches = [position for position in common if rank_rows[position] != other_rows[position]]
+            if len(common) < FEWEST_ROWS or 2 * len(mismatches) < len(common):
+                continue
+            if not hold_same and not _are_named_alike(passes[number], passes[other_rank], common):
+                continue
+            reason = "the datasets hold the same samples" if hold_same else "these samples have the same labels"
+            return finding_on_loader(
+                "DDP516",
+                first[0],
+                "The same samples have different values on different ranks, the same ones in every epoch: "
+                f"{len(mismatches)} of {len(common)} that ranks {other_rank} and {number} have both taken.",
+                severity=Severity.WARNING,
+                evidence=[f"on all ranks {reason}", "no random numbers are drawn for them"],
+                tags=(OTHER_VALUES,),
+                fix="Make each sample in the same way on every rank: hash() of a text differs between processes unless "
+                "PYTHONHASHSEED is set (zlib.crc32 does not), and so does the order of a set; take statistics of all "
+                "of the data, or all_reduce their sums.",
+            )
+    return []
+
+
+def _are_named_alike(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
+    """Return True if labels show that equal positions are the same samples."""
+    labels = rows_by_position(loaders, labels=True), rows_by_position(others, labels=True)
+    pairs = [(labels[0][position], labels[1].get(position)) for position in positions if position in labels[0]]
+    counts = Counter(label for label, _ in pairs)
+    chance = sum((count / len(pairs)) ** 2 for count in counts.values())  # probability that one label matches at random
+    in_order = sum(a != b for a, b in itertools.pairwise(label for label, _ in pairs)) < 2 * len(counts)
+    return all(a == b for a, b in pairs) and bool(pairs) and not in_order and chance ** len(pairs) < _CHANCE
+
+
+def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Return True if samples common to all ranks have the same labels."""
+    labels = [_labels(loaders) for loaders in passes]
+    common = set.intersection(*map(set, labels)) if labels else set()
+    equal = all(rank_labels[row] == labels[0][row] for rank_labels in labels for row in common)
+    return equal and len(common) >= FEWEST_ROWS and len({labels[0][row] for row in common}) > 1
+
+
+def _labels(loaders: Sequence[LoaderPass]) -> dict[int, int]:
+    """Map rows to labels; empty if a row has several labels."""
+    labels: dict[int, int] = {}
+    for loader in loaders:
+        if len(loader.labels) == len(loader.rows):
+            for row, label in zip(loader.rows, loader.labels, strict=True):
+                if labels.setdefault(row, label) != label:
+                    return {}
+    return labels
+
+
+def judge_tables(
+    tables: Sequence[Sequence[DerivedTable]], passes: Sequence[Sequence[LoaderPass]] = ()
+) -> list[Finding]:
+    """DDP516: dictionaries with the same keys and values on every rank, assigned differently.
+
+    Also lists of the same texts in a different order, unless `passes` (over all loaders) show equal labels on all
+    ranks. At most one finding: a label map has an inverse, and may have several names.
+    """
+    alike = have_same_labels(passes)
+    by_name = [{o.name: o for o in rank_tables if not (alike and o.name.endswith(OF_A_LIST))} for rank_tables in tables]
+    shared = [name for name in (by_name[0] if by_name else ()) if all(name in rank_tables for rank_tables in by_name)]
+    names = [name for name in shared if _is_permuted(name, [rank_tables[name].values for rank_tables in by_name])]
+    if not names:
+        return []
+    values = [rank_tables[names[0]].values for rank_tables in by_name]
+    key = next(key for key in sorted(values[0]) if len({table[key] for table in values}) > 1)
+    spelled = [tuple(table[key] for key in sorted(table)) for table in values]
+    return one_finding(
+        "DDP516",
+        names,
+        f"{names[0].removesuffix(OF_A_LIST)} has the same {len(values[0])} texts on every rank, in a different order."
+        if names[0].endswith(OF_A_LIST)
+        else f"{names[0]} has the same {len(values[0])} keys on every rank, with different values.",
+        ranks=minority_ranks(spelled) if len(values) > 2 else (),
+        location=by_name[0][names[0]].location,
+        evidence=[f"{key}: {value}" for value in group_by_value([table[key] for table in values])],
+    )
+
+
+def _is_permuted(name: str, values: Sequence[Mapping[str, str]]) -> bool:
+    """Return True if the same keys and values are assigned differently."""
+    keys = sorted(values[0])
+    if any(sorted(table) != keys for table in values) or all(table == values[0] for table in values):
+        return False
+    counts = [Counter(table.values()) for table in values]
+    if len(keys) < 2 or any(count != counts[0] for count in counts):
+        return False
+    return _is_numbering(values[0]) and not _are_of_ranks(name, values)
+
+
+def _is_numbering(table: Mapping[str, str]) -> bool:
+    """Return True if the values identify keys: consecutive integers, or texts.
+
+    Other values are measured (class counts on two ranks), describe a rank (`True` on one rank), or are the keys in the
+    order of each rank's own samples.
+    """
+    values = set(table.values())
+    if not all(value.lstrip("-").isdecimal() for value in values):
+        return all(value.startswith(("'", '"')) for value in values)
+    numbers = {int(value) for value in values if not value.startswith("-")}
+    first = min(numbers, default=0)
+    follow = numbers == set(range(first, first + len(numbers)))
+    least = max(2, len(table)) if len(values) == len(table) else 1  # counts of words start at 1
+    return follow and first < least and values != set(table)
+
+
+_OF_RANKS = {
+    *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
+    *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
+}
+
+
+_MOST_ROLES = 8  # larger tables are e.g. words of a text
+
+
+def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
+    """Return True if a table describes ranks: ring neighbours, devices, rotations by rank."""
+    texts = (name.rpartition(".")[2], *values[0])
+    words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
+    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
+        return True
+    if all(re.search(_DEVICE, value) for value in values[0].values()):
+        return True
+    if len(values[0]) < 4 or not all(value.isdecimal() for value in values[0].values()):
+        return False  # half of all permutations of 3 labels are rotations
+    shifts = [{(int(table[key]) - int(values[0][key])) % len(table) for key in values[0]} for table in values]
+    return all(len(shift) == 1 for shift in shifts)
+
+
+_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
+
+
+def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:
+    """DDP516: ranks whose `batch(step)` consistently differs (tensor fingerprints by rank)."""
+    ranks = minority_ranks(batches)
+    return one_finding(
+        "DDP516",
+        (f"batch({step})",),
+        f"batch({step}) returns a different global batch on {format_ranks(ranks)}, and the same one each time it is "
+        "called, so the ranks do not train on parts of one batch.",
+        ranks=ranks,
+        evidence=["inputs that differ between ranks: the hash seed, on which the order of a set depends, and the rank"],
+    )
+
+
+def judge_programs(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP516: ranks that compute a different loss on their shard than a single process.
+
+    A warning under `find_unused_parameters`, which suggests that ranks use different parameters on purpose.
+    """
+    losses, expected = facts.known.local.losses, facts.analysis.shard_losses
+    if len(losses) != len(expected):
+        return []
+    ranks = [r for r, (a, b) in enumerate(zip(losses, expected, strict=True)) if not math.isclose(a, b, rel_tol=1e-3)]
+    if not ranks or len(ranks) == len(losses):
+        return []
+    rank = ranks[0]
+    return facts.one_finding(
+        "DDP516",
+        f"On {format_ranks(ranks)} the model or the loss gives a different result from that of a single process on the "
+        "same samples; on the other ranks it does not.",
+        f"the loss on the shard of rank {rank} is {losses[rank]:.4g} there, and {expected[rank]:.4g} without it",
+        ranks=ranks,
+        severity=Severity.WARNING if facts.known.wrapper.find_unused_parameters else None,
+    )
+
+
+def judge_model_batches(
+    passes: Sequence[Sequence[LoaderPass]],
+    inputs: Sequence[Sequence[Inputs]],
+    ranks: Sequence[int],
+    split: ModelSplit,
+    others: Sequence[Sequence[LoaderPass]] = (),
+) -> list[Finding]:
+    """DDP516: ranks of one model with different samples."""
+    first = [next((loader for loader in loaders if loader.trains and loader.indices), None) for loaders in passes]
+    trained = [loader for loader in first if loader is not None]
+    size = min((len(loader.indices) for loader in trained), default=0)
+    differs = len(trained) == len(passes) and len({tuple(loader.indices[:size]) for loader in trained}) > 1
+    location: Location | None
+    if differs:
+        loader = trained[0]
+        subject, location = loader.dataset, loader.made or loader.location
+        evidence = [
+            f"rank {rank} begins with samples {', '.join(map(str, loader.indices[:6]))} ..."
+            for rank, loader in zip(ranks, trained, strict=True)
+        ]
+        taken = [tuple(loader.indices[:size]) for loader in trained]
+        if any(tuple(loader.indices[:size]) in taken for loaders in others for loader in loaders if loader.trains):
+            evidence.append("a rank of another replica takes the same samples as one of these ranks")
+    else:
+        steps = [calls for calls in zip(*inputs, strict=False) if len({call.step for call in calls}) == 1]
+        mismatches = [calls for calls in steps if len({call.samples for call in calls}) > 1]
+        if len(mismatches) < MIN_PART_STEPS or len(mismatches) < len(steps):
+            return []
+        subject, location = "forward", mismatches[0][0].location
+        evidence = [f"in all {len(mismatches)} steps that were compared"]
+    return one_finding(
+        "DDP516",
+        (subject,),
+        f"{format_ranks(ranks).capitalize()} compute one model together (tensor parallelism), and are given different "
+        "samples: the model combines parts that were computed from different batches.",
+        ranks=ranks,
+        location=location,
+        evidence=[*evidence, f"the model is split at {split.location}" if split.location else ""],
+        fix="Give the sampler the size of the data dimension of the mesh and this rank's place in it: "
+        'DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()); and seed by '
+        "that place the generator that draws batches.",
+    )
+
+
+def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) -> list[Finding]:
+    """DDP516: a recipe's `shard` returns different samples on ranks of one model."""
+    groups = [ranks for ranks in models if len({local[rank].sample_fingerprints for rank in ranks}) > 1]
+    if not groups:
+        return []
+    ranks = tuple(sorted(rank for of_model in groups for rank in of_model))
+    return one_finding(
+        "DDP516",
+        ("shard",),
+        f"{format_ranks(groups[0]).capitalize()} compute one model together (tensor parallelism), and shard gives them "
+        "different samples: the model combines parts that were computed from different batches.",
+        ranks=ranks,
+        steps=(local[0].evidence.step,),
+        evidence=[f"so it is in {counted(len(groups), 'group')} of ranks"] if len(groups) > 1 else [],
+        fix="Split the batch by the arguments of shard, which are a rank's place in the data dimension of the mesh and "
+        "the size of that, and not by the rank in the world.",
+    )

@@ -17,3 +17,132 @@ Example:
     def shard(batch, rank, world_size):
         return batch[5 * rank : 5 * rank + 5]   # of 12 samples two are left; right: return batch[rank::world_size]
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Finding
+from ddpcheck.trace.data import (
+    FEWEST_ROWS,
+    are_disjoint,
+    finding_on_loader,
+    has_distinct_rows,
+    is_one_share,
+    is_whole_pass,
+    load_the_same_data,
+    rows_by_position,
+)
+
+_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
+
+
+def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP519: samples that no rank takes in any epoch."""
+    epochs = [epoch for epoch in zip(*passes, strict=False) if all(loader.indices for loader in epoch)]
+    first = [loaders[0] for loaders in passes]
+    size = first[0].size
+    twice = all(_takes_a_part(loader) for epoch in epochs for loader in epoch)
+    if len(epochs) < 2 or size < 1 or not (twice or load_the_same_data(first)):
+        return []
+    if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
+        return []
+    if any(not is_whole_pass(loader) or loader.replaces for epoch in epochs for loader in epoch):
+        return []
+    seen = {frozenset(index for loader in epoch for index in loader.indices) for epoch in epochs}
+    missing = size - max(map(len, seen))
+    least = max(_LEFT_OUT * size, max(loader.batch_size for loader in first) * len(first))
+    if missing <= least or (len(seen) > 1 and not twice):
+        return []
+    loader = first[0]
+    return finding_on_loader(
+        "DDP519",
+        loader,
+        f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
+        f"{len(epochs)} epochs.",
+        evidence=[
+            f"{loader.sampler} gives each rank {loader.part} samples, and the rank takes only {len(loader.indices)} of "
+            "them: they are split a second time"
+            if twice
+            else f"each rank takes {len(loader.indices)} samples, by {loader.sampler}"
+        ],
+        fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
+    )
+
+
+def _takes_a_part(p: LoaderPass) -> bool:
+    """Check if a pass has at most half of its distributed sampler's samples."""
+    return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
+
+
+def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+    """DDP519: a distributed sampler over datasets that are already split by rank."""
+    first = [loaders[0] for loaders in passes]
+    if len(first) < 2 or any(loader.replaces or loader.chooses or not loader.indices for loader in first):
+        return []
+    if not _share_places(first) or not _are_own_parts(passes):
+        return []
+    size = len(first[0].subset) or first[0].size
+    return finding_on_loader(
+        "DDP519",
+        first[0],
+        f"The data are split twice: each rank's dataset already is a separate part, and the sampler takes "
+        f"{-(-size // len(first))} of its {size} samples in an epoch. The remaining samples are on no rank.",
+        evidence=[f"{first[0].sampler} splits the indices of the dataset between {len(first)} ranks"],
+        fix="Split once: leave out the split by rank, or keep the parts, and shuffle each with a RandomSampler.",
+    )
+
+
+def _positions(loader: LoaderPass) -> set[int]:
+    """Return the dataset positions that the sampler took."""
+    if not loader.subset:
+        return set(loader.indices)
+    positions = {index: number for number, index in enumerate(loader.subset)}
+    return {positions.get(index, -1) for index in loader.indices}
+
+
+def _share_places(first: Sequence[LoaderPass]) -> bool:
+    """Return True if the samplers split the same positions between ranks."""
+    if all(loader.replicas == len(first) for loader in first):
+        return True
+    taken = [_positions(loader) for loader in first]
+    sizes = {len(loader.subset) or loader.size for loader in first}
+    if len(sizes) > 1 or not all(taken) or any(not loader.exhausted for loader in first):
+        return False
+    (size,) = sizes
+    union = set.union(*taken)
+    duplicates = sum(map(len, taken)) - len(union)
+    most = -(-size // len(first))
+    return max(map(len, taken)) <= most and duplicates <= len(first) and len(union) >= size - first[0].batch_size * 2
+
+
+def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Return True if the ranks' datasets are disjoint, not just drawn at random."""
+    first = [loaders[0] for loaders in passes]
+    if all(loader.subset for loader in first):
+        return are_disjoint([loader.subset for loader in first])
+    if any(loader.subset for loader in first) or not all(has_distinct_rows(loader) for loader in first):
+        return False
+    names = set.intersection(*(set(loader.samples) for loader in first))
+    disjoint = bool(names) and all(are_disjoint([loader.samples[name] for loader in first]) for name in names)
+    of_whole = all(loader.whole and (loader.whole < 0 or is_one_share(loader, len(first))) for loader in first)
+    drawn_alike = first[0].drawn and len({loader.drawn for loader in first}) == 1
+    return (
+        bool(of_whole or drawn_alike) and are_disjoint([p.rows for p in first]) and (disjoint or _give_others(passes))
+    )
+
+
+def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+    """Return True if each position is a different sample on each rank."""
+    rows = [rows_by_position(loaders, labels=False) for loaders in passes]
+    labels = [rows_by_position(loaders, labels=True) for loaders in passes]
+    for number, rank_rows in enumerate(rows):
+        for other_rank, other_rows in enumerate(rows[:number]):
+            common = rank_rows.keys() & other_rows.keys()
+            if len(common) < FEWEST_ROWS or any(rank_rows[i] == other_rows[i] for i in common):
+                return False
+            named = [(labels[number][i], labels[other_rank].get(i)) for i in common & labels[number].keys()]
+            if len(set(named)) > 1 and all(a == b for a, b in named):
+                return False  # ranks transform the same samples differently
+    return True

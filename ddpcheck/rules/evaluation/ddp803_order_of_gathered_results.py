@@ -18,3 +18,20 @@ Example:
     dist.all_gather(parts, predictions)      # of a loader with a DistributedSampler
     accuracy = (torch.cat(parts) == dataset.labels).float().mean()  # right: gather the labels too
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.evaluation import Evaluated, Gathered
+
+
+def misplaced_finding(ev: Evaluated, call: Gathered, reference: str, message: str, seen: str) -> list[Finding]:
+    begins = ", ".join(map(str, ev.loader.indices[:4]))
+    return one_finding(
+        "DDP803",
+        (ev.loader.dataset,),
+        f"The results are gathered rank by rank and compared with labels in the order of the dataset: {message}.",
+        location=call.location,
+        evidence=[f"rank 0 has samples {begins} ..., by {ev.loader.sampler}", f"the labels are {reference}", seen],
+    )

@@ -16,3 +16,33 @@ Example:
     logits = features @ torch.cat(all_gather(features)).T
     loss = cross_entropy(logits, torch.arange(len(features)))  # right: + rank * len(features)
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.evaluation import GatheredTargets
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, one_finding
+
+
+def wrong_targets_finding(
+    wrong: Sequence[int], group: Sequence[int], uses: Sequence[GatheredTargets], line: Location | None
+) -> list[Finding]:
+    use = uses[group.index(wrong[0])]
+    first, last = min(use.targets), max(use.targets)
+    return one_finding(
+        "DDP804",
+        ("cross_entropy",),
+        f"Of the {use.classes} rows that all_gather returns, those of rank {wrong[0]} begin at {use.own}, but the "
+        f"targets on {format_ranks(wrong)} are {first} to {last}: rows of another rank.",
+        ranks=wrong,
+        location=use.loss or line or use.location,
+        evidence=[
+            f"gathered at {use.location}" if (use.loss or line) and use.location else "",
+            *(
+                f"rank {rank}: its rows are {u.own} to {u.own + u.rows - 1}, its targets {first} to {last}"
+                for rank, u in list(zip(group, uses, strict=True))[:4]
+            ),
+        ],
+    )

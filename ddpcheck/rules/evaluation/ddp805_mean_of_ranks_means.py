@@ -19,3 +19,50 @@ Example:
     dist.all_reduce(loss)
     print(loss.item() / world_size)
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.trace.evaluation import Evaluated, common_value, exchange_line, first_shown, is_close, shard_numbers
+from ddpcheck.trace.metrics import FEWEST_BITS, RankMetric, bits_of
+
+_SOME = 0.01  # relative difference of metrics that matters
+
+
+def judge_mean_of_means(evals: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
+    """DDP805: shown mean or sum of per-rank metrics, not the metric of all samples."""
+    samples = [ev.samples for ev in evals]
+    sums = [counts for _, counts in common_value(evals, "numbers") if not any(count % 1 for count in counts)]
+    for call in shard_numbers(evals):
+        for values, metric in itertools.product(call.values, metrics):
+            if not metric.name or list(values) in sums or not all(map(is_close, values, metric.values)):
+                continue
+            right = metric.pooled
+            for kind, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
+                bits = min(sum(metric.bits), bits_of(wrong)) - math.log2(metric.tries)
+                if bits < FEWEST_BITS or abs(wrong - right) <= _SOME * abs(right):
+                    continue
+                if (seen := first_shown(evals, wrong, right)) is None:
+                    continue
+                by_rank = list(zip(values, samples, strict=True))[:4]
+                return one_finding(
+                    "DDP805",
+                    (evals[0].loader.dataset,),
+                    f"The {wrong:.6g} that is {seen.how} is the {kind} of the ranks' values, the {metric.name} of "
+                    f"{min(samples)} to {max(samples)} samples each: over all samples it is {right:.6g}.",
+                    location=exchange_line(call.first, metric.key.partition(".")[0]),
+                    evidence=[
+                        f"rank {rank} gives {call.first.operation} {value:.6g}, of {counted(count, 'sample')}"
+                        for rank, (value, count) in enumerate(by_rank)
+                    ]
+                    + [
+                        f"{call.first.operation} is called at {call.first.location}, and it is {seen.how} at "
+                        f"{seen.location}"
+                    ],
+                )
+    return []

@@ -15,3 +15,21 @@ Example:
         total += loss(ddp(x), y).detach()
         dist.all_reduce(total)               # right: after the loop
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.evidence.evaluation import SumsReduced
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
+
+
+def repeated_sum_finding(sums: SumsReduced, world_size: int) -> list[Finding]:
+    text = ", ".join(f"{result[0]:.6g}" for result in sums.left)
+    return one_finding(
+        "DDP806",
+        ("all_reduce",),
+        "The result of all_reduce goes into the next all_reduce at the same line, which multiplies the sums of earlier "
+        f"batches by {world_size} each time.",
+        location=sums.location,
+        evidence=[f"the sums were {text}", f"before the second all_reduce, this rank had {sums.given[1][0]:.6g}"],
+    )

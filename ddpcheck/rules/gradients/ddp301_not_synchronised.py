@@ -17,3 +17,367 @@ Example:
     output = ddp.module(x)                   # right: output = ddp(x)
     output.sum().backward()
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from ddpcheck.findings.evidence.replicas import ModelSplit
+from ddpcheck.findings.evidence.script import GradientsClipped
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import (
+    capitalized,
+    counted,
+    format_ranks,
+    format_steps,
+    group_by,
+    group_by_value,
+    join_names,
+    minority_ranks,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+    unless_all,
+)
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.check_context import group_by_step
+from ddpcheck.trace.gradients import (
+    AVERAGE_ALL,
+    RETURN_AVERAGE,
+    Clips,
+    ReducerFacts,
+    differing_losses,
+    evidence_between_ranks,
+)
+from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
+from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
+from ddpcheck.trace.unwrapped_params import (
+    Steps,
+    are_close,
+    are_near,
+    are_scaled,
+    differing,
+    gradients_differ,
+    minority_of,
+    param_name,
+    spell_values,
+)
+
+
+def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
+    """Report gradients that differ only within tensor parallel groups (DDP301)."""
+    models = facts.known.models
+    within = {name for model in models for name in _unequal_on(facts, model)}
+    between = {name for replicas in zip(*models, strict=True) for name in _unequal_on(facts, replicas)}
+    names = [name for name in facts.unequal if name in within and name not in between]
+    if not names:
+        return []
+    return facts.known.names.one_finding(
+        "DDP301",
+        names,
+        f"The gradients of {join_names(facts.known.names.subjects(names))} differ between "
+        f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
+        "parallelism): each rank has the gradient of its part.",
+        steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
+        evidence=[differing_losses(facts), *evidence_between_ranks(facts)],
+        fix=PLAN_ADVICE,
+    )
+
+
+PLAN_ADVICE = (
+    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
+    "gradients over the group of tensor parallelism before the step."
+)
+
+
+def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
+    by_step = group_by_step(item for item in facts.evidence if item.rank in ranks)
+    return {name for items in by_step.values() for name in differing_names([item.gradients for item in items])}
+
+
+def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
+    """Report gradients that differ between ranks although the wrapper was called (DDP301).
+
+    Runs before comparisons with the average, because ranks that differ need no reference.
+    """
+    names = facts.not_synchronised
+    if not names:
+        return []
+    count = len(facts.evidence[0].gradients)
+    steps = sorted({step for name in names for step in facts.unequal[name]})
+    is_known = facts.known.wrapper.is_ddp or facts.known.wrapper.sharded
+    wrapper_note = f"the wrapper is a {facts.known.wrapper_class}, not a DistributedDataParallel"
+    fix = RETURN_AVERAGE if facts.known.wrapper.comm_hook else "" if is_known else AVERAGE_ALL
+    if facts.known.wrapper.named == "tensor parallelism":
+        fix = 'Average them in the data dimension too: DistributedDataParallel(model, device_mesh=mesh["dp"]), or '
+        fix += 'fully_shard(model, mesh=mesh["dp"]).'
+    return facts.known.names.one_finding(
+        "DDP301",
+        names,
+        f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
+        f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
+        steps=unless_all(steps, facts.step_count),
+        evidence=["" if is_known else wrapper_note, *evidence_between_ranks(facts)],
+        fix=fix,
+    )
+
+
+_ALIKE = (
+    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
+    "data."
+)
+
+
+def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
+    """Report averaged gradients that differ between ranks at the optimizer step (DDP301)."""
+    for by_rank in steps:
+        if not all(step.averaged for step in by_rank) or len({step.reductions for step in by_rank}) > 1:
+            continue
+        unaveraged = {name for step in by_rank for name in step.unaveraged}
+        names = [name for name in differing([step.norms for step in by_rank]) if name not in unaveraged]
+        if names:
+            values = {name: [step.norms.get(name) for step in by_rank] for name in names}
+            ranks = minority_of([step.norms for step in by_rank], names)
+            findings = one_finding(
+                "DDP301",
+                [param_name(name) for name in names],
+                f"The averaged {plural_verb('gradient', 'gradients', names)} of "
+                f"{join_names([param_name(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
+                "backward, differently on each rank.",
+                ranks=ranks,
+                steps=(by_rank[0].count,),
+                location=by_rank[0].location,
+                evidence=[
+                    f"norm before the optimizer's step: {text}"
+                    for text in told_by_rank({param_name(n): [spell_values(v) for v in values[n]] for n in names[:3]})
+                ],
+                fix=_ALIKE,
+            )
+            return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+    return []
+
+
+def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
+    """Report unwrapped gradients that differ only by a factor per rank (DDP301)."""
+    for by_rank in steps:
+        names = [name for name in by_rank[0].alone if gradients_differ(by_rank, name)]
+        if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
+            continue
+        sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]
+        findings = one_finding(
+            "DDP301",
+            [param_name(name) for name in names],
+            f"The gradients of {join_names([param_name(name) for name in names])} are those of the other ranks times a "
+            "factor: they were scaled after the ranks had averaged them, differently on each rank.",
+            ranks=minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else (),
+            steps=(by_rank[0].count,),
+            location=by_rank[0].location,
+            evidence=[f"norm of {param_name(names[0])}: {_by_rank(sizes)}"],
+            fix=_ALIKE,
+        )
+        return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+    return []
+
+
+def _at_scale(finding: Finding, steps: Steps) -> Finding | None:
+    """Relocate a finding to the load of a GradScaler with rank-dependent scale."""
+    scales = [step.scale for step in steps]
+    if len(set(scales)) < 2:
+        return None
+    evidence = *finding.evidence, f"the scale of the GradScaler: {_by_rank(scales)}"
+    fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
+    load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
+    return replace(finding, evidence=evidence, fix=fix).relocated(load_line, "optimizer steps")
+
+
+def _at_cause(finding: Finding, steps: Steps, clips: Clips) -> Finding:
+    line = steps[0].changed_at or steps[0].reduced_at
+    return _at_clip(finding, clips) or finding.relocated(line, "optimizer steps")
+
+
+def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
+    """Relocate a finding to a clip that differs between ranks, or return `None`."""
+    early = [(r, clip) for r, rank_clips in enumerate(clips) for clip in rank_clips if clip.step <= finding.steps[0]]
+    if not all(clips) and (clipped := {rank: clip for rank, clip in early if clip.norm > clip.limit}):
+        first = next(iter(clipped.values()))
+        message, fix = f"{first.by} is called there, on no other rank", f"Call {first.by} on every rank, or on none."
+        explained = replace(finding, ranks=tuple(clipped), evidence=(*finding.evidence, message), fix=fix)
+        return explained.relocated(first.location, "optimizer steps")
+    for by_rank in zip(*clips, strict=False):
+        first = by_rank[0]
+        is_paired = len({(clip.count, clip.step, clip.location, clip.by) for clip in by_rank}) == 1
+        if is_paired and (difference := _clip_difference(by_rank)) is not None:
+            message, fix = difference
+            explained = replace(finding, evidence=(*finding.evidence, f"{first.by} {message}"), fix=fix)
+            return explained.relocated(first.location, "optimizer steps")
+    return None
+
+
+def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | None:
+    """Return how one clip differs between ranks, and the fix, or `None`."""
+    norms, limits = [clip.norm for clip in clips], [clip.limit for clip in clips]
+    if clips[0].of_parts and not are_close(norms) and max(norms) > max(limits) > 0:
+        return (
+            f"computes a norm there of {_by_rank(norms)}; ranks have rank-local parameters",
+            "Clip by a norm over all ranks: add up the squared norms of the rank-local parameters with an all_reduce, "
+            "and those of the other parameters once.",
+        )
+    if are_close(norms) and not are_close(limits) and norms[0] > min(limits) > 0 and clips[0].location is not None:
+        return (
+            f"gets a different limit there: {_by_rank(limits)}",
+            "Clip to the same limit on every rank: all_reduce the values that it is computed from before the call.",
+        )
+    return None
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    return "; ".join(group_by_value([spell_values(value) for value in values]))
+
+
+def judge_apart_meshes(
+    ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
+) -> list[Finding]:
+    """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
+    if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
+        return []
+    differing = _shards_that_differ(by_step[max(by_step)])
+    first = by_step[min(by_step)][0][0].state.values.parameters
+    if differing < first.keys() or not differing:
+        return []
+    groups = join_names([format_ranks(mesh) for mesh in ranks])
+    return one_finding(
+        "DDP301",
+        ("mesh",),
+        f"{capitalized(groups)} have separate meshes: they begin with the same model and diverge, because "
+        "nothing averages gradients between them.",
+        severity=Severity.WARNING,
+        location=line,
+        evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
+        fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, the first of which replicates "
+        '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
+    )
+
+
+def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]:
+    """Return the parameters with mismatched values in the same shard of different groups."""
+    by_shard = group_by(chain.from_iterable(groups), lambda replica: replica.shard).values()
+    values = ([replica.state.values.parameters for replica in replicas] for replicas in by_shard)
+    return set(chain.from_iterable(map(differing_names, values)))
+
+
+_FEWEST_STEPS = 3
+
+
+def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+    """DDP301: parameters that start equal on ranks of one model but get different gradients.
+
+    Reported only if other parameters, the split parts, start different. Constant initial values are ignored: split
+    parts may start constant, too.
+    """
+    number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
+    groups = hand_split(wrappers, world_size)
+    names_by_group = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
+    names = next(filter(None, names_by_group.values()), [])
+    if not names:
+        return []
+    of_models = [members for members, diverged in names_by_group.items() if diverged]
+    line = groups[of_models[0]]
+    return one_finding(
+        "DDP301",
+        names,
+        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with the same values on "
+        f"{format_ranks(of_models[0])}, which compute one model together, and {plural_verb('gets', 'get', names)} a "
+        "different gradient on each: that of a part of the model.",
+        ranks=tuple(sorted(itertools.chain(*of_models))),
+        location=line,
+        evidence=["the ranks combine the outputs of their parts there, by a collective in a custom autograd Function"],
+        fix="In the backward pass, all_reduce over these ranks the gradient of the input of the split layers: a "
+        "function that returns its input in forward (Megatron-LM's copy_to_tensor_model_parallel_region). If these are "
+        "parts that only start equal, use a different seed for them on each rank.",
+    )
+
+
+def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
+    return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
+
+
+def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
+    """Return parameters that start equal on ranks of one model, then always differ."""
+    steps = sorted(set(captured[0]).intersection(*captured))
+    if len(steps) < _FEWEST_STEPS:
+        return []
+    first, *later = [[by_step[step] for by_step in captured] for step in steps]
+
+    def is_one(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        return len({replica.state.values.parameters.get(name) for replica in replicas}) == 1
+
+    def near(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        sketches = [replica.averaged[name] for replica in replicas if name in replica.averaged]
+        return len(sketches) < len(replicas) or are_near(sketches)
+
+    names = [name for name in first[0].parts if all(name in replica.parts for replica in first)]
+    equal = [name for name in names if is_one(first, name)]
+    if len(equal) == len(names):
+        return []
+    return [
+        name
+        for name in equal
+        if not any(is_one(step, name) for step in later) and not any(near(step, name) for step in (first, *later))
+    ]
+
+
+def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP301: gradients of replicated parameters that differ between ranks of one model."""
+    mismatches = [(rank_steps, names) for rank_steps in steps if (names := _differing(rank_steps))]
+    if not mismatches or 2 * len(mismatches) <= len(steps):
+        return []
+    rank_steps, names = mismatches[0]
+    drawn = _draw_apart(steps)
+    seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if drawn else None
+    message = (
+        f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
+        f"{plural_verb('differs', 'differ', names)} between {format_ranks(ranks)}, which compute one model together "
+        f"(tensor parallelism) and replicate {plural_verb('it', 'them', names)}: "
+    )
+    return one_finding(
+        "DDP301",
+        names,
+        message
+        + (
+            "each rank draws different random numbers."
+            if drawn
+            else "each has the gradient of its part, and nothing adds them up."
+        ),
+        ranks=ranks,
+        steps=(rank_steps[0].count,),
+        location=seeded or split.location or rank_steps[0].location,
+        evidence=[
+            "the state of torch's generator differs between these ranks before each step, and each step draws from it"
+            if drawn
+            else "such as its own part of the sequence, if replicated layers work on a part",
+        ],
+        related={"optimizer steps": rank_steps[0].location},
+        fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
+        "dropout and similar layers have to give all of them the same result."
+        if drawn
+        else PLAN_ADVICE,
+    )
+
+
+def _differing(rank_steps: PartSteps) -> list[str]:
+    first = rank_steps[0].gradients
+    common = [name for name in first if all(name in step.gradients for step in rank_steps)]
+    return [name for name in common if not are_near([step.gradients[name] for step in rank_steps])]
+
+
+def _draw_apart(steps: Sequence[PartSteps]) -> bool:
+    """Return True if generator states differ between ranks and advance in every step."""
+    states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
+    moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:MIN_PART_STEPS]))
+    return moves and all(len({step.random for step in rank_steps}) > 1 for rank_steps in steps)

@@ -18,3 +18,60 @@ Example:
     loss.backward(retain_graph=True)
     loss.backward()                          # only the first of the two is reduced; right: (2 * loss).backward()
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import counted
+from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses
+
+
+def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
+    """Report ranks of a tensor parallel group with different losses (DDP302)."""
+    description = differing_losses(facts)
+    if not description or not facts.mismatched:
+        return []
+    return facts.mismatch(
+        "DDP302",
+        f"{description}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
+        subjects=("loss",),
+        location=facts.known.loss_location,
+        fix="Replicate the inputs of the loss in the plan of parallelize_module (output_layouts=Replicate()), or "
+        "compute the loss of the DTensor under loss_parallel().",
+    )
+
+
+def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
+    """Report gradients that are not the ranks' average, without known cause (DDP302).
+
+    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest later.
+    """
+    if not facts.mismatched:
+        return []
+    hook = facts.known.wrapper.comm_hook
+    if facts.known.own_hook:
+        return facts.mismatch(
+            "DDP302",
+            f"The communication hook {hook} leaves gradients that are the same on every rank, but not the average of "
+            "the ranks' own.",
+            subjects=(hook,),
+            location=None,
+            severity=Severity.NOTE,
+            fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
+            "ranks, divided by their number, in the order of its elements.",
+        )
+    sharded = facts.known.wrapper.sharded
+    if facts.known.models and not facts.known.wrapper.comm_hook:
+        return facts.mismatch(
+            "DDP302",
+            f"With the model split over ranks, the gradients of {counted(len(facts.mismatched), 'parameter')} differ "
+            "from those of the unsplit model, averaged over the ranks.",
+            fix="Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
+            "layer are replicated, and which are sharded.",
+        )
+    return facts.mismatch(
+        "DDP302",
+        f"Under {'fully_shard' if sharded else 'the wrapper'}, the gradients of "
+        f"{counted(len(facts.mismatched), 'parameter')} are not the average of the ranks' own gradients.",
+        fix="" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL,
+    )

@@ -19,3 +19,158 @@ Example:
     for p in model.parameters():
         p.register_hook(lambda g: g.clamp(-1, 1))   # right: clip_grad_norm_(model.parameters(), 1.0) after backward
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient, ModuleChanged
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import capitalized, counted, group_by_value, join_names, make_finding, one_finding
+from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
+from ddpcheck.trace.gradients import UNCHANGED, Clips, ReducerFacts
+from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
+
+
+def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
+    """Report a hook registered while wrapping that changes gradients (DDP310).
+
+    Only under DDP, because custom wrappers reduce gradients by such hooks.
+    """
+    hooks, known = facts.known.wrap_hooks, facts.known
+    if not facts.mismatched or not hooks or not known.wrapper.is_ddp:
+        return []
+    names = list(facts.mismatched)
+    return facts.mismatch(
+        "DDP310",
+        f"{capitalized(hooks[0].description)}, registered while wrapping, changes gradients: under the wrapper, those "
+        f"of {counted(len(names), 'parameter')} are not the average of the ranks' own.",
+        *(f"on the path of gradients: {hook}" for hook in hooks[:3]),
+        location=hooks[0].location or known.names.location(names),
+    )
+
+
+def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
+    """Report gradients clipped by each rank's own norm before the average (DDP310)."""
+    matched = [
+        by_rank for by_rank in zip(*clips, strict=False) if len({(clip.count, clip.location) for clip in by_rank}) == 1
+    ]
+    matched = [by_rank for by_rank in matched if not by_rank[0].of_parts]
+    unequal = [by_rank for by_rank in matched if not are_close([clip.norm for clip in by_rank])]
+    if any(len({(clip.step, clip.location) for clip in rank_clips}) < len(rank_clips) for rank_clips in clips):
+        return []  # several clips per step, such as one per sample
+    averaged = [by_rank for optimizer_steps in steps for by_rank in optimizer_steps if all_gradients_agree(by_rank)]
+    if len(unequal) < 2 or 2 * len(unequal) <= len(matched) or not averaged or len(averaged) < sum(map(len, steps)):
+        return []
+    first = unequal[0]
+    return one_finding(
+        "DDP310",
+        (first[0].by,),
+        f"{first[0].by} sees different gradients on each rank: it clips gradients that are averaged later.",
+        location=first[0].location,
+        evidence=[f"rank {rank}: a norm of {clip.norm:.6g}" for rank, clip in enumerate(first[:4])],
+        fix=f"Call {first[0].by} after the gradients have been averaged, and before the optimizer's step.",
+    )
+
+
+def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
+    """Report gradients that are clipped or changed between micro-batches (DDP310).
+
+    Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
+    known clip functions count.
+    """
+    matched = [
+        by_rank
+        for by_rank in zip(*changes, strict=False)
+        if len({(change.wrapper, change.step, change.by, change.location) for change in by_rank}) == 1
+    ]
+    local = [by_rank for by_rank in matched if all(change.put_off for change in by_rank)]
+    unequal = [by_rank for by_rank in local if not are_close([change.factor for change in by_rank])]
+    clipped = [by_rank for by_rank in matched if by_rank[0].by and not any(change.put_off for change in by_rank)]
+    shown = unequal if len(unequal) > 1 and 2 * len(unequal) > len(local) else clipped
+    if len(shown) < 2:
+        return []
+    first = shown[0]
+    cause = first[0].by or "The script"
+    when = "by its own factor on each rank, before they are averaged" if shown is unequal else "before the step has all"
+    return one_finding(
+        "DDP310",
+        (first[0].by or "gradients",),
+        f"{cause} changes the gradients after each micro-batch, {when}; those of the next micro-batch are added to the "
+        "changed ones.",
+        location=first[0].location,
+        evidence=[f"rank {r}: it multiplies their norm by {change.factor:.4g}" for r, change in enumerate(first[:4])],
+        severity=Severity.ERROR if shown is unequal else Severity.WARNING,
+        fix=f"Call {first[0].by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
+    )
+
+
+def hook_finding(
+    hooks: Sequence[Sequence[GradientsHooked]],
+    first: Sequence[Mapping[str, HookedGradient]],
+    names: Sequence[str],
+    kind: str,
+    steps: Sequence[int],
+) -> list[Finding]:
+    changes = [by_name.get(names[0], UNCHANGED) for by_name in first]
+    action = {
+        "scaled": "multiplies each rank's own gradient by a different factor",
+        "masked": "sets different elements of the gradient to zero on each rank",
+        "limited": "limits the elements of each rank's own gradient",
+    }[kind]
+    number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[kind]
+    texts = ["no element is changed" if change == UNCHANGED else number.format(change.number) for change in changes]
+    return one_finding(
+        "DDP310",
+        names,
+        f"A hook {action} before the gradients are averaged: the average differs from the result of the hook on the "
+        "gradient of the global batch.",
+        steps=steps[:1],
+        location=next((hook.location for entries in hooks for hook in entries if hook.location is not None), None),
+        evidence=[f"{names[0]}: {'; '.join(group_by_value(texts))}", f"so in {len(steps)} steps that were compared"],
+        severity=Severity.WARNING if kind == "limited" else Severity.ERROR,
+        fix="Change the gradients after backward has returned, when they are averaged; or by the same mask and factor "
+        "on every rank.",
+    )
+
+
+def explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
+    """Report gradients changed in backward by value or by rank (DDP310).
+
+    Runs first: a gradient that backward has changed fits no loss pattern, or a wrong one.
+    """
+    known = facts.known
+    names = [item.name for item in facts.wrong]
+    nonlinear = [name for name in known.nonlinear if name in names]
+    differs_by_rank = facts.world_changed and known.hooks and all(call.differentiable for call in known.local.calls)
+    if not nonlinear and not (differs_by_rank and values_are_close(facts.analysis.shard_losses, known.local.losses)):
+        return []
+    location = next((hook.location for hook in known.hooks if hook.location), None)
+    subjects = known.names.subjects(known.nonlinear if nonlinear else names)
+    cause = capitalized(known.hooks[0].description) if known.hooks else "Something in backward"
+    return facts.one_finding(
+        "DDP310",
+        f"{cause} changes the local gradient of {join_names(subjects)} before it is averaged, and the result is "
+        f"{facts.largest_error:.2g} away from that of the global batch.",
+        "a loss twice as large does not give gradients twice as large: backward is not linear"
+        if nonlinear
+        else "the losses are those of the same shards without a process group; only the gradients are not",
+        *(f"on the path of gradients: {hook}" for hook in known.hooks[:3]),
+        subjects=subjects,
+        location=location or known.names.location(names),
+    )
+
+
+def locate_step_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
+    return make_finding(
+        "DDP310",
+        finding.subjects,
+        f"A hook calls {step.how} while backward runs, before DDP has averaged the gradients: every rank steps with "
+        "its own.",
+        steps=finding.steps,
+        location=step.location,
+        related={"noticed": finding.location},
+        evidence=finding.evidence,
+        fix="Step after backward has returned, when the gradients are averaged; or have the hook leave the step to a "
+        "communication hook of DDP, after its all_reduce.",
+    )

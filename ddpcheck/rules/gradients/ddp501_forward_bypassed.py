@@ -15,3 +15,175 @@ Example:
     output = ddp.module(x)                   # right: output = ddp(x)
     output.sum().backward()
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import GradientsTaken
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, unless_all
+from ddpcheck.stream.ledger import AROUND
+from ddpcheck.trace.failures import WrapperErrorFacts
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
+from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, VALUES_DIVERGED, Steps, are_near
+
+
+def explain_error_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP501: ranks that bypass the wrapper and finish, while the others wait and fail.
+
+    Runs first, because the failure of the waiting ranks only shows that a peer did not come.
+    """
+    finished = [item for item in facts.finished.values() if isinstance(item, DdpStepEvidence)]
+    bypassed = [item.rank for item in finished if item.wrapper_calls == 0 and item.inner_calls > 0]
+    if not bypassed:
+        return []
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        f"On {format_ranks(bypassed)} the loss calls the wrapped module and not the wrapper; the other ranks wait "
+        "for its gradients.",
+        ranks=bypassed,
+        steps=(finished[0].step,),
+        evidence=[failure.message for failure in facts.failures],
+    )
+
+
+def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP501: parameter used outside of the module's forward, where only a shard exists."""
+    if "mixed torch.Tensor and DTensor" not in facts.text or "forward" not in facts.failures[0].place:
+        return []
+    return facts.one_finding(
+        "DDP501",
+        ("forward",),
+        "The loss uses parameters outside of the forward of a module that fully_shard was called on, where each rank "
+        "has only its shard.",
+        location=Location.parse(facts.failures[0].location),
+        fix="Call the module, not its forward or another of its methods; or register that method with "
+        "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
+    )
+
+
+BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does not take part in the step."
+
+
+def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
+    """Report a loss that does not call the wrapper (DDP501).
+
+    Runs before DDP301, which is a consequence. If the wrapped module is not called either, gradients have to differ: a
+    loss may need none of its parameters.
+    """
+    unequal_steps = {step for steps in facts.unequal.values() for step in steps}
+    is_ddp = facts.known.wrapper.is_ddp
+    bypassed = [
+        item
+        for item in facts.evidence
+        if item.wrapper_calls == 0 and (item.inner_calls or (is_ddp and item.step in unequal_steps))
+    ]
+    if not bypassed:
+        return []
+    names = facts.not_synchronised
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        BYPASSED
+        if any(item.inner_calls for item in bypassed)
+        else "The loss never calls the wrapper, only parts or methods of the module in it, so DDP does not "
+        "take part in the step.",
+        location=facts.known.loss_location,
+        ranks=unless_all(sorted({item.rank for item in bypassed}), len({item.rank for item in facts.evidence})),
+        steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
+        evidence=[
+            f"gradients of {counted(len(names), 'parameter')} differ between ranks" if names else "",
+            *evidence_between_ranks(facts),
+        ],
+    )
+
+
+def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], location: Location) -> list[Finding]:
+    return one_finding(
+        "DDP501",
+        names,
+        f"The gradients of {join_names(names)} are all_reduced only after the optimizer's step that uses them: every "
+        "rank steps with its own.",
+        location=location,
+        evidence=[VALUES_DIVERGED],
+        related={"optimizer steps": steps[0][0].location},
+        fix="all_reduce every gradient before the optimizer's step, or wrap the module in DistributedDataParallel.",
+    )
+
+
+def judge_taken(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+    """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
+
+    Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
+    `calls` has those on one wrapper, by rank.
+    """
+    rows = list(zip(*calls, strict=False))
+    sizes = {len(rank_calls) for rank_calls in calls}
+    if (
+        len(rows) < MIN_TAKEN_STEPS
+        or sizes != {len(rows)}
+        or any(len({call.count for call in row}) > 1 for row in rows)
+    ):
+        return []
+    if any(call.reductions or call.put_off for row in rows for call in row):
+        return []  # the wrapper averages backward passes, now or later
+    marks = zip(
+        *(tuple(itertools.chain.from_iterable(call.marks for call in rank_calls)) for rank_calls in calls), strict=False
+    )
+    are_equal = [len(set(row)) == 1 for row in marks]
+    names = [name for name in rows[0][0].parameters if len({call.parameters.get(name) for call in rows[0]}) == 1]
+    diverged = [name for name in names if len({call.parameters.get(name) for call in rows[-1]}) > 1]
+    unequal = [[name for name in diverged if len({call.parameters.get(name) for call in row}) > 1] for row in rows]
+    if any(later and not before for before, later in itertools.pairwise(are_equal)) or not diverged:
+        return []
+    if any(before and not later for before, later in itertools.pairwise(unequal)):
+        return []
+    local = [row for row in rows if any(_differ([call.gradients.get(name, ()) for call in row]) for name in diverged)]
+    known = [row for row in rows if row[0].gradients]
+    if 2 * len(local) <= len(known):
+        return []
+    first = rows[0][0]
+    return one_finding(
+        "DDP501",
+        ("torch.autograd.grad",),
+        "Gradients of the wrapped module are computed with torch.autograd.grad, and DDP averages those of backward() "
+        f"only: every rank updates {join_names(diverged)} by its own.",
+        location=first.location,
+        evidence=[
+            "the values were the same on all ranks when the first gradients were taken, and are not any more",
+            f"the gradients differ between ranks in {len(local)} of {len(known)} calls that were compared",
+            "the wrapper has averaged no backward pass",
+        ],
+        fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
+        "torch.autograd.grad returns, and divide it by the world size, before it is used.",
+    )
+
+
+def _differ(sketches: Sequence[Sequence[float]]) -> bool:
+    return all(sketches) and not are_near(sketches)
+
+
+def judge_bypassed_forward(ledgers: Ledgers) -> list[Finding]:
+    """DDP501: optimizer step on gradients of a backward pass that bypassed the wrapper."""
+    bypassed = [c for _, ledger in ledgers for c in ledger.used_unreduced if c.backward.kind in AROUND]
+    if not bypassed:
+        return []
+    line, noticed = bypassed[0].backward.location, bypassed[0].ended_by.location
+    inside_forward = bypassed[0].backward.kind == "backward inside"
+    return one_finding(
+        "DDP501",
+        ("forward",),
+        "Backward runs inside of the wrapper's forward, before DDP has prepared for it: nothing is averaged."
+        if inside_forward
+        else BYPASSED,
+        location=Location.parse(line or noticed),
+        related={"optimizer steps": Location.parse(noticed)},
+        fix="Call backward when forward has returned; in a LightningModule with manual optimization, "
+        "call self.manual_backward(loss) instead of loss.backward()."
+        if inside_forward
+        else "",
+    )

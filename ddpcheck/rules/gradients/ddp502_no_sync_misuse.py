@@ -18,3 +18,154 @@ Example:
     with ddp.no_sync():                      # no_sync takes effect in forward
         loss.backward()                      # right: with ddp.no_sync(): ddp(x).sum().backward()
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LoopEvent
+from ddpcheck.findings.program_blocks import blocks_of_lines
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import counted, one_finding, unless_all
+from ddpcheck.stream.ledger import Ledger
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts, contribution_ranks, contribution_steps
+from ddpcheck.trace.script_facts import ScriptFacts
+
+_SWITCHES = {
+    "set_requires_gradient_sync": "no gradient of its module is reduced",
+    "set_requires_all_reduce": "gradients are reduced within each shard group, and not between the replicas",
+}
+
+
+def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+    """Report optimizer steps that miss gradients because reduction is off (DDP502)."""
+    unreduced = [(item, use) for item in evidence for use in Ledger(item.events).used_unreduced]
+    if not unreduced:
+        return []
+    item, last = unreduced[-1]
+    call = _switched_off(item.events)
+    kind = call.kind if call is not None else "set_requires_gradient_sync"
+    in_turn = any(event.kind == kind and event.synchronises for event in item.events)
+    return one_finding(
+        "DDP502",
+        (kind,),
+        f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the optimizer steps "
+        "without its gradients."
+        if in_turn
+        else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
+        "no gradient, and the optimizer's steps do not change them.",
+        ranks=unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence)),
+        location=Location.parse(call.location if call is not None and call.location else last.ended_by.location),
+        related={"optimizer steps": Location.parse(last.ended_by.location)},
+        fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
+    )
+
+
+def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
+    """Report a reduction switched off by the last relevant call (DDP502).
+
+    Runs first: unreduced gradients are neither equal on all ranks nor the average.
+    """
+    wrong = list(dict.fromkeys((*facts.not_synchronised, *facts.wrong)))
+    call = _switched_off(facts.evidence[0].events)
+    if not wrong or call is None:
+        return []
+    count = len(facts.evidence[0].gradients)
+    return one_finding(
+        "DDP502",
+        (call.kind,),
+        f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of {len(wrong)} "
+        f"of {counted(count, 'parameter')} are not the average of the ranks'.",
+        location=Location.parse(call.location),
+        fix=f"Call {call.kind}(True) before the last backward of a step, or leave it out.",
+    )
+
+
+def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
+    """Return the last call of a switch that left reduction off."""
+    last = {event.kind: event for event in events if event.kind in _SWITCHES}
+    return next((event for event in last.values() if not event.synchronises), None)
+
+
+def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
+    """Move a DDP502 to the innermost `if` around `no_sync`, if no loop is inside."""
+    line = str(finding.location or "")
+    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # the value of a setting decides
+    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line or not enters:
+        return finding
+    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
+    decides = bool(around) and around[-1].kind == "branch"
+    return replace(finding, location=Location(around[-1].path, around[-1].line)) if decides else finding
+
+
+_DECIDES = ("branch", "loop", "function")
+
+
+BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
+"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
+
+
+def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
+    """DDP502: optimizer step on gradients added after the reduction, or never reduced."""
+    used = [(item, c) for item, ledger in ledgers for c in ledger.used_unreduced if c.forward is not None]
+    if not used:
+        return []
+    item, first = used[0]
+    step, ledger = first.ended_by, next(ledger for other, ledger in ledgers if other is item)
+    step_contributions = [c for c in ledger.contributions if c.ended == first.ended]
+    unreduced = [c for c in step_contributions if not c.reduced]
+    entered = next((event for event in item.events if event.kind == "enter no_sync"), None)
+    if entered is not None and not any(event.synchronises for event in item.events):
+        return one_finding(
+            "DDP502",
+            ("no_sync",),
+            "Every forward of the step runs under no_sync, so its gradients are never averaged.",
+            ranks=contribution_ranks(used, ledgers),
+            steps=contribution_steps(used, ledgers),
+            location=Location.parse(first.under or step.location),
+        )
+    called = unreduced[-1].under
+    set_at = next((event.location for event in item.events if event.kind == SYNC_SETTING), "") if called is None else ""
+    several = f"{len(unreduced)} backward passes" if len(unreduced) > 1 else "A backward pass"
+    kind = "ones" if len(unreduced) > 1 else "one"
+    at_step = f" at {step.location}" if step.location else ""
+    return one_finding(
+        "DDP502",
+        ("no_sync",),
+        f"{several} after the reduction of the step: the gradients of the last {kind} were never averaged, and every "
+        "rank steps on its own."
+        if len(unreduced) < len(step_contributions)
+        else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
+        ranks=contribution_ranks(used, ledgers),
+        location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
+        evidence=[
+            BY_FLAG,
+            *([f"the optimizer steps{at_step}"] if set_at and at_step else []),
+        ]
+        if called is None
+        else [f"the last forward before the step{at_step} ran under the no_sync() at {called}"],
+        fix="Have the forward of the last micro-batch before a step run outside of no_sync, with "
+        "require_backward_grad_sync set to True before it."
+        if called is None
+        else "Have the forward of the last micro-batch before a step run outside of no_sync(): the condition at "
+        f"{called} has to agree with that of the step{at_step}.",
+    )
+
+
+def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
+    """DDP502: `no_sync` without effect, because it encloses no forward."""
+    for _, ledger in ledgers:
+        for event, message in (
+            *((entry, "no_sync() is called and its context never entered") for entry in ledger.not_entered),
+            *((entry, "no_sync encloses a backward pass and not its forward") for entry in ledger.around_backward),
+        ):
+            return one_finding(
+                "DDP502",
+                ("no_sync",),
+                f"{message}, so it changes nothing.",
+                location=Location.parse(event.location),
+                evidence=["the gradients are right, and every micro-step pays for a reduction"],
+                severity=Severity.WARNING,
+            )
+    return []

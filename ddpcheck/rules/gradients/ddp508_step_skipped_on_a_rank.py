@@ -17,3 +17,113 @@ Example:
     if torch.isfinite(loss):                 # right: all_reduce the decision first
         optimizer.step()
 """
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.trace.positions import EndingFacts, Position, at_lines, doing, may_leave_out
+from ddpcheck.trace.unwrapped_params import Steps
+
+
+def fewer_backwards_finding(
+    facts: EndingFacts, loop: Block, ranks: Sequence[int], times: int, stayer: Position
+) -> list[Finding]:
+    """DDP508: skipped iterations of a loop that cannot end early."""
+    assert loop.times is not None and stayer.call is not None
+    blocks = [
+        block
+        for block in facts.around(stayer.lines, "branch", "rest", "try")
+        if block.path == loop.path and loop.first < block.first and block.last <= loop.last
+    ]
+    where = Location(blocks[-1].path, blocks[-1].line) if len(blocks) == 1 else None
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {at_lines(stayer.call)} in {times} "
+        f"of the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {doing(facts, ranks)}.",
+        ranks=ranks,
+        location=where or Location.parse(stayer.lines[0]),
+        evidence=[*map(may_leave_out, blocks), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],
+    )
+
+
+def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"The ranks are not in the same step: before step {rank_steps[0].count} of the optimizer they have reached "
+        "different numbers of collectives, and its options are already those of a different step.",
+        location=rank_steps[0].location,
+        evidence=[f"collectives of all ranks: {v}" for v in group_by_value([step.collectives for step in rank_steps])],
+        fix="Leave the loop, or skip its body, on all ranks or on none: all_reduce the decision.",
+    )
+
+
+def skipped_steps_finding(
+    rank_steps: Steps, ranks: Sequence[int], action: str, evidence: Sequence[str]
+) -> list[Finding]:
+    """Create a DDP508 at the line that decides on the step, if unique."""
+    step, lines = rank_steps[0].location, rank_steps[0].left_out_at
+    decides = f"this line decides if the step at {step} is made"
+    return one_finding(
+        "DDP508",
+        ("step",),
+        f"{format_ranks(ranks).capitalize()} {action}",
+        ranks=ranks,
+        location=lines[0] if len(lines) == 1 else step,
+        evidence=[*evidence, *([decides] if len(lines) == 1 else [f"{line} may leave it out" for line in lines])],
+    )
+
+
+_USUAL = 0.8  # least share of reductions with the most common pace
+
+
+_MOST_LEFT_OUT = 3  # consecutive skipped iterations
+
+
+def shift_finding(
+    paces: Sequence[WrapperPace], count: Callable[[PaceRun], int], label: str, message: str, severity: Severity | None
+) -> list[Finding]:
+    unusual: list[dict[int, int]] = []
+    lines: list[Location | None] = []
+    for pace in paces:
+        counts: Counter[int] = Counter()
+        batch_counts: Counter[int] = Counter()
+        for run, length in pace.lengths():
+            counts[count(run)] += length
+            batch_counts[run.batches] += length
+        ((turn, often),), ((batches, _),) = counts.most_common(1), batch_counts.most_common(1)
+        if not turn or often < _USUAL * pace.reductions:
+            return []
+        # a skipped backward pass takes one more batch, if there is a loader
+        odd = [item for item in pace.lengths() if count(item[0]) > turn and (item[0].batches > batches or not batches)]
+        extra = {run.first + n: run for run, length in odd if count(run) % turn == 0 for n in range(length)}
+        skipped = {step: count(run) // turn - 1 for step, run in extra.items()}
+        skipped |= {run.first: count(run) // turn for run in pace.runs[-1:] if run.first == pace.reductions}
+        unusual.append({step: times for step, times in skipped.items() if 0 < times <= _MOST_LEFT_OUT})
+        lines += [extra[step].location for step in unusual[-1] if step in extra]
+    everywhere = set.intersection(*(set(skips.items()) for skips in unusual))
+    rank_skips = [{step: n for step, n in skips.items() if (step, n) not in everywhere} for skips in unusual]
+    if sum(map(bool, rank_skips)) < 2:
+        return []  # a single rank is reported by its number of steps
+    lines += [pace.runs[0].location for pace in paces]  # if all skips follow the last reduction
+    line = next(filter(None, lines), None)
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        message,
+        location=line,
+        evidence=[
+            f"rank {rank}: {label} before reduction {', '.join(map(str, sorted(skips)[:4]))} (of {paces[0].reductions})"
+            for rank, skips in enumerate(rank_skips[:4])
+            if skips
+        ],
+        severity=severity,
+        fix="all_reduce the decision, so that each rank skips the step or none does; or multiply the loss by zero.",
+    )

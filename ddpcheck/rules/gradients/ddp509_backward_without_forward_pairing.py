@@ -16,3 +16,51 @@ Example:
     one.backward()
     other.backward()                         # right: (one + other).backward()
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.failures import MARKED_TWICE, RaisedFacts, WrapperErrorFacts
+from ddpcheck.trace.gradients import Ledgers
+
+
+def explain_undefined_gradient(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP509: gradient after the end of a reduction, which DDP counts for the next."""
+    return facts.one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass of an earlier step delivered gradients after the reduction of that step: DDP takes "
+        "them for the start of the next reduction, and waits for the rest.",
+    )
+
+
+def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP509: second backward pass of a step, which torch reports as a duplicate gradient."""
+    if MARKED_TWICE not in facts.text or "utils/checkpoint.py" in facts.text or facts.known.local.backwards[1] < 2:
+        return []
+    return facts.one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass follows without its own forward: it delivers gradients again that DDP has averaged "
+        "in the first one.",
+        location=Location.parse(facts.failures[0].location),
+    )
+
+
+def judge_backward_pairing(ledgers: Ledgers) -> list[Finding]:
+    """DDP509: backward pass of the wrapper's output after the end of the reduction."""
+    unpaired = [(item, c) for item, ledger in ledgers for c in ledger.unpaired]
+    if not unpaired:
+        return []
+    item, contribution = unpaired[0]
+    done = "" if contribution.after is None else contribution.after.location
+    after = [event.kind for event in item.events[: contribution.number + 1] if event.kind in ("forward", "backward")]
+    return one_finding(
+        "DDP509",
+        ("backward",),
+        "A second backward pass follows without its own forward: DDP averages in the first one after a forward, and "
+        "the gradients that the second adds stay on their rank.",
+        location=Location.parse(contribution.backward.location or done),
+        evidence=[f"the step runs {', '.join(after)}", f"reduced: the backward at {done}" if done else ""],
+    )

@@ -13,3 +13,44 @@ Example:
         optimizer.zero_grad()                # right: once, before the loop
         loss(ddp, part).backward()
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import GradientsZeroed
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.trace.gradients import Ledgers, contribution_ranks, contribution_steps
+
+
+def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
+    """DDP517: gradients zeroed several times between two optimizer steps; of one rank."""
+    if not zeroed:
+        return []
+    return one_finding(
+        "DDP517",
+        ("zero_grad",),
+        f"zero_grad discards gradients that no step has used: it is called {zeroed[0].times} times before each "
+        "optimizer step.",
+        location=zeroed[0].location,
+        evidence=["each time the gradients were not zero"],
+    )
+
+
+def judge_discarded_gradients(ledgers: Ledgers) -> list[Finding]:
+    """DDP517: gradients zeroed before any optimizer step used them."""
+    lost = [(item, contribution) for item, ledger in ledgers for contribution in ledger.lost]
+    if not lost:
+        return []
+    first = lost[0][1]
+    origin = [c for item, c in lost if item is lost[0][0] and c.ended == first.ended][-1].backward.location
+    return one_finding(
+        "DDP517",
+        ("zero_grad",),
+        f"zero_grad discards the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
+        ranks=contribution_ranks(lost, ledgers),
+        steps=contribution_steps(lost, ledgers),
+        location=Location.parse(first.ended_by.location),
+        evidence=[f"they come from the backward at {origin}"] if origin else [],
+    )

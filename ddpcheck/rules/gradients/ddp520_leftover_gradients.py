@@ -16,3 +16,46 @@ Example:
     loss_of_discriminator.backward()         # right: discriminator_optimizer.zero_grad() first
     discriminator_optimizer.step()
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import GradientsLeft
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.trace.unwrapped_params import param_name
+
+
+def judge_stale_gradients(stale: Sequence[GradientsLeft]) -> list[Finding]:
+    """DDP520: stale gradients of earlier steps or another loss, on one rank."""
+    for entry in stale:
+        names = [*map(param_name, entry.names)]
+        suffix = f" of {join_names(names)}" if names else ""
+        if entry.own:
+            message = (
+                f"The gradients{suffix} are not zeroed after a step: each backward pass adds to those of all steps "
+                "before, and the optimizer uses them again."
+            )
+            fix = (
+                "Call optimizer.zero_grad() after each step, or before the first backward pass of the next one: it "
+                "zeroes the gradients of all parameters that the optimizer holds."
+            )
+        else:
+            message = (
+                f"An optimizer steps on gradients{suffix} that another loss has left in .grad (the backward at "
+                f"{entry.made}): they are not zeroed before its own backward pass at {entry.added}."
+            )
+            fix = (
+                "Call zero_grad of this optimizer before the backward pass of the loss that it minimises, or freeze "
+                "its parameters (requires_grad_(False)) while the other loss is differentiated."
+            )
+        return one_finding(
+            "DDP520",
+            names or ("zero_grad",),
+            message,
+            location=entry.location if entry.own else entry.added,
+            evidence=["in several steps, one after the other"],
+            fix=fix,
+        )
+    return []

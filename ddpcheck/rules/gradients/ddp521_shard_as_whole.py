@@ -24,3 +24,131 @@ Example:
     if rank == 0:
         torch.save(model.state_dict(), path)     # right: get_model_state_dict(model, options=FULL), on every rank
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.unwrapped_params import Steps, param_name
+
+
+def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """DDP521: a checkpoint with the shards of some ranks only; `uses` by rank."""
+    saved = {rank: [use for use in rank_uses if use.shard is not None] for rank, rank_uses in enumerate(uses)}
+    shards = [use for rank_uses in saved.values() for use in rank_uses]
+    numbers = {use.shard[0] for use in shards if use.shard is not None}
+    parts = max((use.shard[1] for use in shards if use.shard is not None), default=0)
+    if not shards or len(numbers) == parts:
+        return []
+    ranks = [rank for rank, rank_uses in saved.items() if rank_uses]
+    first = shards[0]
+    return one_finding(
+        "DDP521",
+        (PurePath(first.path).name,),
+        f"{format_ranks(ranks).capitalize()} {plural_verb('saves', 'save', ranks)} its own shard of each parameter, "
+        f"and no other rank saves its own: {len(numbers)} of {parts} parts of the model "
+        f"{plural_verb('is', 'are', [*numbers])} in a file.",
+        ranks=ranks,
+        location=first.location,
+        evidence=[f"the file is {first.path}"],
+    )
+
+
+def explain_mixed_norms(facts: RaisedFacts) -> list[Finding]:
+    """DDP521: one norm over sharded (DTensor) and whole gradients."""
+    shards, whole = facts.clipped if len(facts.clipped) == 2 else ((), ())
+    split, others = (f" ({join_names(names)})" if names else "" for names in (shards, whole))
+    return facts.one_finding(
+        "DDP521",
+        shards or ("gradients",),
+        f"One norm is computed over gradients that are split over the ranks{split}, which are DTensors, and over whole "
+        f"gradients{others}, which are plain tensors.",
+        fix="Take the norm of each kind by get_total_norm, that of the DTensors with .full_tensor(); put the two "
+        "together (the root of the sum of their squares), and give that to clip_grads_with_norm_ for each kind.",
+    )
+
+
+def explain_whole_into_shards(facts: RaisedFacts, verb: str) -> list[Finding]:
+    return facts.one_finding(
+        "DDP521",
+        ("parameters",),
+        f"Whole tensors are {verb} parameters that fully_shard has sharded: each rank has a part of each (DTensor).",
+        fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
+        "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them. For "
+        "a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",
+    )
+
+
+def judge_parts_reduced(steps: Sequence[Steps]) -> list[Finding]:
+    """Detect all-reduced gradients of rank-local parameters (DDP521)."""
+    known = [step for step in steps if all(entry.parts_reduced for entry in step)]
+    if len(known) < 2 or len(known[0]) < 2:
+        return []
+    first = known[0][0]
+    names = [*map(param_name, first.parts_reduced)]
+    return one_finding(
+        "DDP521",
+        names,
+        f"Each rank has its own {join_names(names)}, and the gradients are all_reduced over all ranks: each of these "
+        "rank-local parts is trained with the gradients of the others.",
+        location=first.parts_reduced_at or first.location,
+        evidence=["they reach the loss through an all_to_all only, so each already has its gradient from all ranks"],
+        related={"optimizer steps": first.location},
+        fix="Reduce the gradients of replicas only. Rank-local parameters need no all_reduce: divide their gradients "
+        "by the world size if those of the replicas are averaged.",
+    )
+
+
+def state_of_one_rank(
+    states: Sequence[Mapping[str, float]], line: Location | None, evidence: Sequence[str], steps: Sequence[int] = (0,)
+) -> list[Finding]:
+    """Report equal optimizer state on all ranks for different shards (DDP521).
+
+    `states` are norms by rank. Step counters are replicated and ignored; norms of different shards differ.
+    """
+    norms = [{name: norm for name, norm in state.items() if norm and not name.endswith(": step")} for state in states]
+    if len(norms) < 2 or len(set(norms[0].values())) < 2 or any(state != norms[0] for state in norms):
+        return []
+    keys = sorted({name.rpartition(": ")[2] for name in norms[0]})
+    return one_finding(
+        "DDP521",
+        keys,
+        f"Every rank has the same {join_names(keys)} for its part of each of "
+        f"{counted(len({name.rpartition(': ')[0] for name in norms[0]}), 'parameter')}, where each should have a "
+        "different part: the optimizer's state is that of one rank.",
+        steps=tuple(steps),
+        location=line,
+        evidence=evidence,
+        fix="Save and load the state of every rank: by torch.distributed.checkpoint, with "
+        "get_optimizer_state_dict and set_optimizer_state_dict; or in a file for each rank.",
+    )
+
+
+def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
+    """DDP521: ranks have equal shards of parameters that should differ.
+
+    Reported only if all shards with non-constant values are equal: zeros and ones are equal by design, and a single
+    parameter may consist of equal blocks.
+    """
+    count = len({replica.shard for replica in replicas})
+    names = list(dict.fromkeys(name for replica in replicas for name in replica.parts))
+    values = [replica.state.values.parameters for replica in replicas]
+    if count < 2 or not names or any(len({rank_values.get(name) for rank_values in values}) > 1 for name in names):
+        return []
+    return one_finding(
+        "DDP521",
+        names,
+        f"Every rank has the same shard of {counted(len(names), 'parameter')}, where each should have a different "
+        f"part: {plural_verb('it is', 'they are', names)} one part, {count} times.",
+        steps=(replicas[0].step,),
+        evidence=[
+            "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
+            "rank draws for its shards from the same seed"
+        ],
+    )

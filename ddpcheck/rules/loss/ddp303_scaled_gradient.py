@@ -23,3 +23,348 @@ Reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralyt
 Example:
     loss = cross_entropy(model(x), y) / dist.get_world_size()   # DDP divides already; right: no division
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import mul
+
+from ddpcheck.findings.evidence.gradients import LEAST, LOOSEST_FIT, Difference, LossTerm
+from ddpcheck.findings.evidence.loop import GradientsHooked
+from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import capitalized, counted, one_finding
+from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
+from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
+from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, format_term, is_near
+from ddpcheck.trace.unwrapped_params import are_near
+
+_TOLERANCE = 1e-3
+
+
+def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
+    """Detect gradients that are summed by hand after DDP averaged them (DDP303)."""
+    summed = [
+        by_rank for by_rank in steps if all(step.averaged and set(step.summed) & set(step.held) for step in by_rank)
+    ]
+    if len(summed) < FEWEST_PASSES or len(summed) < len(steps):
+        return []
+    first = summed[0][0]
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"DDP has averaged the gradients, and an all_reduce sums them over the ranks again: they are {world_size} "
+        "times those of the mean.",
+        location=first.summed_at,
+        evidence=[
+            f"in all {len(summed)} optimizer steps that were compared, of {counted(len(first.summed), 'parameter')}"
+        ],
+        severity=Severity.WARNING,
+        fix="Remove the all_reduce: DDP averages the gradients in backward.",
+    )
+
+
+def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
+    """Detect gradients summed by hand for losses that are per-rank means (DDP303).
+
+    Optimizers that are invariant to gradient scale hide the factor, unless gradients are clipped before the step.
+    """
+    passes = {loss.step: loss.number + 1 for loss in losses[0]}  # micro-batches by step
+    are_means = [
+        not loss.wrappers
+        and all(term.kind == "mean" for term in loss.terms)
+        and any(is_near(1.0, abs(term.factor) * count) for term in loss.terms for count in (1, passes[loss.step]))
+        for loss in losses[0]
+        if loss.terms
+    ]
+    known = [by_rank for by_rank in steps if all(step.local for step in by_rank)]
+    factors = [_times_average(by_rank, by_rank[0].unclipped or by_rank[0].gradients) for by_rank in known]
+    size = len(steps[0]) if steps else 0
+    summed_steps = [by_rank for by_rank, factor in zip(known, factors, strict=True) if is_near(size, factor)]
+    if not summed_steps and all(map(_gradients_agree, known)):
+        summed_steps = [by_rank for by_rank in steps if all(step.summed for step in by_rank)]  # by hooks, in backward
+        summed_steps = summed_steps if len(summed_steps) == len(steps) else []
+    if size < 2 or len(summed_steps) < FEWEST_PASSES or len(are_means) < FEWEST_PASSES or not all(are_means):
+        return []
+    first = summed_steps[0][0]
+    kind = first.options.get("class", "")
+    scale_free = kind.startswith(SCALE_FREE)
+    is_exact = not scale_free and first.options.get("module", "").startswith("torch.")  # others may divide in step()
+    clipped = [by_rank for by_rank in known if not is_near(size, _times_average(by_rank, by_rank[0].gradients))]
+    if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (scale_free and not clipped):
+        return []
+    note = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
+    return one_finding(
+        "DDP303",
+        ("all_reduce",),
+        f"Gradients are summed over the ranks and not divided by their number: they are {size} times those of the mean "
+        "over all samples.",
+        location=first.summed_at or first.location,
+        evidence=[
+            f"in {len(summed_steps)} of the {len(known or steps)} optimizer steps that were compared",
+            "the loss is a mean over the samples of a rank",
+            note if scale_free else "",
+        ],
+        severity=None if is_exact else Severity.WARNING,
+        fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG if the backend has "
+        "it.",
+    )
+
+
+def _gradients_agree(steps: Sequence[OptimizerStep]) -> bool:
+    """Check if backward left equal gradients on all ranks (reduced by hooks)."""
+    return all(are_near([step.local.get(name, ()) for step in steps]) for name in steps[0].local)
+
+
+def _times_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
+    """Return the ratio of gradients to the ranks' average; 0.0 if not constant."""
+    factors = []
+    for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
+        average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]
+        if power := sum(map(mul, average, average)):
+            factors.append(sum(map(mul, average, grads[name])) / power)
+            if math.dist(grads[name], [factors[-1] * x for x in average]) > _TOLERANCE * math.hypot(*grads[name]):
+                return 0.0
+    return factors[0] if factors and all(is_near(factors[0], factor) for factor in factors) else 0.0
+
+
+_SCALING = (  # methods of a module sharded by fully_shard
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
+)
+
+
+def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
+    """Report one factor on every mismatched gradient (DDP303).
+
+    Runs before hooks and buffers, which do not leave the same factor on every parameter.
+    """
+    ratio = _constant_ratio(facts.mismatches)
+    if ratio is None:
+        return []
+    scaled = [event for event in facts.evidence[0].events if event.kind in _SCALING]
+    return facts.mismatch(
+        "DDP303",
+        f"Under the wrapper, each gradient below is {facts.known.factor(ratio)} times the average of the ranks' own "
+        "gradients.",
+        *(f"{event.kind} is called there" for event in scaled[-1:]),
+        location=Location.parse(scaled[-1].location) if scaled else None,
+        fix=RETURN_AVERAGE
+        if facts.known.wrapper.comm_hook
+        else "Leave out set_gradient_divide_factor, or give it the number of ranks."
+        if facts.known.wrapper.sharded
+        else "Average once: the wrapper of the model, or a hook on its parameters, scales gradients that are already "
+        "averaged, or adds them up.",
+    )
+
+
+def _constant_ratio(differences: Sequence[Difference]) -> float | None:
+    """Return the factor common to all differences, or None."""
+    ratios = [item.ratio for item in differences]
+    if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
+        return None
+    median = sorted(ratios)[len(ratios) // 2]
+    spread = max(abs(ratio - median) for ratio in ratios)
+    return median if spread <= 0.01 * abs(median) and median != 0.0 else None
+
+
+Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
+"""Optimizer steps on one rank, each with the state after the last reduction."""
+
+
+_FEWEST_STEPS = 3
+
+
+_EXACT = 64  # a sketch up to this size has every element, so the norm is exact
+
+
+_CLIP_TOLERANCE = 1e-3
+
+
+def judge_scaled_by_hooks(
+    hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int], parameters: Collection[str]
+) -> list[Finding]:
+    """Report hooks that scale all gradients by the world size or inverse (DDP303)."""
+    size, wanted = len(hooks), set(steps)
+    if len(steps) < MIN_HOOKED_STEPS or any(wanted - {hook.step for hook in rank_hooks} for rank_hooks in hooks):
+        return []
+    passes = [hook.changed for rank_hooks in hooks for hook in rank_hooks if hook.step in wanted]
+    known = [change for changed in passes for change in changed.values() if change.kind]  # others are too small
+    if not known or not parameters or not all(changed.keys() >= set(parameters) for changed in passes):
+        return []
+    for factor, words in ((size, f"{size} (the world size)"), (1 / size, f"1/{size} (one over the world size)")):
+        if all(
+            change.kind == "scaled" and math.isclose(change.number, factor, rel_tol=_CLIP_TOLERANCE) for change in known
+        ):
+            return one_finding(
+                "DDP303",
+                sorted(parameters),
+                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the "
+                f"optimizer uses {factor:.4g} times the gradient of the mean.",
+                location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
+                evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
+                fix="Remove the hook: DDP already averages the gradients.",
+            )
+    return []
+
+
+def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
+    """Report averaged gradients scaled by the world size or its inverse (DDP303).
+
+    Needs a measured factor and a line that scales by the world size, because a factor such as 1/2 may be intended.
+    Losses that are also scaled by the world size, and optimizers invariant to gradient scale, are left out.
+    """
+    all_losses = [loss for rank_losses in losses for loss in rank_losses]
+    if size < 2 or not all(used) or not all_losses or any(loss.scaled for loss in all_losses):
+        return []
+    first = used[0][0][0]
+    if first.rescaled_at is None or first.options.get("class", "").startswith(SCALE_FREE):
+        return []
+    factors = [_factor_of(step, captured) for rank_steps in used for step, captured in rank_steps]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < _FEWEST_STEPS * len(used) or not math.isclose(
+        abs(math.log(known[0], size)), 1, rel_tol=_CLIP_TOLERANCE
+    ):
+        return []
+    if not all(math.isclose(factor, known[0], rel_tol=_CLIP_TOLERANCE) for factor in known):
+        return []
+    divided = known[0] < 1
+    return one_finding(
+        "DDP303",
+        ("gradients",),
+        f"The gradients that DDP has averaged are {'divided' if divided else 'multiplied'} by the number of ranks "
+        f"before the optimizer uses them, which are {f'1/{size} of' if divided else f'{size} times'} the average then.",
+        location=first.rescaled_at,
+        evidence=[
+            f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
+            "that of the average",
+        ],
+        related={"optimizer steps": first.location},
+        severity=Severity.WARNING,
+        fix="Leave out the factor of dist.get_world_size(): DDP has divided the sum of the gradients by it.",
+    )
+
+
+def _factor_of(step: OptimizerStep, captured: ReplicaCaptured) -> float | None:
+    """Return the constant factor from reduced to used gradients, or None.
+
+    Only small gradients count, because their sketches have exact norms.
+    """
+    factors = [factor for factor in _factors(step, captured) if factor > 0]
+    is_constant = bool(factors) and max(factors) - min(factors) <= _CLIP_TOLERANCE * max(factors)
+    return sum(factors) / len(factors) if is_constant else None
+
+
+def _factors(step: OptimizerStep, captured: ReplicaCaptured) -> Iterator[float]:
+    for name, numbers in captured.averaged.items():
+        if 0 < len(numbers) <= _EXACT and (norm := math.hypot(*numbers)) > LEAST:
+            yield step.norms.get(f"{captured.wrapper}/{name}", 0.0) / norm
+
+
+def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
+    """Report one factor on all gradients, of shards or global batch (DDP303, 305).
+
+    If shards alone give different gradients or cannot be run, loss values show the source of the factor. Runs before
+    differences between ranks, because the factor is equal on all ranks.
+    """
+    analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
+    ratio = analysis.against_global.ratio
+    if facts.world_changed and facts.is_factor(analysis.against_shards):
+        return _factor_of_the_world(facts, analysis.against_shards.ratio)
+    exchanges_tensors = any(call.elements > 1 for call in facts.suspect_calls)
+    if not facts.scaled or exchanges_tensors or (facts.ran and not facts.world_changed):
+        return []
+    if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
+        return _factor_of_the_world(facts, ratio)
+    if known.local.losses and values_are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
+        return facts.one_finding(
+            "DDP303",
+            f"Every gradient is {known.factor(ratio)} times the global batch's: each rank computes the loss of the "
+            f"whole batch, its gradient reaches the rank's own samples only, and {wrapper} averages.",
+            f"every rank's loss is {analysis.global_loss:.4g}, that of the global batch",
+            *(f"gathered by {call}" for call in known.local.calls[:2]),
+            location=known.loss_location,
+            fix=f"Multiply the loss by {known.count_of_replicas}, or gather with "
+            "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks.",
+        )
+    weight = 1 / (known.world_size * ratio)
+    return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
+
+
+def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
+    """Report shard gradients scaled by a rank-dependent factor (DDP303).
+
+    Runs before collectives, because an exact fit of weights rules out another computation.
+    """
+    if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
+        return []
+    if all(term.rank_weights and term.error <= facts.tolerance for term in facts.analysis.terms):
+        return []  # weights fit the global batch: another cause
+    share = ", ".join(f"{weight:.4g}" for weight in facts.analysis.rank_weights.weights)
+    return facts.one_finding(
+        "DDP303",
+        f"The ranks weigh their gradients by {share} and not by {1 / facts.known.world_size:.4g} each: the loss "
+        "or the model applies a factor that depends on the rank.",
+        fix="Take the factor that depends on the rank out of the loss and the model.",
+    )
+
+
+def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """Report factors on some loss terms if ranks communicate (DDP303).
+
+    Runs after non-differentiable collectives, which may leave any factor on a term.
+    """
+    analysis = facts.analysis
+    scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
+    most = max((abs(term.ratio - 1) for term in scaled), default=0.0)
+    if not facts.world_changed or not scaled or analysis.terms_residual > max(facts.tolerance, LOOSEST_FIT * most):
+        return []
+    messages = (
+        f"the gradient of {format_term(term, analysis.terms)} is "
+        f"{facts.known.factor(term.ratio)} times the global batch's"
+        for term in scaled
+    )
+    message, *others = dict.fromkeys(messages)
+    averages = f"{facts.known.wrapper.named} averages already"
+    gathers = [call for call in facts.known.local.calls if call.differentiable and "gather" in call.operation]
+    if gathers and all(is_one_over_world(facts, term.ratio) for term in scaled):
+        return facts.one_finding(
+            "DDP303",
+            f"{capitalized(message)}: the function that calls {gathers[0]} returns the rank's own part of the gradient "
+            f"instead of the sum over ranks, or the term is divided by the world size, and {averages}.",
+            *others,
+            location=Location.parse(gathers[0].location) or scaled[0].location,
+            fix="Add up the gradients of all ranks in the backward of that function, as "
+            "torch.distributed.nn.functional.all_gather does; or take the world size out of the loss.",
+        )
+    return facts.one_finding(
+        "DDP303",
+        f"{capitalized(message)}: its divisor is counted over all ranks, or scaled by the world size, and {averages}.",
+        *others,
+        location=scaled[0].location or facts.known.loss_location,
+    )
+
+
+def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Finding]:
+    factor, wrapper = facts.known.factor(ratio), facts.known.wrapper.named
+    locations = [term.location for term in facts.analysis.terms]
+    return facts.one_finding(
+        "DDP303",
+        f"Every gradient is {factor} times that of the same shards without a process group: the model or the loss "
+        f"scales by the world size, and {wrapper} averages already.",
+        *dict.fromkeys(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
+        location=(locations[0] if len(locations) == 1 else None) or facts.known.loss_location,
+        fix=f"Take the factor {ratio:.4g} out of the loss (a division or multiplication by the world size, or an "
+        f"all-reduce of the loss): {wrapper} averages already.",
+    )
+
+
+def _losses_are_scaled(shard_losses: Sequence[float], rank_losses: Sequence[float], ratio: float) -> bool:
+    """Check if `rank_losses` are closer to `ratio * shard_losses` than to `shard_losses`."""
+    pairs = [(s, r) for s, r in zip(shard_losses, rank_losses, strict=False) if s * r > 0]
+    if not pairs or ratio <= 0:
+        return False
+    mean_log = sum(math.log(r / s) for s, r in pairs) / len(pairs)
+    return abs(mean_log - math.log(ratio)) < abs(mean_log)

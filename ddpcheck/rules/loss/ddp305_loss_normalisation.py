@@ -24,3 +24,263 @@ Example:
     # right: total = mask.sum(); dist.all_reduce(total)
     #        loss = (token_loss * mask).sum() * dist.get_world_size() / total
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
+from ddpcheck.findings.evidence.gradients import LossTerm
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import capitalized, format_ranks, make_finding, one_finding, plural_verb
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.losses import (
+    IS_SUM,
+    UNEQUAL_MESSAGES,
+    Losses,
+    MicroBatches,
+    format_term,
+    is_near,
+    severity_of_weights,
+)
+
+
+def judge_undefined_losses(
+    failures: Sequence[RankFailure], batch_loss: float, step: int, world_size: int
+) -> list[Finding]:
+    """DDP305: non-finite loss on some ranks, although the whole-batch loss is finite."""
+    undefined = {f.rank: f for f in failures if isinstance(f.exception, NonFiniteLossError)}
+    if not undefined or len(undefined) == world_size or not math.isfinite(batch_loss):
+        return []
+    ranks = sorted(undefined)
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        f"The loss is not finite on {format_ranks(ranks)} in step {step}; that of the whole batch is {batch_loss:.4g}. "
+        f"The loss is a mean over elements of which {plural_verb('this rank has', 'these ranks have', ranks)} none, "
+        "or a statistic of too few samples.",
+        ranks=ranks,
+        steps=(step,),
+        location=Location.parse(undefined[ranks[0]].location),
+        evidence=[f"rank {rank}: {failure.exception}" for rank, failure in sorted(undefined.items())],
+        fix="Sum the local loss, all_reduce the count, and divide by count / world_size on every rank: a rank without "
+        "an element that counts then adds 0.",
+    )
+
+
+def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) -> list[Finding]:
+    """Report loss terms that are sums, or means over rank-dependent counts (DDP305)."""
+    world_size, sizes, wrapper = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
+    by_sample = facts.analysis.numbers == "by sample"
+    worst_first = sorted(wrong, key=lambda term: -term.error)
+    reasons: dict[str, str] = {}
+    for term in worst_first:
+        name = format_term(term, facts.analysis.terms)
+        if term.doubles_with_batch or (world_size > 1 and term.is_sum):
+            message = (
+                f"{name} sums over samples, and {wrapper} averages over ranks: its gradient is "
+                f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
+            )
+            detail = (
+                "the gradients of the shards add up to the global batch's"
+                if term.is_sum
+                else "its gradient doubles when every sample is in the batch twice"
+            )
+        else:
+            message = (
+                f"{name} is normalised by a count that differs between ranks, so the mean of the ranks' gradients is "
+                "not the gradient of the global batch"
+            )
+            weights, rank_weights = (", ".join(f"{w:.4g}" for w in ws) for ws in (term.weights, term.rank_weights))
+            detail = f"the global batch weighs the ranks by {weights}; {wrapper} weighs "
+            detail += f"the ranks by {rank_weights}" if rank_weights else f"each by {1 / world_size:.4g}"
+            if term.count not in ("", "samples"):
+                detail = f"{term.count}: {' and '.join(f'{count:g}' for count in term.counts)} on the ranks; {detail}"
+            elif not term.count and by_sample:
+                detail += "; no count in the batch fits: the counted elements are chosen in the step, by a random mask "
+                detail += "for example"
+        reasons.setdefault(message, detail)
+    (first, reason), *others = reasons.items()
+    return facts.one_finding(
+        "DDP305",
+        f"{capitalized(first)}.",
+        reason,
+        *(f"{text}: {explanation}" for text, explanation in others),
+        f"samples a rank: {', '.join(map(str, sizes))}" if len(set(sizes)) > 1 else "",
+        location=worst_first[0].location or facts.known.loss_location,
+        fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
+        f"by {facts.known.count_of_replicas}."
+        if " sums over " in first
+        else "",
+        tags=((IS_SUM,) if any(" sums over " in text for text in reasons) else ())
+        + ((BY_SAMPLE,) if by_sample else ()),
+    )
+
+
+BY_SAMPLE = "random numbers by sample"
+"""Tag of a DDP305 found with random numbers fixed per sample."""
+
+
+def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
+    """Report sample weights computed from the local batch, without coupled samples (DDP305)."""
+    coupled = facts.known.local.differing_buffers or any(term.coupled is not False for term in terms)
+    if coupled or facts.analysis.error or facts.world_changed:
+        return []
+    return facts.one_finding(
+        "DDP305",
+        "The loss weighs samples by a quantity of the local batch that differs between ranks (such as class "
+        "frequencies), so the mean of the ranks' gradients is not the gradient of the global batch.",
+        "a shard gives these gradients in a single process too, and no count of its samples explains them",
+        "the gradients of samples do not change with the outputs of the model for others",
+        location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
+        fix="all_reduce the values that the weights are computed from (such as the number of samples of each class), "
+        "or compute the weights once for the dataset.",
+    )
+
+
+def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
+    """Report a loss line that scales samples by the local batch (DDP305)."""
+    return facts.one_finding(
+        "DDP305",
+        "The loss is normalised by a quantity of the local batch that differs between ranks, so the mean of the ranks' "
+        "gradients is not the gradient of the global batch.",
+        f"the result of {facts.analysis.coupling.line} for a sample has a different scale in the global batch",
+        location=facts.analysis.coupling.line,
+    )
+
+
+def unequal_counts_finding(
+    passes: Losses, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]
+) -> list[Finding]:
+    line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
+    number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        f"The loss of each rank is divided by {number}, and the numbers differ, so the average over ranks is a mean of "
+        "means and not that of all elements of the step.",
+        location=line or _line_of_counts(passes) or passes[0][0].made or passes[0][0].location,
+        evidence=[
+            f"in {len(unequal)} of {len(passes)} backward passes that were compared; in the first of them "
+            + ", ".join(f"by {count:.0f} on rank {rank}" for rank, count in enumerate(unequal[0]))
+        ],
+        severity=severity_of_weights([[1 / n for n in counts] or [1.0] * len(passes[0]) for counts in all_counts]),
+        fix="all_reduce the numbers, and divide by their sum / world_size, for the gradients are averaged.",
+    )
+
+
+def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
+    """Return the all_reduce over some ranks that makes each rank's divisor."""
+    for numbers in zip(*([number for number in loss.reduced if number.members] for loss in losses), strict=False):
+        sums = [sum(number.value for r, number in enumerate(numbers) if r in reduced.members) for reduced in numbers]
+        line: Location | None = numbers[0].location
+        if all(map(is_near, counts, sums)):
+            return line
+    return None
+
+
+def _line_of_counts(passes: Losses) -> Location | None:
+    """Return the line of the only term whose count or factor differs."""
+    lines = {
+        terms[0].location
+        for by_rank in passes
+        for terms in zip(*(loss.terms for loss in by_rank), strict=False)
+        if len({(term.count, round(term.factor, 9)) for term in terms}) > 1
+    }
+    return lines.pop() if len(lines) == 1 else None
+
+
+_FEWEST = 3  # backward passes with a constant ratio, or a drifting ratio
+
+
+_FEWEST_ADAPTED = 8  # backward passes with a constant ratio, or a drifting ratio
+
+
+_NEAR = 1e-4  # relative
+
+
+_APART = 0.01  # smallest relevant log ratio
+
+
+_SMOOTH = 0.25  # relative change of the log ratio between passes
+
+
+def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Finding]:
+    """Return at most one finding; `passes` are backward passes, each by rank."""
+    shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
+    for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
+        terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
+        weights = [[_weight(term) for term in by_rank] for by_rank in terms]
+        elements = [[_of_element(term) for term in by_rank] for by_rank in terms]
+        if not all(map(all, weights)) or not all(_persists(numbers) for numbers in (weights, elements)):
+            continue
+        first, first_loss = terms[0][0], passes[0][0]
+        text = ", ".join(f"by {weight:.4g} on rank {rank}" for rank, weight in enumerate(weights[-1]))
+        return one_finding(
+            "DDP305",
+            ("loss",),
+            "Each rank multiplies a term of the loss by a different number, which it keeps from step to step: samples "
+            "of one rank count more than those of another.",
+            location=first.location or first_loss.scaled or first_loss.made or first_loss.location,
+            evidence=[f"in all {len(passes)} backward passes that were compared; in the last of them {text}"],
+            severity=Severity.WARNING,
+            fix="all_reduce the number, or the values that it is computed from, so that it is the same on every rank.",
+        )
+    return []
+
+
+def _weight(term: ScaledTerm) -> float:
+    """Return the factor of a term if made of program constants, else 0."""
+    known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
+    return known if abs(known - abs(term.factor)) < _NEAR * known else 0.0
+
+
+def _of_element(term: ScaledTerm) -> float:
+    return abs(term.factor) / (term.count if term.kind == "mean" and term.count else 1)
+
+
+def _persists(numbers: Sequence[Sequence[float]]) -> bool:
+    """Check if a rank's numbers stay above or below rank 0's by similar ratios."""
+    for rank in range(1, len(numbers[0])):
+        ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
+        changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
+        typical, fewest = median(map(abs, ratios)), _FEWEST if max(changes, default=0.0) < _NEAR else _FEWEST_ADAPTED
+        if len(ratios) >= fewest and typical > _APART and len({ratio > 0 for ratio in ratios}) == 1:
+            if median(changes) < _SMOOTH * typical:
+                return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class UnequalTargets:
+    """A step whose target weights differ because target counts differ."""
+
+    code: str
+    step: MicroBatches
+    factor: float  # largest weight / smallest weight
+    exact: bool
+
+    def finding(self, severity: Severity) -> Finding:
+        numbers = [
+            f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
+        ]
+        first = min(item.step for items in self.step for item in items)
+        return make_finding(
+            self.code,
+            ("loss",),
+            UNEQUAL_MESSAGES[self.code],
+            steps=(first,),
+            evidence=(
+                f"targets (such as tokens) by micro-batch: {'; '.join(numbers)}",
+                f"a target counts up to {self.factor:.3g} times as much as another",
+            ),
+            fix="Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all "
+            "ranks that make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: "
+            "by num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)",
+            severity=severity if self.code == "DDP305" else None,
+        )

@@ -10,3 +10,27 @@ Example:
     def loss(model, batch):
         return (model(batch["x"]) * batch["mask"]).sum()   # the mask is all zeros; right: a batch with something in it
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ddpcheck.findings.evidence.steps import GradientState
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.check_context import ALL_MISSING
+
+
+def judge_nothing_compared(norms: Mapping[int, float], states: Iterable[GradientState] = ()) -> list[Finding]:
+    """Report that every gradient was zero or missing (DDP307)."""
+    kinds = set(states)
+    empty = sorted(step for step, norm in norms.items() if norm == 0.0)
+    if not norms or len(empty) < len(norms):
+        return []
+    return one_finding(
+        "DDP307",
+        ("loss",),
+        "Every gradient was zero or missing in every step, so nothing was compared.",
+        evidence=["a comparison of zeros with zeros would pass whatever DDP did"],
+        tags=(ALL_MISSING,) if kinds and kinds <= {"missing", "lost"} else (),
+    )

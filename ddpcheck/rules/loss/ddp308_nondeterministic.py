@@ -16,3 +16,28 @@ Example:
         generator = numpy.random.default_rng()             # right: numpy.random.default_rng(step)
         return torch.from_numpy(generator.normal(size=(8, 4)))
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+
+
+def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
+    """Report a step that is not reproducible on a rank (DDP308); by rank."""
+    bad = {rank: [item for item in items if item.bad] for rank, items in differences.items()}
+    ranks = tuple(sorted(rank for rank, items in bad.items() if items))
+    if not ranks:
+        return []
+    worst = max((item for items in bad.values() for item in items), key=lambda item: item.error)
+    return one_finding(
+        "DDP308",
+        ("loss",),
+        f"The same step run twice on {format_ranks(ranks)} gave different gradients, so comparisons mean nothing.",
+        ranks=unless_all(ranks, len(differences)),
+        steps=(step,),
+        evidence=[str(worst), "the generators of torch, numpy and random had the same seed both times"],
+    )

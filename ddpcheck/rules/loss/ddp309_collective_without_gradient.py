@@ -20,3 +20,175 @@ Example:
     dist.all_gather(parts, features)         # parts carry no gradient
     everything = torch.cat(parts)            # right: torch.cat(torch.distributed.nn.functional.all_gather(features))
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import GatheredConstant
+from ddpcheck.findings.evidence.script import ReducedInPlace
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
+from ddpcheck.trace.check_context import SingleProcessFacts, is_one_over_world
+from ddpcheck.trace.losses import MIN_GATHERS
+from ddpcheck.trace.unwrapped_params import param_name
+
+
+def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
+    """Report gathered features that a loss treats as constants; at most one finding.
+
+    Needs all ranks (`uses` by rank) in `_FEWEST` steps, or in one if parameters get no gradient: DDP raises next.
+    """
+    steps = [{use.step for use in rank_uses} for rank_uses in uses]
+    common = set.intersection(*steps) if len(uses) > 1 else set()
+    if not common:
+        return []
+    first = uses[0][0]
+    if names := [*map(param_name, first.names)]:
+        return one_finding(
+            "DDP309",
+            names,
+            f"{join_names(names)} {plural_verb('reaches', 'reach', names)} the loss only through the result of "
+            f"{first.operation}, which carries no gradient: {plural_verb('it gets', 'they get', names)} none.",
+            location=first.location,
+            evidence=["its input carries a gradient, and its result is in the loss and carries none"],
+            fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates.",
+        )
+    if len(common) < MIN_GATHERS:
+        return []
+    return one_finding(
+        "DDP309",
+        (first.operation,),
+        f"The loss treats the {first.rows} rows that {first.operation} gathered as constants, including the rank's own "
+        "rows: a feature gets the gradient of its row of the loss only, and no gradient of other rows.",
+        location=first.location,
+        evidence=["its input carries a gradient, and its result is in the loss and carries none"],
+        severity=Severity.WARNING,
+        fix="Use torch.distributed.nn.functional.all_gather, which autograd differentiates; or put the rank's own "
+        "features back (parts[rank] = features), and have every rank compute the loss of all rows, times the world "
+        "size.",
+    )
+
+
+def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
+    """Report a non-differentiable collective in forward that changes the gradients (DDP309).
+
+    Runs after all patterns that fit exactly, because the collective is only a likely cause.
+    """
+    suspects = facts.suspect_calls
+    if not suspects:
+        return []
+    if facts.known.local.choices:  # may explain the whole difference, such as random k-means initialization
+        return judge_unexplained(facts)
+    calls = list(dict.fromkeys(map(str, suspects)))
+    ratio = facts.analysis.against_global.ratio
+    first, one_over = suspects[0], facts.scaled and is_one_over_world(facts, ratio)
+    if one_over and first.elements > 1 and (first.operation == "all_reduce" or "gather" in first.operation):
+        usage, fix = "whose result all ranks use in the same way", FIX_OF_SUM
+        if first.operation != "all_reduce":
+            usage = "and each rank computes the loss over the parts of all ranks, of which only its own has a gradient"
+            fix = (
+                "Use torch.distributed.nn.functional.all_gather, whose backward sums, and put no part back; or "
+                f"multiply the loss by the world size; or {_IGNORE}"
+            )
+        return facts.one_finding(
+            "DDP309",
+            f"The forward pass calls {calls[0]}, {usage}: every gradient is {facts.known.factor(ratio)} times the "
+            f"global batch's, since {facts.known.wrapper.named} averages gradients that should be summed.",
+            subjects=(first.operation,),
+            location=Location.parse(first.location),
+            severity=Severity.WARNING,
+            fix=fix,
+        )
+    return facts.one_finding(
+        "DDP309",
+        f"The forward pass calls {calls[0]}, through which no gradient flows, and the averaged gradients are "
+        f"{facts.largest_error:.2g} away from those of the global batch.",
+        *(f"called: {call}" for call in calls[1:]),
+        subjects=tuple(dict.fromkeys(call.operation for call in suspects)),
+        location=Location.parse(next((call.location for call in suspects if call.location), "")),
+        fix=fix_without_gradient(suspects),
+    )
+
+
+_IGNORE = (
+    "ignore DDP309 if the learning rate is set with this factor in mind, or the optimizer does not depend on it (LARS, "
+    "Adam)."
+)
+
+
+FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
+"""Fix for a non-differentiable sum that all ranks use in the same way."""
+
+
+_WITH_GRADIENT = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+
+def fix_without_gradient(calls: Sequence[Call]) -> str:
+    """Return advice on non-differentiable collectives, or '' if torch has no replacement."""
+    names = dict.fromkeys(call.operation for call in calls)
+    replacements = [next((op for op in _WITH_GRADIENT if name.startswith(op)), "") for name in names]
+    if not all(replacements):
+        return ""
+    functions = join_names([f"torch.distributed.nn.functional.{name}" for name in dict.fromkeys(replacements)])
+    advice = f"Use {functions} instead, through which gradients come back from all ranks."
+    if any("gather" in name for name in names):
+        advice += " The local tensor, put back among the gathered ones, gets only the gradient of this rank's loss."
+    if any("reduce" in name for name in names):
+        advice += " Reduce a number that is only logged on a detached copy."
+    return advice
+
+
+def judge_reduced_in_place(
+    uses_by_rank: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
+) -> list[Finding]:
+    """DDP309: backward through a tensor that a collective has overwritten.
+
+    A single logged number is harmless (unchanged gradient), unless divided by the world size; `accumulates`: the script
+    may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
+    factor is wrong; from an average, nothing.
+    """
+    for index, use in ((index, use) for uses in uses_by_rank for index, use in enumerate(uses)):
+        scaled = use.factor is not None and math.isclose(use.factor * world_size, 1.0, rel_tol=1e-5)
+        if use.elements == 1 and (not scaled or accumulates):
+            continue
+        alike = bool(use.gradient) and {uses[index].gradient for uses in uses_by_rank if len(uses) > index} == {
+            use.gradient
+        }
+        alike = alike and all(len(uses) > index for uses in uses_by_rank)
+        severity, evidence, fix = None, [f"{use.elements} elements"], ""
+        message = f"Backward passes through a tensor that {use.operation} has overwritten"
+        if scaled:
+            message = (
+                f"The loss is reduced by {use.operation} and divided by the world size before backward: autograd sees "
+                "the division only, and DDP averages again."
+            )
+            evidence = [f"the gradient of the reduced loss is {use.factor:.6g}"]
+            fix = "Reduce a detached copy: logged = loss.detach().clone(); dist.all_reduce(logged)."
+        elif alike and use.is_average:
+            continue
+        elif alike:
+            severity = Severity.WARNING
+            message += (
+                ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "
+                f"1/{world_size} of the global batch's."
+            )
+            fix = FIX_OF_SUM
+        else:
+            message += ": values from the other ranks are constants for autograd."
+        return one_finding(
+            "DDP309", (use.operation,), message, location=use.location, evidence=evidence, fix=fix, severity=severity
+        )
+    return []

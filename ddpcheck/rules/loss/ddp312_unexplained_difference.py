@@ -15,3 +15,27 @@ Example:
     smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with and without a process group
     loss = cross_entropy(model(x), labels, label_smoothing=smoothing)
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.trace.check_context import SingleProcessFacts
+
+
+def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
+    """Report a gradient mismatch that fits no pattern (DDP312)."""
+    analysis = facts.analysis
+    clues = [
+        f"the shards could not be looked at one by one: {analysis.error}" if analysis.error else "",
+        "gradients on the ranks differ from those of the same shards without a process group"
+        if facts.world_changed
+        else "",
+        *(f"called in forward: {call}" for call in facts.known.local.calls[:3] if call.elements > 0),
+    ]
+    return facts.one_finding(
+        "DDP312",
+        f"The averaged gradients are up to {facts.largest_error:.2g} (relative) away from those of the global batch, "
+        "and no cause was found.",
+        *clues,
+        location=facts.known.loss_location,
+    )

@@ -24,3 +24,47 @@ Example:
     weights = errors.detach().exp()
     loss = (weights / weights.mean() * errors).mean()   # right: all_reduce weights.mean() (AVG) first
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.divergences import TRAINING_QUANTITIES, divergences
+from ddpcheck.trace.parity import Comparison
+
+_FIXES = {
+    "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
+    "rank has only its own samples, and DDP averages the gradients of the ranks' losses.",
+    "later gradients": "Check what the script changes after a step and computes the loss with, such as averages and "
+    "queues: the first steps had equal gradients. Then check the loss itself: each rank has only its own "
+    "samples, and DDP averages the gradients.",
+    "clip": "Clip the averaged gradients by the limit of a single process, whatever the world size: DDP averages, and "
+    "their norm does not grow with the number of ranks.",
+    "update": "Check the options of the optimizer, and what changes parameters between steps: neither may depend on "
+    "the world size, except a learning rate that is scaled on purpose.",
+    "saved": "Make the saved state independent of the number of ranks: gather what each rank has a part of "
+    "(dist.all_gather), and update averages and counters by the steps and samples of all ranks.",
+    "schedule": "Give the schedule the number of steps that the ranks make, and step it once for each of them.",
+    "steps": "Let the ranks decide together, by the value of a single process, such as the mean over all samples.",
+    "samples": "Split the samples of an epoch between the ranks once: by the sampler, or by the dataset.",
+}
+
+
+def judge_parity(comparison: Comparison) -> list[Finding]:
+    """Return at most one finding: the first divergence, with the rest as evidence."""
+    diverged = divergences(comparison)
+    if not diverged:
+        return []
+    first = min(diverged, key=lambda divergence: (divergence.kind not in TRAINING_QUANTITIES, divergence.step))
+    other_messages = [divergence.said for divergence in diverged if divergence is not first]
+    return one_finding(
+        "DDP314",
+        (first.kind,),
+        first.said,
+        location=first.location,
+        evidence=[*first.evidence, *other_messages[:4]],
+        fix=_FIXES.get("later gradients" if first.kind == "gradients" and first.step else first.kind, ""),
+        severity=Severity.ERROR
+        if first.kind in (*TRAINING_QUANTITIES, "steps", "schedule", "samples")
+        else Severity.WARNING,
+    )

@@ -22,3 +22,121 @@ Example:
     for part in batch.split(4):
         loss(ddp, part).backward()           # right: (loss(ddp, part) / len(batch.split(4))).backward()
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_TOLERANCE, Losses, is_near, total_factor
+
+
+def judge_accumulated(losses: Losses) -> list[Finding]:
+    """Report micro-batch means that are added up without division (DDP514).
+
+    Backward passes are micro-batches if all come from one line, and either the wrapper averages only after the last
+    pass or the script takes a batch for each pass.
+    """
+    steps: dict[int, list[list[LossDifferentiated]]] = {}
+    for rank, rank_losses in enumerate(losses):
+        for loss in rank_losses:
+            steps.setdefault(loss.step, [[] for _ in losses])[rank].append(loss)
+    before = {step: [passes[-1].batches if passes else 0 for passes in by_rank] for step, by_rank in steps.items()}
+    before[-1] = [0] * len(losses)
+    accumulated = [
+        (by_rank, before.get(step - 1))
+        for step, by_rank in steps.items()
+        if all(
+            # known batch counts: no loader, one batch per pass, or the previous step was recorded
+            len(passes) > 1 and (not passes[-1].batches or step - 1 in before or passes[0].batches < passes[-1].batches)
+            for passes in by_rank
+        )
+    ]
+    undivided = [
+        by_rank
+        for by_rank, counts in accumulated
+        if all(_is_undivided(passes, 0 if counts is None else counts[rank]) for rank, passes in enumerate(by_rank))
+    ]
+    if len(undivided) < FEWEST_PASSES - 1 or len(undivided) < len(accumulated):
+        return []
+    first = undivided[0][0]
+    return one_finding(
+        "DDP514",
+        ("loss",),
+        f"The losses of {len(first)} micro-batches, each a mean, are added up and not divided by their number: the "
+        f"gradient of a step is {len(first)} times that of the same samples in one batch.",
+        location=first[0].uncounted or first[0].made or first[0].location,
+        evidence=[
+            f"nothing divides the means by {len(first)}, in all {len(undivided)} optimizer steps that were compared",
+            "the function is given num_items_in_batch, and does not read it" if first[0].uncounted else "",
+        ],
+        severity=Severity.WARNING,
+        fix="Divide sums over items by num_items_in_batch; or let the trainer divide by the number of micro-batches "
+        "(model_accepts_loss_kwargs = False)."
+        if first[0].uncounted
+        else "Divide the loss by the number of micro-batches of the step before backward.",
+    )
+
+
+def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
+    """Check if backward passes are micro-batches whose losses are undivided means.
+
+    `before`: batches taken when the step began; larger than later counts if a new epoch has begun.
+    """
+    last, wrappers = passes[-1], set(passes[-1].wrappers)
+    kinds = {tuple(term.kind for term in loss.terms) for loss in passes}
+    if not wrappers or len({loss.location for loss in passes}) > 1 or len(kinds) > 1:
+        return False
+    is_wrapped = all(not wrappers.isdisjoint((*loss.put_off, *loss.wrappers)) for loss in passes)
+    takes_batches = all(earlier.batches < later.batches for earlier, later in itertools.pairwise(passes))
+    put_off = all(not wrappers.isdisjoint(loss.put_off) for loss in passes[:-1])
+    prefetched = put_off and (last.batches < before or last.batches - before >= len(passes))  # before the first pass
+    if not is_wrapped or not (takes_batches or prefetched if last.batches else put_off):
+        return False
+    weights = [max(loss.weighed or map(abs, map(total_factor, loss.terms)), default=0.0) for loss in passes]
+    scales = {tuple(map(_scales_of_mean, loss.terms)) for loss in passes}
+    divided = any(is_near(1 / len(passes), weight) for loss in passes for weight in loss.weighed)
+    return all(abs(weight - 1.0) < SCALE_TOLERANCE for weight in weights) or (
+        not divided
+        and len(scales) == 1
+        and all(factors and not _divides(factors, len(passes)) for factors in scales.pop() or ((),))
+    )
+
+
+def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
+    """Return the scales of a mean (or sum over rows), if all are known."""
+    rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
+    divisors = [div for div in term.divisors if div not in (rows, 0.0)]
+    known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
+    return (
+        (1.0, *term.multipliers, *(1 / div for div in divisors)) if known and (rows > 1 or term.kind == "mean") else ()
+    )
+
+
+def _divides(scales: Sequence[float], count: int) -> bool:
+    """Check if a product of some scales is 1 / `count`."""
+    subsets = itertools.chain.from_iterable(itertools.combinations(scales[:8], n) for n in range(1, 9))
+    return any(is_near(1 / count, math.prod(subset)) for subset in subsets)
+
+
+def explain_by_micro_batches(facts: SingleProcessFacts) -> list[Finding]:
+    """Report accumulation without dividing by the number of micro-batches (DDP514).
+
+    Runs before other factors, because the counted backward passes match the factor.
+    """
+    expected, actual = facts.known.local.backwards
+    ratio = facts.analysis.against_global.ratio
+    if not facts.scaled or expected == actual or not math.isclose(ratio, actual / expected, rel_tol=1e-2):
+        return []
+    return facts.one_finding(
+        "DDP514",
+        "The loss accumulates gradients over micro-batches and does not divide by their number, which differs on a "
+        f"rank: the gradient is {ratio:.4g} times the global batch's.",
+        f"{expected} backward passes in the single process, {actual} on a rank",
+        location=facts.known.loss_location,
+    )

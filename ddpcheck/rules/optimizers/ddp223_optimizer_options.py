@@ -13,3 +13,21 @@ Explains: DDP306
 Example:
     SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.trace.replicas import judge_options
+from ddpcheck.trace.unwrapped_params import Steps, param_name
+
+
+def judge_parts(first: Steps) -> list[Finding]:
+    """DDP223: optimizers with different parameters on ranks, after the parameters have diverged.
+
+    A manually sharded optimizer also holds different parameters, but sends the updated parameters to the other ranks.
+    """
+    params = [{"its parameters": ", ".join(sorted(map(param_name, step.held)))} for step in first]
+    if not all(step.held for step in first):
+        return []
+    return [replace(finding, location=first[0].made) for finding in judge_options("DDP223", params, "The optimizer")]

@@ -13,3 +13,136 @@ Example:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer
 """
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.evidence.replicas import ModelSplit
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.trace.script_facts import PartSteps
+from ddpcheck.trace.unwrapped_params import Steps, param_name
+
+
+def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
+    """DDP504: optimizer of tensors in no module, and wrapped parameters never updated."""
+    unknown = steps[-1][0].unknown if steps else ()
+    idle = [name for name, changes in moved.items() if not changes and name not in param_names]
+    if not unknown or not idle:
+        return []
+    return one_finding(
+        "DDP504",
+        [param_name(name) for name in idle],
+        f"{join_names([param_name(name) for name in idle])} {plural_verb('is', 'are', idle)} in no optimizer and never "
+        f"{plural_verb('moves', 'move', idle)}, and the optimizer holds {len(unknown)} tensors that no module has.",
+        location=steps[0][0].made or steps[0][0].location,
+        related={"optimizer steps": steps[0][0].location},
+    )
+
+
+_FEWEST_UNMOVED = 3  # steps
+
+
+_ZERO = {"0", "0.0", None}
+
+
+def judge_params_without_optimizer(
+    moved: Mapping[str, bool], params: Iterable[str], *, made: Location | None, in_vain: bool = False
+) -> list[Finding]:
+    """DDP504: wrapped parameters with gradients that no optimizer holds or updates."""
+    params = set(params)
+    unheld = [name for name, changes in moved.items() if not changes and name not in params]
+    if (
+        not unheld
+        or not (params or (in_vain and len(unheld) == len(moved)))
+        or any(not changes for name, changes in moved.items() if name in params)
+    ):
+        return []  # e.g. a learning rate of zero
+    names = [name.partition("/")[2] or name for name in unheld]
+    are, get = plural_verb("is", "are", names), plural_verb("it gets", "they get", names)
+    return one_finding(
+        "DDP504",
+        names,
+        f"{join_names(names)} {are} in no optimizer: {get} gradients in each step, which the ranks average, and never "
+        f"{plural_verb('moves', 'move', names)}.",
+        location=made,
+        evidence=[
+            f"{len(unheld)} of {counted(len(moved), 'parameter')} with gradients",
+            "the optimizer's parameters have no gradient in any step: they are of another model" if not params else "",
+        ],
+        severity=Severity.WARNING,
+    )
+
+
+def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
+    """DDP504: parameters that a custom optimizer holds and never updates."""
+    if len(steps) < _FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
+        return []
+    first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
+    rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
+    counts = Counter(name for by_rank in steps for name in first.held if all(step.norms.get(name) for step in by_rank))
+    names = [name for name, times in counts.items() if name in moved and times >= _FEWEST_UNMOVED]
+    stuck = [param_name(name) for name in names if not moved[name]]
+    if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
+        return []
+    kind = first.options.get("class", "the optimizer")
+    return one_finding(
+        "DDP504",
+        stuck,
+        f"{kind} holds {join_names(stuck)}, and never moves {plural_verb('it', 'them', stuck)}, although "
+        f"{plural_verb('it gets', 'they get', stuck)} gradients in each step.",
+        location=first.location,
+        evidence=[f"{len(stuck)} of the {len(names)} parameters that it holds and that get gradients", "on every rank"],
+        severity=Severity.WARNING,
+        fix=f"If ranks share the work of {kind}, each parameter has to be updated on one rank, and the update has to "
+        "reach all ranks: let every rank take its share by its rank, and wait for the last collective.",
+    )
+
+
+def judge_optimizer(
+    wrapped: Sequence[WrappedModule], evidence: Sequence[DdpStepEvidence], names: Names
+) -> list[Finding]:
+    """DDP504: parameters with gradients in every step that no optimizer holds or updates.
+
+    Skips parameters that change: an optimizer may keep its own copies and write the values back.
+    """
+
+    def stays(name: str, item: DdpStepEvidence) -> bool:
+        before, after = item.parameters_after_backward.get(name), item.parameters.get(name)
+        return before is not None and before == after and bool(item.gradients.get(name, 0))
+
+    unheld = [n for n in wrapped[0].not_in_optimizer if evidence and all(stays(n, item) for item in evidence)]
+    if not unheld:
+        return []
+    foreign = wrapped[0].foreign_tensors
+    is_in, moves = plural_verb("is in", "are in", unheld), plural_verb("moves", "move", unheld)
+    return names.one_finding(
+        "DDP504",
+        unheld,
+        f"{join_names(names.subjects(unheld))} {is_in} no group of the optimizer and never {moves}.",
+        evidence=[f"the optimizer holds {foreign} tensors that are no parameters of the module"] if foreign else [],
+        severity=Severity.ERROR if foreign else Severity.WARNING,
+    )
+
+
+def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP504: an optimizer constructed before the model was split, with the old parameters."""
+    for rank_steps in steps[-1:]:
+        first = rank_steps[0]
+        if all(step.unheld and not step.split for step in rank_steps):
+            return one_finding(
+                "DDP504",
+                first.unheld,
+                f"The optimizer holds none of the {counted(len(first.unheld), 'parameter')} that "
+                f"{plural_verb('is', 'are', first.unheld)} split over {format_ranks(ranks)}: it has the previous ones, "
+                "which are no longer in a module.",
+                location=first.made or first.location,
+                related={"model split": split.location, "optimizer steps": first.location},
+                fix="Call parallelize_module before the optimizer is constructed.",
+            )
+    return []

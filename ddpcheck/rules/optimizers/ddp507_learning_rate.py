@@ -15,3 +15,51 @@ Example:
     schedule = ReduceLROnPlateau(optimizer)
     schedule.step(loss)                      # the loss of this rank's samples; right: all_reduce it first
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import OptimizerEnd
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import one_finding
+
+_FEWEST_STEPS = 8  # of an endless schedule; steps made at once count as one
+
+
+_FEWEST_TURNS = 3  # of a schedule that reaches its end
+
+
+_ABOUT = 0.1
+
+
+def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
+    """DDP507: schedule stepped world_size times at once, which ends too early.
+
+    Some schedules are sized for the steps of all ranks. A finding requires that the rate reached its end or minimum at
+    that part of the training, or that the source steps by the world size and no number of the schedule counts all
+    ranks.
+    """
+    schedules = [end.schedule for end in ends if end.schedule is not None]
+    if world_size < 2 or len(schedules) < max(1, len(ends)):
+        return []
+    first = schedules[0]
+    in_turns = all(s.turns and abs(s.steps - world_size * s.turns) <= world_size for s in schedules)
+    ended = any(abs(world_size * end / first.steps - 1) <= _ABOUT for end in first.ends if first.steps)
+    sized_for_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
+    endless = first.by_world and not sized_for_all and first.turns >= _FEWEST_STEPS
+    if not in_turns or first.turns < _FEWEST_TURNS or not (ended or endless):
+        return []
+    return one_finding(
+        "DDP507",
+        ("learning rate",),
+        f"The learning rate schedule makes {world_size} steps, one for each rank, instead of one: "
+        + (f"it ends after 1/{world_size} of the training." if ended else f"it is {world_size} times too fast."),
+        location=first.made if first.by_package else first.location,
+        evidence=[
+            f"{first.steps} steps of the schedule in {first.turns} groups, {ends[0].count} steps of the optimizer"
+        ],
+        severity=Severity.WARNING,
+        fix="Step the schedule once after each optimizer step, not world_size times. If a framework does that "
+        "(accelerate without split_batches), give the schedule the number of steps of all ranks together.",
+    )

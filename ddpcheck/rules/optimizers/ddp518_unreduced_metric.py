@@ -14,3 +14,29 @@ Reports: Lightning-AI/pytorch-lightning#379 karpathy/llm.c#551
 Example:
     schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the count, then divide
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import MetricUsed
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
+
+
+def local_metrics_finding(uses: Sequence[MetricUsed]) -> list[Finding]:
+    user, metric = uses[0].user, uses[0].metric
+    return one_finding(
+        "DDP518",
+        (user, metric) if metric else (user,),
+        f"{user} decides by {metric}, which on each rank is the metric of the rank's own samples only."
+        if metric
+        else "Each rank passes a metric of only its samples to the learning rate schedule, so the ranks lower the "
+        "rate at different times.",
+        location=uses[0].location,
+        evidence=[f"rank {rank}: {use.value:.6g}" for rank, use in enumerate(uses[:4])],
+        fix=f'Reduce the metric over the ranks: self.log("{metric}", ..., sync_dist=True); or log a metric of '
+        "torchmetrics itself, which is computed over all ranks."
+        if metric
+        else "",
+    )

@@ -25,3 +25,29 @@ Example:
         def forward(self, x):
             return self.body(x)              # right: return self.head(self.body(x))
 """
+
+from __future__ import annotations
+
+import re
+
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.trace.failures import RaisedFacts
+
+
+def explain_unfinished_reduction(facts: RaisedFacts, text: str) -> list[Finding]:
+    """DDP101: gradients missing since the previous backward, by the indices in the message."""
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = [int(number) for number in match[1].split()] if match else []
+    trained = [[param.name for param in begun.description.parameters if param.requires_grad] for begun in facts.begun]
+    candidates = {tuple(row[index] for index in numbers) for row in trained if numbers and max(numbers) < len(row)}
+    names = candidates.pop() if len(candidates) == 1 else ()  # DDP does not say which of several wrappers
+    location = next((begun.lines[names[0]] for begun in facts.begun if names and names[0] in begun.lines), None)
+    who = join_names(names, most=4) if names else counted(len(numbers), "parameter") if numbers else "A parameter"
+    return facts.one_finding(
+        "DDP101",
+        names or ("parameters",),
+        f"{who} did not contribute to the previous backward pass: DDP still waits for the gradient, and raises at its "
+        "next forward.",
+        location=location or Location.parse(facts.first.location),
+    )

@@ -19,3 +19,44 @@ Example:
             return self.left(x)
         return self.right(x)                 # right: self.left(x) + 0.0 * self.right(x), or one choice for all ranks
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import Names, format_ranks, join_names
+from ddpcheck.trace.parameters import ConditionalUse, MissingOn, absence_evidence
+
+
+def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
+    """DDP104: parameters missing on some ranks only in the same step.
+
+    Judged before DDP105, since ranks that wait for each other stop DDP.
+    """
+    partial = [absence for absence in use.absences if len(absence.ranks) < use.facts.world_size]
+    if not partial:
+        return []
+    step = min(min(absence.steps) for absence in partial)
+    evidence = absence_evidence(use)
+    verb = "reduce" if use.facts.wrapper.sharded else "wait for"
+    message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, verb)
+    if use.all_at_once:
+        evidence = ["the loss depends on no parameter there, such as a constant for an empty batch"]
+        message = (
+            f"No parameter has a part in the loss of {format_ranks(partial[0].ranks)} in step {step}, while the "
+            f"other ranks {verb} the gradients."
+        )
+    return use.one_finding("DDP104", message, evidence, sorted({rank for item in partial for rank in item.ranks}))
+
+
+def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb: str) -> str:
+    """Describe the first step in which ranks disagree (`verb`: other ranks' action)."""
+    parts = [
+        f"{join_names(names.subjects(item.names))} did not contribute on {format_ranks(item.ranks)}"
+        for item in absences
+    ]
+    if len(parts) == 1:
+        return f"{parts[0]} in step {step}, while the other ranks {verb} the gradient."
+    suffix = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
+    return f"In step {step} {parts[0]}, and {parts[1]}{suffix}: the ranks wait for each other's gradients."

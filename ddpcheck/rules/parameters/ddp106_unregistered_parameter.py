@@ -16,3 +16,39 @@ Example:
     self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides them from DDP
     # right: self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.steps import UnregisteredTensor
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
+from ddpcheck.trace.parameters import MADE_IN_FORWARD
+
+
+def unregistered_finding(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], by: str) -> list[Finding]:
+    names = [leaf.name for leaf in leaves]
+    text = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
+    text += "parameter of the model"
+    if len(leaves) == 1 and leaves[0].kind:
+        text = f"The {leaves[0].kind} {text}"
+    if created_in_forward := leaves[0].created_in_forward:
+        text = (
+            f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after {by} has been "
+        )
+        text += "called" if by == "fully_shard" else "constructed"
+    elements = sum(math.prod(leaf.shape) for leaf in leaves)
+    return one_finding(
+        "DDP106",
+        names,
+        f"{text}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
+        ranks=ranks,
+        location=next((leaf.location for leaf in leaves if leaf.location), None),
+        evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
+        fix="Make it in __init__; if its size is not known there, in a lazy module that runs forward before wrapping."
+        if created_in_forward
+        else "",
+        tags=(MADE_IN_FORWARD,) if created_in_forward else (),
+    )

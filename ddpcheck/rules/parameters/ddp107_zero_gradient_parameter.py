@@ -15,3 +15,51 @@ Ignore: If the zero is intended, for example 0.0 * output.sum() to satisfy DDP. 
 Example:
     loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import group_by, join_names
+from ddpcheck.trace.parameters import ParameterFacts
+
+
+def judge_zero_gradients(
+    facts: ParameterFacts, nonzero_when_perturbed: frozenset[str], ends: Mapping[str, PathEnd]
+) -> list[Finding]:
+    """DDP107: gradients that are exactly zero, also for perturbed parameters.
+
+    If every gradient is zero, nothing can be compared: DDP307.
+    """
+    zero = zero_everywhere(facts.evidence)
+    always = [name for name in zero if name not in nonzero_when_perturbed]
+    if not always or len(zero) == len([s for s in facts.evidence[0].states.values() if s != "missing"]):
+        return []
+
+    def place(name: str) -> PathEnd | str:
+        top = facts.family_of(name, frozenset(always))
+        return ends.get(name) or (name.rpartition(".")[0] or name if top == name else top)
+
+    findings = []
+    for group in group_by(always, place).values():
+        end = ends.get(group[0])
+        origin = f": it becomes zero in {end.reason}{end.at}" if end else ""
+        subjects = join_names(facts.names.subjects(group))
+        findings += facts.names.one_finding(
+            "DDP107",
+            group,
+            f"The gradient of {subjects} is exactly zero in every step on every rank{origin}.",
+            evidence=("in the last of these steps it stays zero for other values of the parameters",),
+            location=end.edit_at if end else None,
+            path=end.path_of(group[0]) if end else None,
+        )
+    return findings
+
+
+def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
+    """Return parameters with exactly zero gradients on every rank in every step."""
+    if not evidence:
+        return []
+    return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]

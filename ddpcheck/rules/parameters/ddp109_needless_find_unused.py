@@ -12,3 +12,22 @@ Reports: speechbrain/speechbrain#701
 Example:
     DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.trace.parameters import ParameterFacts
+
+
+def judge_needless_search(facts: ParameterFacts) -> list[Finding]:
+    """DDP109: `find_unused_parameters=True` although every parameter always contributes."""
+    if not facts.wrapper.find_unused_parameters or facts.missing or not facts.evidence:
+        return []
+    return one_finding(
+        "DDP109",
+        ("find_unused_parameters",),
+        f"Every parameter contributed in {counted(len(facts.steps), 'step')} on every rank, "
+        "so find_unused_parameters=True searches the graph for nothing.",
+        evidence=("cost: one traversal of the autograd graph and one more all-reduce in every step",),
+    )

@@ -12,3 +12,24 @@ Example:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
     DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb, unless_all
+
+
+def judge_uninitialised(names: Sequence[Sequence[str]]) -> list[Finding]:
+    """DDP110: lazy parameters without a shape when the module is wrapped (names by rank)."""
+    lazy = sorted({name for rank_names in names for name in rank_names})
+    if not lazy:
+        return []
+    return one_finding(
+        "DDP110",
+        lazy,
+        f"{join_names(lazy)} {plural_verb('is lazy and has', 'are lazy and have', lazy)} no shape yet, so DDP "
+        "cannot wrap the model.",
+        ranks=unless_all([rank for rank, rank_names in enumerate(names) if rank_names], len(names)),
+    )

@@ -14,3 +14,56 @@ Example:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
     DistributedDataParallel(model)           # right: leave out names of parameters that train
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.trace.gradients import ReducerFacts
+from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps
+
+
+def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
+    """Report parameters that the wrapper ignores or `fully_shard` does not hold (DDP111)."""
+    names = facts.known.names
+    ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
+    if not ignored:
+        return []
+    subjects, fix = names.subjects(ignored), ""
+    message = (
+        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, but the wrapper is configured to ignore "
+        f"{plural_verb('it', 'them', subjects)}: {plural_verb('its', 'their', subjects)} gradients are not "
+        "averaged and differ between the ranks."
+    )
+    if facts.known.wrapper.sharded:
+        message = (
+            f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, and no group of fully_shard holds "
+            f"{plural_verb('it', 'them', subjects)}: nothing averages {plural_verb('its', 'their', subjects)} "
+            "gradients, which differ between the ranks."
+        )
+        fix = "Call fully_shard on the root module as well, last, and without this parameter in ignored_params."
+    return names.one_finding("DDP111", ignored, message, fix=fix)
+
+
+def explain_by_missing_group(
+    names: Sequence[str], steps: Sequence[Steps], sharded_at: Location, changes: Sequence[ModuleChanged]
+) -> list[Finding]:
+    matches = [mod for mod in changes if all(f".{name}".endswith(tuple(f".{n}" for n in mod.names)) for name in names)]
+    change = next((mod for mod in matches if mod.location is not None), None)
+    assignment = "" if change is None else f"{change.how} is assigned there, and replaces a sharded module"
+    return one_finding(
+        "DDP111",
+        names,
+        f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds "
+        f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
+        "gradients.",
+        location=sharded_at if change is None else change.location,
+        evidence=[assignment, VALUES_DIVERGED],
+        related={"optimizer steps": steps[0][0].location},
+        fix="Call fully_shard on the root module as well, last, and without these in ignored_params."
+        if change is None
+        else "Replace modules before fully_shard.",
+    )

@@ -21,3 +21,30 @@ Example:
     def forward(self, x):
         return Output(self.body(x))
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.trace.parameters import ParameterFacts
+
+
+def judge_opaque_output(facts: ParameterFacts) -> list[Finding]:
+    """DDP112: forward outputs in which DDP finds no tensor to search from."""
+    output_type = next((item.output_type for item in facts.evidence if item.output_type), "")
+    if not output_type or not facts.wrapper.tolerates_unused or not facts.wrapper.is_ddp:
+        return []
+    static = facts.wrapper.static_graph  # static_graph=True disables the search for unused parameters
+    return one_finding(
+        "DDP112",
+        (output_type,),
+        f"forward returns an object of class {output_type}, in which DDP finds no tensor: "
+        f"{'static_graph' if static else 'find_unused_parameters'}=True depends on the tensors that DDP finds.",
+        evidence=(
+            "with static_graph=True DDP looks into tensors, lists, tuples, dicts and registered pytree nodes only, not "
+            "into dataclasses or subclasses of dict: no gradient is averaged"
+            if static
+            else "DDP looks into tensors, lists, tuples, dicts and dataclasses only",
+        ),
+        fix="Return a tensor, tuple, list or dict of tensors from forward." if static else "",
+    )

@@ -12,3 +12,17 @@ Ignore: Never. DDP relies on the first iteration.
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
 Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.trace.failures import RaisedFacts
+
+
+def explain_graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
+    """DDP513: graph that differs from the first step under static_graph=True."""
+    return facts.one_finding(
+        "DDP513",
+        ("backward",),
+        "The graph differs from the one that DDP recorded in the first step, which static_graph=True does not allow.",
+    )

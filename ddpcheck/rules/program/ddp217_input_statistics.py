@@ -19,3 +19,32 @@ Example:
     mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first
     loss = criterion(ddp((x - mean) / std), y)
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.replicas import RunningStatistic
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import counted, one_finding
+
+
+def statistic_finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
+    stat = calls[-1][0]
+    fitting = [stats[0] for stats in calls if stats[0].equations]
+    return one_finding(
+        "DDP217",
+        (stat.name,),
+        f"{stat.name} is a running statistic of each rank's own samples, and the inputs of the wrapped module are "
+        "normalised by it: the ranks train one model on differently scaled inputs.",
+        location=stat.location,
+        evidence=[
+            f"it differs between ranks by {distance:.2g} times the divisor of the inputs, after "
+            f"{counted(stat.forward, 'call')} of forward",
+            f"before {counted(len(fitting), 'call')} of forward it moved towards the mean of the given samples, and it "
+            "is subtracted from them",
+        ],
+        severity=Severity.WARNING,
+        fix="Reduce the sums and the count of each batch over all ranks (dist.all_reduce) before they are added to the "
+        "statistics; or keep these in buffers of the wrapped module, as nn.SyncBatchNorm does.",
+    )

@@ -18,3 +18,101 @@ Reports: NVIDIA/apex#886 karpathy/nanochat#336
 Example:
     torch.save(ddp.state_dict(), path)       # by every rank; right: if rank == 0, and dist.barrier() after it
 """
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, product
+from pathlib import PurePath
+
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+
+
+def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
+    """DDP512: files written by several ranks, or read while another rank writes.
+
+    At most one finding per line; `uses` by rank in order of time, `empty`: files without content. Two uses are ordered
+    only if a collective of all ranks is between them, since it makes the first rank wait; otherwise both may happen at
+    the same time, whatever the order in this run, unless the second rank waited for another rank in a different way.
+    """
+    by_line: dict[Location | None, list[Finding]] = {}
+    saved = {use.path for rank_uses in uses for use in rank_uses if use.by_torch}
+    uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in uses]
+    for rank, use, other_rank, other_use in _at_the_same_time(uses):
+        line = use.location if other_use.writes else other_use.location
+        if use.path in empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
+            continue
+        if not (use.by_torch or other_use.writes) and _is_followed(use, other_use, uses[rank], uses[other_rank]):
+            continue
+        name = PurePath(use.path).name
+        if other_use.writes:
+            ranks = [r for r, rank_uses in enumerate(uses) if any(u.path == use.path and u.writes for u in rank_uses)]
+            message = f"{format_ranks(ranks).capitalize()} write {name} at the same time: no collective separates them."
+            written_at = ""
+            fix = "Write it on rank 0 only, and let the others wait in a barrier before they read it."
+        else:
+            ranks = [other_rank]
+            message = f"Rank {other_rank} reads {name} while rank {rank} may still write it: no collective is between "
+            message += "the two."
+            written_at = f"rank {rank} writes it at {use.location}"
+            fix = "Call dist.barrier() on every rank after it is written and before the others read it."
+        by_line[line] = one_finding(
+            "DDP512",
+            (name,),
+            message,
+            ranks=unless_all(ranks, len(uses)),
+            location=line,
+            evidence=[written_at, f"the file is {use.path}"],
+            severity=None if use.by_torch else Severity.WARNING,
+            fix=fix,
+        )
+    return [finding for findings in by_line.values() for finding in findings] + _judge_devices(uses)
+
+
+def _at_the_same_time(uses: Sequence[Sequence[FileUsed]]) -> Iterator[tuple[int, FileUsed, int, FileUsed]]:
+    """Yield each write with every unordered use by another rank."""
+    by_path: dict[str, dict[int, list[FileUsed]]] = {}
+    for rank, rank_uses in enumerate(uses):
+        for use in sorted(rank_uses, key=lambda use: use.began):
+            by_path.setdefault(use.path, {}).setdefault(rank, []).append(use)
+    for by_rank in by_path.values():
+        ended = {rank: list(accumulate((use.ended for use in rank_uses), max)) for rank, rank_uses in by_rank.items()}
+        writes = ((rank, use) for rank, rank_uses in by_rank.items() for use in rank_uses if use.writes)
+        for (rank, use), (other_rank, other_uses) in product(writes, by_rank.items()):
+            if other_rank != rank:
+                first = bisect_left(ended[other_rank], use.began)
+                near = other_uses[first : bisect_right(other_uses, use.ended, key=lambda other_use: other_use.began)]
+                yield from ((rank, use, other_rank, other_use) for other_use in near if other_use.ended >= use.began)
+
+
+def _is_followed(use: FileUsed, read: FileUsed, writers: Sequence[FileUsed], readers: Sequence[FileUsed]) -> bool:
+    """Return True if the writer makes another file next, as a marker.
+
+    A reader may wait for the marker, whose existence says that the first file is complete.
+    """
+    paths = {entry.path for entry in readers}
+    later = writers[max(number for number, entry in enumerate(writers) if entry is use) + 1 :]
+    return any(entry.path not in paths and entry.began <= read.ended for entry in later)
+
+
+def _judge_devices(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """DDP512: tensors that a rank loaded onto the GPU of another rank."""
+    for rank, rank_uses in enumerate(uses):
+        for use in rank_uses:
+            elsewhere = [device for device in use.devices if device.startswith("cuda") and device != use.device]
+            if elsewhere and not use.writes and not use.mapped and use.device.startswith("cuda"):
+                name = PurePath(use.path).name
+                return one_finding(
+                    "DDP512",
+                    (name,),
+                    f"Rank {rank} loads {name} onto {elsewhere[0]}, which belongs to another rank: there is no "
+                    "map_location.",
+                    ranks=(rank,),
+                    location=use.location,
+                    evidence=[f"the rank's own device is {use.device}"],
+                    severity=Severity.WARNING,
+                )
+    return []

@@ -16,3 +16,29 @@ Example:
     state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
     ddp.module.load_state_dict(state, strict=False)    # right: ddp.load_state_dict(state)
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.replicas import NothingLoaded
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, one_finding, unless_all
+
+
+def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
+    """DDP523: `load_state_dict(strict=False)` calls without a matching key (`loads` by rank)."""
+    first = next((call for calls in loads for call in calls), None)
+    if first is None:
+        return []
+    ranks = [rank for rank, calls in enumerate(loads) if any(call.location == first.location for call in calls)]
+    source, target = ("state", "module") if first.of_state else ("module", "state")
+    return one_finding(
+        "DDP523",
+        (first.name,),
+        f"load_state_dict(strict=False) loads nothing into {first.name}, which stays unchanged: the keys of the "
+        f"{source} begin with {first.prefix!r}, those of the {target} do not.",
+        ranks=unless_all(ranks, len(loads)),
+        location=first.location,
+        evidence=[f"none of the {counted(first.keys, 'key')} of {first.name} is in the state"],
+    )

@@ -17,3 +17,62 @@ Example:
     torch.manual_seed(dist.get_rank())       # every rank starts from other weights
     model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sync at True
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.replicas import ModelSplit
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.trace.replicas import differing_names, differing_values
+from ddpcheck.trace.script_facts import PartSteps
+
+
+def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
+    """DDP208: parameters built with different values per rank before `fully_shard`."""
+    mismatches = differing_values(before)
+    remaining = {name: values for name, values in mismatches.items() if now.get(name) not in values}
+    if not remaining:
+        return []
+    names = sorted(remaining)
+    return one_finding(
+        "DDP208",
+        names,
+        f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
+        f"fully_shard, which broadcasts nothing: {plural_verb('it is', 'they are', names)} put together from parts of "
+        "different models.",
+        ranks=sorted({rank for values in remaining.values() for rank in minority_ranks(values)}),
+        fix="Build the model under the same seed and from the same checkpoint on every rank; or hand rank 0's values "
+        "out after fully_shard (set_model_state_dict with broadcast_from_rank0).",
+    )
+
+
+def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
+    """DDP208: replicated parameters with different initial values on ranks of one model."""
+    names = list(differing_names([step.values for step in steps[0]])) if steps and not steps[0][0].count else []
+    if not names:
+        return []
+    return one_finding(
+        "DDP208",
+        names,
+        f"{join_names(names)} {plural_verb('begins', 'begin', names)} with different values on {format_ranks(ranks)}, "
+        "which compute one model together (tensor parallelism): nothing makes replicated parameters the same.",
+        ranks=ranks,
+        location=split.location,
+        evidence=["parallelize_module broadcasts rank 0's values of the modules in its plan, and no others"],
+        fix="Seed the construction of the model equally on these ranks, or broadcast the parameters within their "
+        "group.",
+    )
+
+
+def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
+    """Relocate DDP208 to the line that seeds the model differently per rank."""
+    seeds = [step.seed for step in first]
+    if finding.code != "DDP208" or None in seeds or len(set(seeds)) < 2 or first[0].seeded is None:
+        return finding
+    message = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
+    moved = replace(finding, evidence=(*finding.evidence, message))
+    return moved.relocated(first[0].seeded)

@@ -12,3 +12,26 @@ Example:
     if os.path.exists(checkpoint):           # true on one machine only
         model.head.weight = model.embedding.weight   # right: on every rank
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import group_by_value, minority_ranks, one_finding
+
+
+def judge_ties(ties: Sequence[tuple[tuple[str, ...], ...]]) -> list[Finding]:
+    findings = []
+    for names in sorted(set(itertools.chain.from_iterable(ties))):
+        tied = ["tied" if names in rank_ties else "not tied" for rank_ties in ties]
+        if "not tied" in tied:
+            findings += one_finding(
+                "DDP209",
+                names,
+                f"{' and '.join(names)} are one parameter on some ranks and several on others.",
+                ranks=minority_ranks(tied),
+                evidence=group_by_value(tied),
+            )
+    return findings

@@ -20,3 +20,48 @@ Example:
     DistributedDataParallel(model, broadcast_buffers=False)
     # right: DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddpcheck.findings.evidence.replicas import StateUsed
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import format_ranks, one_finding
+from ddpcheck.trace.changes import Changes
+
+
+def locate_buffer_write(finding: Finding, changes: Changes) -> Finding:
+    """Relocate to the buffer's update; DDP214 also gets the updating ranks."""
+    for name in finding.subjects:
+        writes = {
+            rank: change
+            for rank, rank_changes in enumerate(changes)
+            for change in rank_changes
+            if change.what == "buffer" and name in change.names
+        }
+        only = finding.code == "DDP214" and 0 < len(writes) < len(changes)
+        notes = [f"{name} changes on {format_ranks(writes)} only"] if only else []
+        finding = replace(finding, evidence=(*finding.evidence, *notes), ranks=tuple(writes) if only else finding.ranks)
+        if location := next((change.location for change in writes.values() if change.location is not None), None):
+            return replace(finding, location=location)
+    return finding
+
+
+def batchnorm_finding(uses: Mapping[int, StateUsed], distance: float) -> list[Finding]:
+    use = next(iter(uses.values()))
+    return one_finding(
+        "DDP214",
+        (use.name,),
+        f"{use.name} is evaluated with different running statistics of BatchNorm on each rank: every rank has "
+        "recomputed them from its own part of the data, while the parameters are the same.",
+        location=use.estimated_at or use.location,
+        evidence=[
+            f"running means are up to {distance:.2g} standard deviations apart",
+            f"evaluated at {use.lines[0]} on {format_ranks(uses)}",
+        ],
+        severity=Severity.WARNING,
+        fix="Estimate them on every rank from the same samples; or all_reduce running_mean and running_var after that, "
+        "or broadcast them from rank 0.",
+    )

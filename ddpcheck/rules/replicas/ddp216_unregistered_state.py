@@ -14,3 +14,73 @@ Explains: DDP303 DDP304 DDP312; DDP516 if only the loss
 Example:
     self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import group_by_value, join_names, minority_of_any, one_finding, plural_verb
+from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_values
+
+
+def judge_plain_tensors(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
+    mismatches = differing_values([{name: (shape, value) for name, shape, value in tensors} for tensors in state])
+    if not mismatches:
+        return []
+    names = list(mismatches)
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)}, which the model holds and has not registered, {plural_verb('differs', 'differ', names)} "
+        "between ranks; DDP never synchronises unregistered tensors.",
+        ranks=minority_of_any(mismatches.values()),
+        evidence=[f"{name}: {_compare_shapes([v[0] for v in values])}" for name, values in mismatches.items()],
+    )
+
+
+def _compare_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    difference = "other values" if len(set(shapes)) == 1 else f"other shapes: {'; '.join(group_by_value(shapes))}"
+    return f"shape {shapes[0]}, {difference}"
+
+
+def judge_new_state(facts: ReplicaFacts) -> list[Finding]:
+    """DDP216: unregistered tensors of the first step that differ between ranks and never change.
+
+    Judged only if gradients differ from the global batch: a cache of a rank's own samples is harmless.
+    """
+    first, *later = facts.by_step.values()
+    names = [
+        name
+        for name in differing_names([item.new_state for item in first])
+        if later
+        and all(
+            item.new_state.get(name) == first_item.new_state[name]
+            for items in later
+            for item, first_item in zip(items, first, strict=True)
+        )
+    ]
+    if not names:
+        return []
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is made in the forward pass, with different values on each rank, and kept without "
+        "being registered; DDP never synchronises it.",
+        evidence=["it stays the same from step to step, and the gradients are not those of the global batch"],
+        severity=Severity.ERROR,
+    )
+
+
+def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
+    """DDP216: unregistered tensors from before the first step that diverge between ranks."""
+    names = list(facts.first_steps(lambda item: item.state))
+    if not names:
+        return []
+    return one_finding(
+        "DDP216",
+        names,
+        f"{join_names(names)} is held by the model without being registered and diverges between ranks; DDP never "
+        "synchronises it.",
+        location=facts.known.names.location(names),
+    )

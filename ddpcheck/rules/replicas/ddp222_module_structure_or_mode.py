@@ -13,3 +13,67 @@ Example:
     if dist.get_rank() == 0:
         evaluate(model)                      # calls model.eval() and does not go back; right: model.train() after it
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import (
+    format_ranks,
+    join_names,
+    minority_of_any,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+    unless_all,
+)
+from ddpcheck.trace.replicas import MODE, differing_values
+
+
+def judge_compiled_modules(compiled: Sequence[frozenset[str]]) -> list[Finding]:
+    """DDP222: modules compiled on some ranks only (`compiled`: compiled module names by rank)."""
+    names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
+    ranks = [rank for rank, modules in enumerate(compiled) if not modules.isdisjoint(names)]
+    return one_finding(
+        "DDP222",
+        [name or "(the model)" for name in names],
+        f"torch.compile compiles {join_names([name or 'the model' for name in names])} on {format_ranks(ranks)} only.",
+        ranks=unless_all(ranks, len(compiled)),
+        evidence=["the keys of its state_dict have a different prefix there, and compiled code may round differently"],
+        severity=Severity.WARNING,
+        fix="Compile it on every rank, or on none.",
+    )
+
+
+def judge_modules(descriptions: Sequence[ModuleDescription], *, explained: bool) -> list[Finding]:
+    modules = [description.modules for description in descriptions]
+    classes = differing_values([{name: f"{kind}({options})" for name, kind, options, _ in mods} for mods in modules])
+    modes = differing_values([{m[0]: "training" if m[3] else "evaluating" for m in mods} for mods in modules])
+    inner = {name for name in modes for outer in modes if name != outer and (not outer or name.startswith(f"{outer}."))}
+    findings = []
+    for noun, mismatches in (
+        ("class or options", {} if explained else classes),  # a reported mismatch also shows in the options
+        (MODE, {name: values for name, values in modes.items() if name not in inner}),
+    ):
+        if names := list(mismatches):
+            findings += one_finding(
+                "DDP222",
+                [name or "(the model)" for name in names],
+                f"{join_names([name or 'the model' for name in names])} {plural_verb('does', 'do', names)} not have "
+                f"the same {noun} on every rank.",
+                ranks=minority_of_any(mismatches.values()) if noun != MODE else _odd_modes(list(mismatches.values())),
+                evidence=told_by_rank({name or "(the model)": values for name, values in mismatches.items()}),
+            )
+    return findings
+
+
+def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
+    """Return the ranks in the rarer mode; on a tie, in eval mode."""
+    odd = set(minority_of_any(modes_by_name))
+    for modes in modes_by_name:
+        if 2 * modes.count("evaluating") == len(modes):
+            odd -= {rank for rank, mode in enumerate(modes) if mode == "training"}
+            odd |= {rank for rank, mode in enumerate(modes) if mode == "evaluating"}
+    return sorted(odd)

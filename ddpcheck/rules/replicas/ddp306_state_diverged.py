@@ -17,3 +17,412 @@ Example:
     if loss.item() < threshold:              # decided from local data: some ranks step, others do not
         optimizer.step()                     # right: all_reduce the decision first
 """
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpcheck.findings.evidence.gradients import LEAST
+from ddpcheck.findings.evidence.replicas import StateUsed
+from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    join_names,
+    one_finding,
+    plural_verb,
+    told_by_rank,
+    unless_all,
+)
+from ddpcheck.stream.entries import TrainedApart
+from ddpcheck.trace.check_context import group_by_step, worst_first
+from ddpcheck.trace.copies import WriteFacts, values_differ
+from ddpcheck.trace.gradients import ReducerFacts
+from ddpcheck.trace.model_parts import MIN_PART_STEPS
+from ddpcheck.trace.optimizers import LOAD_EVERYWHERE, describe_loads, restored_on_some
+from ddpcheck.trace.replicas import ReplicaFacts, differing_names
+from ddpcheck.trace.script_facts import PartSteps
+from ddpcheck.trace.unwrapped_params import (
+    Steps,
+    any_gradient_differs,
+    differing,
+    minority_of,
+    param_name,
+    spell_values,
+)
+
+_GAP_FACTOR = 3
+
+
+def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> list[Finding]:
+    """Detect periodically averaged parameters whose averaging stops (DDP306)."""
+    equal_at = [index for index, is_equal in enumerate(are_equal) if is_equal]
+    longest = max(later - before for before, later in itertools.pairwise([0, *equal_at]))
+    last = steps[-1]
+    names = [param_name(name) for name in last[0].alone if len({entry.alone[name] for entry in last}) > 1]
+    if len(are_equal) - equal_at[-1] <= _GAP_FACTOR * longest or not names:
+        return []
+    return one_finding(
+        "DDP306",
+        names,
+        f"{join_names(names)} {plural_verb('was', 'were', names)} the same on every rank again after at most "
+        f"{counted(longest, 'step')} of the optimizer, and {plural_verb('is', 'are', names)} not any more since step "
+        f"{equal_at[-1]}.",
+        location=last[0].location,
+        evidence=[f"{counted(len(are_equal) - equal_at[-1], 'step')} went by since then"],
+        fix="Average the parameters until the training ends. If ranks keep values of the last average, to "
+        "start the next average from, update these on all ranks.",
+    )
+
+
+def judge_updates(facts: ReducerFacts) -> list[Finding]:
+    """Report optimizer steps on shards that differ from the unsharded step (DDP306).
+
+    Only parameters whose update depends on the local shard alone count: rounding in matrix orthogonalisation, for
+    example, may be as large as the difference.
+    """
+    wrong = []
+    for step, items in group_by_step(facts.evidence).items():
+        sharded = [item for item in items if isinstance(item, ShardedStep)]
+        local = frozenset.intersection(*(item.updated_alone for item in sharded)) if sharded else frozenset()
+        wrong += [(step, bad) for item in sharded for bad in item.against_whole if bad.bad and bad.name in local]
+    if not wrong:
+        return []
+    step = min(step for step, _ in wrong)
+    by_name = {bad.name: bad for wrong_step, bad in wrong if wrong_step == step}
+    names = list(by_name)
+    updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
+    return facts.known.names.one_finding(
+        "DDP306",
+        names,
+        f"The optimizer's step {step} on shards changes {counted(len(names), 'parameter')} differently from the same "
+        "step on the whole parameters and gradients: each rank updates its shard without the others.",
+        location=updated_at or facts.known.names.location(names),
+        steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
+        evidence=[
+            "errors are relative to the update of the whole parameter",
+            *map(str, worst_first(by_name.values())[:3]),
+        ],
+        fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
+    )
+
+
+def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
+    """Report one optimizer's reduced shard gradients scaled by rank-dependent factors (DDP306)."""
+    for by_rank in steps:
+        factors = [_factor([*step.shard_scales.values()]) for step in by_rank]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) < len(by_rank) or max(known) - min(known) <= _ANOTHER * max(known):
+            continue
+        first = by_rank[0]
+        return one_finding(
+            "DDP306",
+            ("gradients",),
+            "The gradients of the shards are scaled after their reduction, by a different factor on each rank: it is "
+            "computed from a shard, not from the whole.",
+            steps=(first.count,),
+            location=first.norm_at or first.location,
+            related={"optimizer steps": first.location},
+            evidence=[
+                f"rank {rank}: the norm of its shards is {factor:.6g} times that of all shards"
+                for rank, factor in enumerate(known[:4])
+            ],
+            fix="Compute the norm of the DTensors (clip_grad_norm_ does), or all_reduce the squares of the shards' "
+            "norms over the ranks, before the root is taken.",
+        )
+    return []
+
+
+_ANOTHER = 1e-3
+
+
+_THE_SAME = 1e-4
+
+
+def _factor(scales: Sequence[float]) -> float | None:
+    """Return the common factor of at least two scales, or `None`."""
+    equal = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
+    return sum(scales) / len(scales) if equal else None
+
+
+def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP306: optimizer state (e.g. momentum) that differs although gradients are equal."""
+    alike: int | None = None  # last step in which all ranks had equal state
+    for rank_steps in steps:
+        if any_gradient_differs(rank_steps):
+            return []  # ranks train separately, and may average parameters
+        states = [step.states for step in rank_steps]
+        if any(set(state) != set(states[0]) for state in states) and all(state for state in states):
+            continue  # sharded
+        names = differing(states)
+        if not names:
+            alike = rank_steps[0].count if all(states) else alike
+            continue
+        keys = sorted({name.rpartition(": ")[2] for name in names})
+        ranks = minority_of(states, names)
+        orders = [step.held for step in rank_steps]
+        reordered = len(set(orders)) > 1 and len({frozenset(order) for order in orders}) == 1
+        restored = {} if reordered else restored_on_some(rank_steps)
+        between = alike is not None and not reordered and not any(step.restored_at for step in rank_steps)
+        return one_finding(
+            "DDP306",
+            keys,
+            f"The optimizer's {join_names(keys)} {plural_verb('differs', 'differ', keys)} between ranks in its step "
+            f"{rank_steps[0].count}, so equal gradients make the parameters diverge.",
+            ranks=tuple(restored) or ranks,
+            steps=(rank_steps[0].count,),
+            location=next(iter(restored.values()), (reordered and rank_steps[0].made) or rank_steps[0].location),
+            evidence=[
+                describe_loads(restored) if restored else "",
+                f"it did not differ in step {alike}: in a later step, the ranks used different gradients"
+                if between
+                else "",
+                *(
+                    f"the optimizer of rank {rank} holds {join_names([*map(param_name, order)])}, in this order"
+                    for rank, order in enumerate(orders[:2] if reordered else ())
+                ),
+                *(
+                    f"norm of {values}"
+                    for values in told_by_rank(
+                        {param_name(n): [spell_values(state.get(n), "no state") for state in states] for n in names[:3]}
+                    )
+                ),
+            ],
+            fix="Give the optimizer its parameters in the same order on every rank: its state is saved and loaded by "
+            "their numbers."
+            if reordered
+            else "Average the gradients in every step, and wait for every asynchronous collective (work.wait()) before "
+            "the optimizer steps."
+            if between
+            else LOAD_EVERYWHERE,
+        )
+    return []
+
+
+def loaded_on_some_finding(
+    rank_steps: Steps, restored: Mapping[int, Location], counts: Sequence[float]
+) -> list[Finding]:
+    first = rank_steps[0]
+    return one_finding(
+        "DDP306",
+        ("state",),
+        f"The optimizer's state is loaded on {format_ranks(restored)} only: the others continue with a different "
+        "state for their shards of the same parameters.",
+        ranks=tuple(restored),
+        steps=(first.count,),
+        location=next(iter(restored.values())),
+        related={"optimizer steps": first.location},
+        evidence=[
+            describe_loads(restored),
+            *(f"rank {rank}: {count:g} steps were counted before" for rank, count in enumerate(counts[:4])),
+        ],
+        fix=LOAD_EVERYWHERE.replace("from the same file", "for its own parts"),
+    )
+
+
+_FEWEST_MARKS = 3  # of ranks that train separately: at the beginning, and after two steps
+
+
+def judge_apart(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+    """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
+    last = [entries[-1] for entries in entries_by_rank if entries]
+    if len(last) < len(entries_by_rank) or any(len(entry.marks) < _FEWEST_MARKS for entry in last):
+        return []
+    names = list(differing_names([entry.parameters for entry in last]))
+    if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
+        return []
+    count = min(len(entry.marks) for entry in last) - 1
+    return one_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
+
+
+NEVER_AVERAGED: dict[str, Any] = {
+    "code": "DDP306",
+    "message": "Parameters differ between ranks, and no backward pass has been averaged so far.",
+    "ranks": (),
+    "evidence": (
+        "gradients are averaged if the wrapper is called outside of no_sync, and backward begins with its output",
+        "under Lightning's manual optimization: if self.manual_backward(loss) is called, and not loss.backward()",
+    ),
+}
+
+
+_TOLERANCE = 1e-3
+
+
+_EQUAL_SCALE = 1e-4
+
+
+def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
+    """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
+    scaled = [(rank_steps, factors) for rank_steps in steps if (factors := _factors(rank_steps)) is not None]
+    if not scaled or 2 * len(scaled) <= len(steps):
+        return []
+    rank_steps, factors = scaled[0]
+    first = rank_steps[0]
+    return one_finding(
+        "DDP306",
+        ("gradients",),
+        f"The gradients are scaled by a different factor on each of {format_ranks(ranks)}, which compute one model "
+        "together: each factor is computed from the norm of the rank's own parts.",
+        ranks=ranks,
+        steps=(first.count,),
+        location=first.norm_at or first.location,
+        related={"optimizer steps": first.location},
+        evidence=[
+            f"rank {rank}: {factor:.6g} times those of rank {ranks[0]}"
+            for rank, factor in zip(ranks, factors, strict=True)
+        ],
+        fix="all_reduce the squared norms of the sharded parameters over the tensor-parallel group, and count "
+        "replicated ones once; or keep DTensors, for which clip_grad_norm_ computes the norm of the whole.",
+    )
+
+
+def _factors(rank_steps: PartSteps) -> list[float] | None:
+    """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
+    first = rank_steps[0]
+    names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
+    if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):
+        return None
+    factors = []
+    for step in rank_steps:
+        by_name = []
+        for name in names:
+            gradient, reference = step.gradients[name], first.gradients[name]
+            factor = sum(a * b for a, b in zip(gradient, reference, strict=True)) / math.hypot(*reference) ** 2
+            if math.dist(gradient, [factor * number for number in reference]) > _TOLERANCE * math.hypot(*gradient):
+                return None
+            by_name.append(factor)
+        if max(by_name) - min(by_name) > _TOLERANCE * max(by_name) or min(by_name) <= 0.0:
+            return None
+        factors.append(by_name[0])
+    return factors if max(factors) - min(factors) > _TOLERANCE * max(factors) else None
+
+
+def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
+    """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
+
+    The wrong norm is then the same in all clipped steps, and the norm of the whole model is not.
+    """
+    wrong, right = [], []
+    size = len(ranks[0])
+    for group_steps in zip(*groups, strict=False):
+        names = {name for rank_steps in group_steps for step in rank_steps for name in step.norms}
+        squares = [_squares(name, group_steps) for name in names]
+        right.append(math.sqrt(sum(squares)))
+        whole = {name for name in names if name not in group_steps[0][0].split}
+        wrong.append(math.sqrt(sum(s * (size if name in whole else 1) for name, s in zip(names, squares, strict=True))))
+    limit = max(wrong, default=0.0)
+    clipped = [n for n, norm in enumerate(wrong) if limit - norm <= _EQUAL_SCALE * limit]
+    true = [right[n] for n in clipped]
+    if (
+        size < 2
+        or not 0.0 < limit < math.inf
+        or len(clipped) < MIN_PART_STEPS
+        or max(true) - min(true) <= _TOLERANCE * limit
+    ):
+        return []
+    first = groups[0][0][0]
+    return one_finding(
+        "DDP306",
+        ("gradients",),
+        f"Gradients are clipped by a norm that counts each replicated parameter {size} times, once for each rank of "
+        "tensor parallelism: it is not that of the model.",
+        location=first.norm_at or first.location,
+        evidence=[
+            f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(true):.6g} to "
+            f"{max(true):.6g}",
+        ],
+        related={"optimizer steps": first.location},
+        fix="Add up the squared norms of sharded parameters over the tensor-parallel group, and count replicated ones "
+        "once.",
+    )
+
+
+def _squares(name: str, group_steps: Sequence[PartSteps]) -> float:
+    """Return the squared norm of a parameter's whole gradient, summed over its parts."""
+    total = 0.0
+    for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
+        for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:
+            total += step.norms.get(name, 0.0) ** 2
+    return total
+
+
+def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
+    """DDP306: ranks train apart under a hook (post-local SGD), and nothing averages parameters.
+
+    Not reported for optimizers outside torch.optim, which may average in a step that was not run.
+    """
+    local_steps = {step: items for step, items in facts.by_step.items() if items[0].apart}
+    if not local_steps or not facts.known.plain_optimizer or steps_that_end_alike(local_steps):
+        return []
+    last = local_steps[max(local_steps)]
+    names = list(differing_names([item.parameters for item in last]))
+    return facts.known.names.one_finding(
+        "DDP306",
+        names,
+        never_averaged(names, len(local_steps), min(local_steps), facts.known.wrapper.comm_hook),
+        steps=unless_all(sorted(local_steps), len(facts.by_step)),
+        fix=AVERAGE_THEM,
+    )
+
+
+AVERAGE_THEM = (
+    "Call average_parameters of a PeriodicModelAverager after each step of the optimizer, or wrap the optimizer in "
+    "PostLocalSGDOptimizer."
+)
+
+
+def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> str:
+    """Describe parameters that differ after each of `steps` steps starting at `first`."""
+    reason = f"{hook} averages gradients over fewer ranks" if hook else "no_sync leaves each rank its own gradients"
+    return (
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after each of "
+        f"{counted(steps, 'step')} from step {first} on, in which {reason}: nothing averages the parameters."
+    )
+
+
+def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
+    """Return steps with equal parameters on all ranks before the next update."""
+    after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
+    before = {
+        step - 1
+        for step, items in by_step.items()
+        if not differing_names([item.parameters_before_optimizer for item in items])
+    }
+    return sorted(after | (before & by_step.keys()))
+
+
+def use_finding(
+    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
+) -> list[Finding]:
+    ranks = list(uses)
+    use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
+    copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]
+    changed = {rank: len({str(state.values) for state in copies[rank]}) > 1 for rank in ranks if len(copies[rank]) > 1}
+    moved, unmoved = ([rank for rank, flag in changed.items() if flag is value] for value in (True, False))
+    evidence = [f"evaluated at {use.lines[0]} on {format_ranks(ranks)}, after {use.step} optimizer steps"]
+    location = use.location or copied or Location.parse(use.lines[0])
+    starts = [min(rank_copies, key=lambda state: state.count).values for rank_copies in copies if rank_copies]
+    writers: tuple[int, ...] = ()
+    if not use.loaded and written[0] and len(starts) == len(states) and not values_differ(starts):
+        location, evidence, writers = written[0], evidence + written[1], written[2]
+    if moved and unmoved:
+        evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(unmoved)}")
+    return one_finding(
+        "DDP306",
+        (use.name,),
+        f"{use.name} is evaluated with different weights on each rank: "
+        + ("the state loaded into it" if use.loaded else "the copy of the weights")
+        + " is not the same on every rank.",
+        ranks=writers,
+        location=location,
+        evidence=evidence,
+        severity=Severity.WARNING,
+        fix="Make the same change to the copy on every rank (all_reduce the condition), or broadcast it before "
+        "evaluation.",
+    )

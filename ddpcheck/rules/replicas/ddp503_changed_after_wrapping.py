@@ -17,3 +17,109 @@ Example:
     ddp = DistributedDataParallel(model)
     model.head = nn.Linear(8, 3)             # right: replace the head first, then wrap
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.evidence.steps import ParameterChange, StepEvidence
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.trace.changes import Changes
+
+_CHANGES = {
+    "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
+    "removed": "DDP still waits for {its} gradient",
+    "frozen": "DDP still waits for {its} gradient",
+    "unfrozen": "DDP does not know {it}, and never averages {its} gradient",
+    "cast or moved": "DDP's hooks are on the old {noun}, and {its} gradient is never averaged",
+}
+
+
+def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperFacts, names: Names) -> list[Finding]:
+    """DDP503: parameters that forward replaces, removes, freezes, unfreezes or casts after wrapping."""
+    if not wrapper.is_ddp:
+        return []
+    groups: dict[tuple[ParameterChange, int], dict[str, set[int]]] = {}
+    first: dict[str, tuple[ParameterChange, int]] = {}
+    for item in sorted(evidence, key=lambda item: item.step):
+        for name, change in item.changed.items():
+            idle = change.kind in ("removed", "frozen")  # harmless if DDP searches for unused parameters
+            if idle and (wrapper.tolerates_unused or not any(e.states.get(name) == "missing" for e in evidence)):
+                continue
+            key = first.setdefault(name, (change, item.step))
+            groups.setdefault(key, {}).setdefault(name, set()).add(item.rank)
+    world_size = len({item.rank for item in evidence})
+    findings = []
+    for (change, step), group in groups.items():
+        subjects = names.subjects(group)
+        words = {"it": plural_verb("the one", "those", subjects), "is_are": plural_verb("is", "are", subjects)}
+        words |= {"its": plural_verb("its", "their", subjects), "noun": plural_verb("tensor", "tensors", subjects)}
+        suffix = f" by {change.replacement}" if change.replacement else ""
+        action = f"{plural_verb('was', 'were', subjects)} {change.kind}{suffix}"
+        findings += one_finding(
+            "DDP503",
+            subjects,
+            f"{join_names(subjects)} {action} in the forward pass of step {step}, after DDP had been constructed: "
+            f"{_CHANGES[change.kind].format(**words)}.",
+            ranks=unless_all(sorted(set().union(*group.values())), world_size),
+            location=change.location or names.location(list(group)),
+            fix="Make the change in __init__; keep values that each forward pass computes in a variable, as a plain "
+            "tensor.",
+        )
+    return findings
+
+
+def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
+    """DDP503: parameter changes since wrapping ("frozen", "added"), by name and rank."""
+    entries = dict.fromkeys((name, kind) for rank_changes in changes for name, kind in rank_changes.items())
+    if not entries:
+        return []
+    by_what = {kind: [name for name, _ in pairs] for kind, pairs in group_by(entries, lambda change: change[1]).items()}
+    ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
+    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {kind}" for kind, names in by_what.items()]
+    still = "after wrapping; the reducer still has the old ones"
+    if sharded:
+        still = "after fully_shard, whose groups still gather the old ones"
+    return one_finding(
+        "DDP503",
+        list(dict.fromkeys(name for names in by_what.values() for name in names)),
+        f"{join_names(changed)} {still}.",
+        ranks=unless_all(ranks, len(changes)),
+    )
+
+
+def judge_ignored(changes: Changes) -> list[Finding]:
+    """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
+    ignored = (change for change in itertools.chain.from_iterable(changes) if change.what == "ignored")
+    findings = []
+    for location, group in group_by(ignored, lambda change: change.location).items():
+        names = list(dict.fromkeys(name for change in group for name in change.names))
+        findings += one_finding(
+            "DDP503",
+            names,
+            f"An assignment to .data of {counted(len(names), 'parameter')} that fully_shard has sharded has no "
+            "effect: the DTensor keeps its previous values.",
+            location=location,
+            fix="Write values in place, under torch.no_grad(): parameter.copy_(values), parameter.mul_(factor); or "
+            "load them by set_model_state_dict.",
+        )
+    return findings
+
+
+def replaced_after_sharding(names: Sequence[str], where: Location | None, *, later: bool) -> list[Finding]:
+    """Report parameters replaced after `fully_shard` (`later`: after the first forward pass)."""
+    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
+    gathers = f"fully_shard gathers {them} no longer: the first forward pass fails on a plain tensor"
+    if later:
+        gathers = f"fully_shard still gathers the old {plural_verb('one', 'ones', names)}, and puts {them} back"
+    return one_finding(
+        "DDP503",
+        names,
+        f"{join_names(names)} {was} replaced after fully_shard: {gathers}.",
+        location=where,
+        fix="Replace parameters and tie them before fully_shard; after it, write values in place, under "
+        "torch.no_grad(), or load them by set_model_state_dict.",
+    )

@@ -16,3 +16,79 @@ Example:
     if dist.get_rank() == 0:
         model.load_state_dict(checkpoint)    # right: load before wrapping, or on every rank
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.trace.changes import VALUE_CHANGES, Changes
+from ddpcheck.trace.replicas import ReplicaFacts, differing_names
+
+
+def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP515: parameters that `wrap` changed on some ranks after DDP synchronized them."""
+    known = [name for name in differing_names(now) if all(name in values for values in start)]
+    names = [name for name in known if len({values[name] for values in start}) == 1]
+    if not names:
+        return []
+    changed = [rank for rank, before in enumerate(start) if any(before[name] != now[rank][name] for name in names)]
+    return one_finding(
+        "DDP515",
+        names,
+        f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had synchronised "
+        "them; nothing makes the ranks equal again.",
+        ranks=unless_all(changed, len(now)),
+    )
+
+
+def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
+    """DDP515: parameters that differ between ranks before the optimizer's first step."""
+    first, known = min(facts.by_step), facts.known
+    mismatches = differing_names([item.parameters_before_optimizer for item in facts.by_step[first]])
+    names = [name for name in mismatches if name not in known.differing_at_start]
+    if not names:
+        return []
+    return known.names.one_finding(
+        "DDP515",
+        names,
+        f"The forward or backward pass of step {first} sets {join_names(known.names.subjects(names))} to "
+        "values that differ between ranks; DDP broadcasts parameters when it is constructed and never again.",
+        steps=unless_all((first,), len(facts.by_step)),
+        evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+    )
+
+
+def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP515: shards written before the first forward pass on some ranks only.
+
+    Each rank has a different shard, so ranks cannot compare their values. `kept`: by rank, the parameters that still
+    have their values from sharding.
+    """
+    early = [
+        [call for call in calls if call.what in VALUE_CHANGES and not call.forwards and call.names] for calls in changes
+    ]
+    ranks: dict[str, set[int]] = {}
+    for rank, rank_changes in enumerate(early):
+        for name in itertools.chain.from_iterable(change.names for change in rank_changes):
+            ranks.setdefault(name, set()).add(rank)
+    names = [*ranks]
+    writers = sorted(ranks[names[0]]) if names else []
+    rest = [values for rank, values in enumerate(kept) if rank not in writers]
+    if not writers or not rest or any(sorted(ranks[name]) != writers for name in names):
+        return []
+    if any(name not in values for values in rest for name in names):
+        return []
+    first = early[writers[0]][0]
+    return one_finding(
+        "DDP515",
+        names,
+        f"{join_names(names)} {plural_verb('is', 'are', names)} written after fully_shard on {format_ranks(writers)} "
+        "only, which has only its own shard: the other shards keep their previous values.",
+        ranks=writers,
+        location=first.location,
+        evidence=[f"{first.how} writes the shards there, before the first forward pass"],
+        fix="Write shards on every rank; or initialise the model before fully_shard.",
+    )

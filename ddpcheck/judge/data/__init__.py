@@ -1,1 +1,0 @@
-"""Judges of the data: samples, orders, draws, tables, files."""

@@ -1,1 +1,0 @@
-"""Judges of failed ranks: exceptions, crashes, hangs and divergence."""

@@ -1,1 +1,0 @@
-"""Judges of evaluation: metrics over all ranks and duplicate samples."""

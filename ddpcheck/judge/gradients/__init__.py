@@ -1,1 +1,0 @@
-"""Judges of gradients: the reducer, the single process, loss scales, clips."""

@@ -1,1 +1,0 @@
-"""Judges of parameters in the loss: unused, detached, conditional, zero gradients."""

@@ -1,1 +1,0 @@
-"""Judges of state that ranks replicate: modules, values, buffers, options, copies."""

@@ -1,0 +1,150 @@
+"""Merge findings with a common root cause, as `Rule.explains` defines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.rules import RULES, Explains, When
+from ddpcheck.rules.collectives.rank_failure import OF_A_CUT_FILE
+from ddpcheck.rules.replicas.values import RUNNING_STATISTICS
+from ddpcheck.trace.check_context import ALL_MISSING
+from ddpcheck.trace.collectives import ON_GRADIENTS
+from ddpcheck.trace.losses import BY_NORMALISATION
+from ddpcheck.trace.parameters import MADE_IN_FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Causes:
+    """Root causes of a list of findings."""
+
+    findings: list[Finding]  # root causes, each with its consequences as evidence
+    # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier one of the
+    # same rule covers all of its subjects
+    told_by: list[Finding | None]
+
+
+def find_causes(findings: Sequence[Finding]) -> Causes:
+    """Group findings by root cause; drop repeats of a rule on the same subjects."""
+    single: list[Finding] = []
+    number_of: list[int | None] = []
+    for finding in findings:
+        is_known = any(f.code == finding.code and set(finding.subjects) <= set(f.subjects) for f in single)
+        number_of.append(None if is_known else len(single))
+        if not is_known:
+            single.append(finding)
+    causes = _causes(single)
+    kept = {number: finding for number, finding in enumerate(single) if number not in causes}
+    roots = {number: number for number in kept}
+    for number in causes:
+        root = causes[number]
+        while root in causes:
+            root = causes[root]
+        roots[number] = root
+        effect, cause = single[number], kept[root]
+        relation = _explains(cause, effect)
+        if relation is None or relation.quietly:  # an indirect consequence, or not worth reporting
+            continue
+        worst = min(cause.severity, effect.severity, key=lambda severity: severity.rank)
+        kept[root] = replace(
+            cause,
+            evidence=(*cause.evidence, f"with it comes {effect.code}: {effect.message}"),
+            severity=worst if RULES[cause.code].takes_severity else cause.severity,
+            tags=(*cause.tags, effect.code),
+        )
+    return Causes(list(kept.values()), [None if number is None else kept[roots[number]] for number in number_of])
+
+
+def _causes(findings: Sequence[Finding]) -> dict[int, int]:
+    """Map explained findings to their causes by index, preferring unexplained causes."""
+    possible: dict[int, list[int]] = {}
+    for number, effect in enumerate(findings):
+        explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, effect)]
+        if explaining:
+            possible[number] = sorted(explaining, key=lambda n: findings[n].code)
+    return {number: min(causes, key=lambda n: n in possible) for number, causes in possible.items()}
+
+
+def _goes_before(cause: Finding, effect: Finding) -> bool:
+    """Check if `cause` explains `effect`; if mutual, only the conditional direction counts."""
+    relation, inverse = _explains(cause, effect), _explains(effect, cause)
+    return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
+
+
+def _explains(cause: Finding, effect: Finding) -> Explains | None:
+    return next(
+        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _WHEN[rel.when](cause, effect)), None
+    )
+
+
+_WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
+    "always": lambda _cause, _effect: True,
+    "an error": lambda cause, _effect: cause.severity is Severity.ERROR,
+    "same subjects": lambda cause, effect: set(effect.subjects) <= set(cause.subjects),
+    # the loss is known to differ between ranks, its input data is not
+    "only the loss": lambda _cause, effect: effect.subjects == ("loss",),
+    # created after DDP's constructor ran, so initial values differ between ranks
+    "made in forward": lambda cause, _effect: MADE_IN_FORWARD in cause.tags,
+    # running statistics of normalisation layers that couple samples
+    "its statistics": lambda cause, effect: (
+        BY_NORMALISATION in cause.tags and all(n.rpartition(".")[2] in RUNNING_STATISTICS for n in effect.subjects)
+    ),
+    "a note": lambda _cause, effect: effect.severity is Severity.NOTE,
+    # fewer backward passes are averaged
+    "by steps": lambda _cause, effect: "step" in effect.subjects,
+    # every gradient is missing, none is zero
+    "none is there": lambda _cause, effect: ALL_MISSING in effect.tags,
+    "of gradients": lambda cause, _effect: ON_GRADIENTS in cause.tags,
+    # raised by the ranks that read the truncated file
+    "of a cut file": lambda cause, effect: OF_A_CUT_FILE in effect.tags and {*cause.ranks} <= {*effect.ranks},
+}
+
+
+class ReportedCauses:
+    """Findings reported so far, one per root cause."""
+
+    def __init__(self, reported: Sequence[Finding] = ()) -> None:
+        self.findings = list(reported)
+        self.consequences: dict[str, Finding] = {}
+        self._causes = set(map(cause_of, reported))
+
+    def add(self, findings: Sequence[Finding], locate: Callable[[Finding], Finding]) -> list[Finding]:
+        """Add findings with a new cause, located by `locate`, and return them."""
+        new: list[Finding] = []
+        candidates = [*self.findings, *findings]
+        for finding in findings:
+            cause = cause_of(finding)
+            is_known = cause in self._causes or goes_on(finding, self.findings)
+            if not is_known and follows_from(finding, candidates):
+                self.consequences.setdefault(finding.code, finding)
+            elif not is_known:
+                self._causes.add(cause)
+                new.append(locate(finding))
+        self.findings += new
+        return new
+
+
+def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
+    """Return the key of a root cause; indices in names become '*' if `by_family`."""
+    subjects: Iterable[str] = finding.subjects
+    if RULES[finding.code].by_family:
+        subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
+    return finding.code, frozenset(subjects)
+
+
+def follows_from(finding: Finding, findings: Iterable[Finding]) -> bool:
+    """Check if `finding` is a consequence of an error in `findings`."""
+    return any(
+        cause != finding and cause.severity is Severity.ERROR and _goes_before(cause, finding) for cause in findings
+    )
+
+
+def goes_on(finding: Finding, reported: Iterable[Finding]) -> bool:
+    """Check if `finding` extends a reported finding to more tensors."""
+    subjects = set(finding.subjects)
+    return RULES[finding.code].spreads and any(
+        earlier.code == finding.code and subjects & set(earlier.subjects) for earlier in reported
+    )

@@ -1,0 +1,104 @@
+"""Branches whose condition differs between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Finding
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import explain_by_local_condition
+from ddpcheck.stream.entries import DDP_FORWARD, PASSES, backward_of
+from ddpcheck.trace.positions import EndingFacts, Position, exits_of, lines_of
+
+
+def split_line(line: str) -> tuple[str, int]:
+    """Split 'path:line' into path and line number (-1 if unknown)."""
+    path, _, number = line.rpartition(":")
+    return path, int(number or -1)
+
+
+def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
+    """DDP403: branch that one rank takes and another skips in the same iteration.
+
+    Both have taken it before. Runs before loops, because a rank in the next outer iteration has left inner loops, too.
+    """
+    if stayer.call is None or leaver.is_at_work:
+        return []  # a running rank may still reach it
+    for block in _skipped_blocks(facts, stayer, leaver):
+        blocks = facts.around(stayer.lines, "loop", block.kind)
+        loops = [outer for outer in blocks[: blocks.index(block)] if outer.kind == "loop"]
+        is_own = block.kind != "try" or loops == facts.loops(stayer.lines)  # else the exception exits an inner loop
+        if loops and is_own and _is_same_pass(facts, loops[-1], block, stayer, leaver):
+            return explain_by_local_condition(facts, stayer, leaver, block)
+    return []
+
+
+def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Block]:
+    """Return blocks that `stayer` is in and `leaver` was in earlier, innermost first."""
+    leaver_blocks = facts.around(leaver.lines, "branch", "rest", "try")
+    stayer_blocks = reversed(facts.around(stayer.lines, "branch", "rest", "try"))
+    return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.of, block)]
+
+
+def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:
+    """Return True if `leaver` skipped the block in the same iteration of the loop.
+
+    False if an exit between the last common call and the block may have been taken.
+    """
+    before = lines_of(stayer.before[-1]) if stayer.before else ()
+    if loop in facts.loops(leaver.lines):
+        return _comes_first(stayer.lines, leaver.lines, before) and _is_restarted(facts, stayer, leaver)
+    was_in_loop = loop in facts.loops(before)
+    exits = exits_of(facts, loop, leaver, stayer)
+    start = next((split_line(line)[1] for line in before if loop in facts.blocks.get(line, ())), 0)
+    if was_in_loop and any((line, word) not in loop.exits or start < line < block.line for line, word in exits):
+        return False
+    if was_in_loop and _comes_first(before, stayer.lines, ()):  # so this iteration has begun
+        return True
+    assert stayer.call is not None
+    ends_by_itself = loop.word == "for" and not exits
+    is_loader_loop = any(str(loader_pass.location) == loop.head for rank in facts.ranks for loader_pass in rank.passes)
+    return ends_by_itself and not is_loader_loop and stayer.call.operation not in (DDP_FORWARD, *PASSES)
+
+
+def _comes_first(stack: Sequence[str], other_stack: Sequence[str], before: Sequence[str]) -> bool:
+    """Return True if a program at `before` reaches `stack` before `other_stack`; innermost lines first.
+
+    In a loop, lines above `before` belong to the next iteration.
+    """
+    frames, other_frames, last = (tuple(reversed(lines)) for lines in (stack, other_stack, before))
+    for depth, (line, other_line) in enumerate(zip(frames, other_frames, strict=False)):
+        if line != other_line:
+            (path, number), (other_path, other_number) = split_line(line), split_line(other_line)
+            known = len(last) > depth and last[:depth] == frames[:depth] and split_line(last[depth])[0] == path
+            start = split_line(last[depth])[1] if known else 0
+            return path == other_path and (number <= start, number) < (other_number <= start, other_number)
+    return len(frames) > len(other_frames)
+
+
+def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> bool:
+    """Return True if the inner loop of `leaver` restarted after the last common call."""
+    if not stayer.before or not leaver.before:
+        return True
+    before = facts.loops(lines_of(leaver.before[-1]))
+    inner = [loop for loop in facts.loops(leaver.lines) if loop in before and loop not in facts.loops(stayer.lines)]
+    if not inner:
+        return True
+    previous, backward = backward_of(leaver.before[-1]), None if leaver.call is None else backward_of(leaver.call)
+    if previous is not None and backward is not None and 0 <= previous.loader == backward.loader:
+        return backward.batch[0] > previous.batch[0]
+    runs = runs_of(facts, inner[0], leaver.before)
+    return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier runs
+
+
+def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
+    """Count the calls per run of a loop; outside calls separate runs."""
+    is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
+    runs = [0]
+    for call in calls:
+        if is_inside[lines_of(call)]:
+            runs[-1] += 1
+        elif runs[-1]:
+            runs.append(0)
+    return [run for run in runs if run]

@@ -1,0 +1,263 @@
+"""Loops and passes that ranks leave or skip before the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.rules.collectives.ddp405_uneven_iterations import dropped_backward_finding, uneven_loop_finding
+from ddpcheck.rules.collectives.divergent_branch import runs_of, split_line
+from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
+from ddpcheck.trace.positions import (
+    EndingFacts,
+    Position,
+    backwards_of,
+    count_visits,
+    doing,
+    exits_of,
+    lines_of,
+    local_branches,
+    loops_left,
+    may_leave_out,
+    shard_in_words,
+)
+
+
+def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
+    """DDP405: loop that a rank has left and others continue.
+
+    Runs before extra calls of a rank, because the others would call the collectives after the loop, too.
+    """
+    if stayer.call is None or not count_visits(leaver.of, stayer.call):
+        return []
+    loops = loops_left(facts, leaver, stayer)
+    if not loops or not (_is_same_pass(leaver.of, stayer.of, loops[-1]) or not local_branches(facts, leaver, stayer)):
+        return []
+    places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, leaver, stayer)]
+    return uneven_loop_finding(facts, (places or loops[-1:])[0], leaver, stayer)
+
+
+def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
+    """Return True if `leaver` may have exited a loop before `stayer`.
+
+    Compares the number of runs of the inner loop; if unknown, a `for` over a range ends alike on all ranks.
+    """
+    runs = [len(runs_of(facts, inner, side.of.calls)) for side in (leaver, stayer)]
+    if max(runs) > 1:
+        return runs[0] < runs[1]
+    return not loop.over.startswith("range(") or bool(exits_of(facts, loop, leaver, stayer))
+
+
+def _is_same_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
+    """Return True if `stayer` is still in the last loader pass of `leaver`."""
+    passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
+    pairs = zip(passes, leaver_passes, strict=False)
+    return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)
+
+
+def explain_by_skipped_pass(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
+    """DDP508: skipped backward pass or batch; DDP502: unequal `no_sync` passes.
+
+    Runs before loops, because a rank that skipped an iteration reaches the end of its loop earlier.
+    """
+    by_rank = {rank.rank: backwards_of(rank) for rank in facts.ranks}
+    calls = [b.call for backwards in by_rank.values() for b in backwards]
+    if len({call.group for call in calls}) != 1:
+        return []
+    for wrapper in sorted({call.payload for call in calls}):
+        of_wrapper = {rank: [b for b in backwards if b.call.payload == wrapper] for rank, backwards in by_rank.items()}
+        if findings := _judge_wrapper(facts, {rank: backwards for rank, backwards in of_wrapper.items() if backwards}):
+            return findings
+    return []
+
+
+def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward]]) -> list[Finding]:
+    if len(backwards) < 2:
+        return []
+    counts = {rank.rank: _begun(rank, backwards[rank.rank]) for rank in facts.ranks if rank.rank in backwards}
+    most = max(counts.values())
+    for number, row in enumerate(zip(*backwards.values(), strict=False)):
+        if len({(b.forward, b.batch, b.unsynced) for b in row}) == 1 or len({b.line for b in row}) > 1:
+            continue
+        by_rank = dict(zip(backwards, row, strict=True))
+        for kind in ("unsynced", "forward", "batch"):
+            values = {rank: getattr(b, kind) for rank, b in by_rank.items()}
+            least = min(values.values())
+            ahead = [rank for rank, value in values.items() if value > least]
+            if ahead and all(counts[rank] < most for rank in ahead):
+                behind = next(b for rank, b in by_rank.items() if rank not in ahead)
+                if kind == "batch" and not _went_through(backwards, ahead, by_rank, behind):
+                    continue
+                numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
+                block, reasons = _left_out_at(facts, behind, kind)
+                reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
+                return dropped_backward_finding(facts, ahead, by_rank, behind) or _skip_finding(
+                    facts, kind, ahead, list(by_rank), behind, block, [*numbers, *reasons]
+                )
+    return []
+
+
+def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
+    """Count the backward passes of a rank, plus a forward without backward."""
+    last = backwards[-1]
+    return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
+
+
+def _went_through(
+    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward
+) -> bool:
+    """Return True if the `ahead` ranks trained on the loader pass of `behind`."""
+    return all(
+        by_rank[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
+        for rank in ahead
+    )
+
+
+def _skip_finding(
+    facts: EndingFacts,
+    kind: str,
+    ahead: Sequence[int],
+    ranks: Sequence[int],
+    behind: Backward,
+    block: Block | None,
+    reasons: Sequence[str],
+) -> list[Finding]:
+    others = [rank for rank in ranks if rank not in ahead]
+    who, rest = format_ranks(ahead).capitalize(), format_ranks(others)
+    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
+    line = behind.line if kind == "batch" else behind.call.location
+    where = None if block is None else Location(block.path, block.line)
+    evidence = [*reasons, *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)]
+    if kind == "unsynced":
+        return one_finding(
+            "DDP502",
+            ("no_sync",),
+            f"{who} {plural_verb('runs', 'run', ahead)} {batch} under no_sync, and {rest} "
+            f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its "
+            f"gradients, {format_ranks(ahead)} {plural_verb('does', 'do', ahead)} not.",
+            ranks=ahead,
+            location=Location.parse(behind.line or line),
+            evidence=evidence,
+            fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
+        )
+    noun = "the backward pass" if kind == "forward" else "the forward pass"
+    by = f" (`{block.word}` at {block.head})" if block is not None else ""
+    skipped = f"{noun} of {batch}" if behind.loader >= 0 else (noun if kind == "batch" else f"{noun} of {batch}")
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        f"{who} skipped {skipped}{f' at {line}' if line else ''}{by}; {rest} did not. The ranks are then out of step: "
+        f"{doing(facts, ahead)}, {doing(facts, others)}.",
+        ranks=ahead,
+        location=where or Location.parse(line),
+        evidence=evidence,
+    )
+
+
+def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
+    """Return the block that skips an iteration, if unique, and all candidates in words."""
+    lines = lines_of(backward.call) if kind == "forward" else (backward.line, *lines_of(backward.call)[1:])
+    frames = []
+    for line in lines:
+        frames.append(line)
+        if facts.loops((line,)):
+            break
+    inner = facts.loops(frames[-1:])[-1:] if frames else []
+    forward_blocks = facts.around((backward.line,), "branch", "rest") if kind == "forward" else []
+    candidates = [
+        block
+        for block in facts.around(frames, "branch", "rest", "try")
+        if block not in forward_blocks and (not inner or block.path != inner[0].path or block.first > inner[0].first)
+    ]
+    jumps = [block for block in candidates if block.kind == "try" or (block.kind == "rest" and block.word != "raise")]
+    likely = jumps or candidates
+    return likely[0] if len(likely) == 1 else None, [may_leave_out(block) for block in candidates]
+
+
+def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
+    """DDP508: skipped last backward pass of a loop, after batch or forward.
+
+    Runs before loops, because such a rank seems to have left a loop early.
+    """
+    pending = _pending_backward(facts, stayer)
+    kind = "" if pending is None else _left_out_by(facts, leaver, stayer, pending)
+    if pending is None or not kind:
+        return []
+    length, others = len(leaver.before), [rank for rank in facts.ranks if rank not in (leaver.of, stayer.of)]
+    sides = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
+    ahead = sorted([leaver.of.rank, *(side.of.rank for side in sides if _left_out_by(facts, side, stayer, pending))])
+    part = "batch" if kind == "batch" else "forward"
+    block, reasons = _left_out_at(facts, pending, part)
+    passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
+    batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
+    forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
+    block = None if kind == "unknown" else block
+    return _skip_finding(facts, part, ahead, list(passes), pending, block, [*batches, *forwards, *reasons])
+
+
+def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
+    """Return the pending backward pass of a rank, or of its pending forward."""
+    if stayer.call is None:
+        return None
+    if stayer.call.operation != DDP_FORWARD:
+        return backward_of(stayer.call)
+    heads = {loop.head for loop in facts.loops(stayer.lines)}
+    passes = [loader_pass for loader_pass in stayer.of.passes if str(loader_pass.location) in heads]
+    if not passes:
+        return None
+    last = passes[-1]  # begun last, of any loader: one loop may iterate several loaders
+    return Backward(stayer.call, -1, line=stayer.lines[0], batch=(last.number, last.batches), loader=last.loader)
+
+
+def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
+    """Return the rank's loader pass with the batch of a backward pass."""
+    return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
+
+
+def _left_out_by(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
+    """Return the part of the current iteration that `leaver` skipped.
+
+    "forward": the backward pass after a forward pass; "batch": the forward pass; "unknown": either; "": the rank may
+    have left the loop before.
+    """
+    loops = loops_left(facts, leaver, stayer)
+    if not loops or _has_as_many(leaver.of, stayer) or not (leaver.lines or leaver.of.ended):
+        return ""
+    last, peer_last = next(_last_common(leaver, stayer, pending), (None, None))
+    lead = 0 if last is None or peer_last is None else last.forward - peer_last.forward
+    forwards = leaver.of.forwards.get(split_line(pending.line)[1]) if pending.forward >= 0 else -1
+    has_forward = forwards is not None and 0 <= pending.forward <= forwards - lead
+    taken = _loader_pass_of(leaver.of, pending)
+    is_same_pass = last is None or peer_last is None or (last.loader, last.batch) == (peer_last.loader, peer_last.batch)
+    has_batch = is_same_pass and taken is not None and taken.batches >= pending.batch[1]
+    if taken is None or all(loop.head != str(taken.location) for loop in loops):  # may not be a loop over the loader
+        has_batch = has_batch and peer_last is not None and peer_last.batch != pending.batch
+    goes_on = has_forward and forwards is not None and forwards - lead > pending.forward
+    if has_batch and taken is not None:
+        goes_on |= taken.exhausted or taken.batches > pending.batch[1]
+    if not goes_on and any(exits_of(facts, loop, leaver, stayer) for loop in loops):
+        return ""  # may have left during this iteration
+    if has_forward:
+        return "forward"
+    return ("unknown" if forwards is None else "batch") if has_batch else ""
+
+
+def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
+    """Return True if `leaver` made as many backward passes as `stayer`."""
+    if stayer.call is None or (backward := backward_of(stayer.call)) is None:
+        return False
+    count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.of))
+    return count >= stayer_count
+
+
+def _last_common(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
+    """Yield common backward passes of the same forward line, latest first."""
+    for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
+        backward, other_backward = backward_of(call), backward_of(other_call)
+        if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:
+            yield backward, other_backward

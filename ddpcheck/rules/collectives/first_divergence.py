@@ -1,0 +1,226 @@
+"""First collectives that differ between ranks, live and in schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import ScheduledCall
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import (
+    judge_collectives,
+    judge_schedule_waits,
+    mismatch_finding,
+)
+from ddpcheck.trace.collectives import DIVERGES_AT, ROOTED, call_signature, first_unequal_call
+
+
+def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
+    """Return the ranks inside a collective that all members have entered.
+
+    Such a rank still transfers data or unpickles objects, while other ranks may have gone on.
+    """
+    ranks = set()
+    for rank, words in inside.items():
+        if logs[rank] and words == str(last := logs[rank][-1]):
+            counts = [sum(call.group == last.group for call in logs[peer]) for peer in last.members if peer < len(logs)]
+            if sum(call.group == last.group for call in logs[rank]) == min(counts):
+                ranks.add(rank)
+    return ranks
+
+
+def first_divergence(finding: Finding) -> int | None:
+    """Return the collective number in the tags of a finding, or None."""
+    numbers = [tag.removeprefix(DIVERGES_AT) for tag in finding.tags if tag.startswith(DIVERGES_AT)]
+    return int(numbers[0]) if numbers else None
+
+
+def same_signature(call: Call, other_call: Call) -> bool:
+    """Return True if two calls have the same operation and payload."""
+    return call_signature(call) == call_signature(other_call)
+
+
+_LONGEST = 64  # longest run of extra calls to try
+
+
+_TRIES = 50  # mismatched call sites to examine
+
+
+def judge_divergences(
+    logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
+) -> list[Finding]:
+    """DDP403: one finding per process group, by call site if possible, else by operation."""
+    findings = []
+    for group in sorted({call.group for log in logs for call in log}):
+        group_logs = [[call for call in log if call.group == group] for log in logs]
+        by_operation = judge_collectives(group_logs, at_work, first)
+        findings += (by_operation and judge_call_sites(group_logs, (first or {}).get(group, 0))) or by_operation
+    return findings
+
+
+def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
+    """DDP403: first extra call of a rank, paired with another call site."""
+    members = next((call.members for log in logs for call in log), ())
+    ranks = [rank for rank in members if rank < len(logs)]
+    parting = _divergence(logs, ranks)
+    if parting is None:
+        return []
+    index, coded, *sides = parting
+    calls = {rank: logs[rank][index] for rank in ranks if index < len(logs[rank])}
+    calling, missing = ([rank for rank in calls if coded[rank][index] == coded[side][index]] for side in sides)
+    return mismatch_finding(index + first, calls, calling, missing, _last_calls(logs, ranks, first))
+
+
+def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
+    """Return the index of the first extra call, by call sites, or None."""
+    parting = _divergence(logs, range(len(logs)))
+    return None if parting is None else parting[0]
+
+
+def _divergence(
+    logs: Sequence[Sequence[Call]], ranks: Sequence[int]
+) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
+    """Return the index of the first extra call, coded logs, calling rank, missing rank."""
+    mismatch = first_unequal_call([logs[rank] for rank in ranks])
+    if mismatch is None:
+        return None
+    place, calls = mismatch
+    end = None if None in calls else place + 1  # nothing pairs up after operations differ
+    table = _CallTable()
+    coded = {rank: table.coded(logs[rank][:end]) for rank in ranks}
+    classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda group: (-len(group), group))
+    partings = []
+    for group in classes[1:]:
+        for calling, missing in ((classes[0], group), (group, classes[0])):
+            extra, without = coded[calling[0]], coded[missing[0]]
+            if len(extra) > len(without) or end is not None:  # the rank with more calls waits
+                index = _Comparison(table, extra, without).parting(place)
+                partings += [] if index is None else [(index, calling[0], missing[0])]
+    if not partings:
+        return None
+    index, calling_rank, missing_rank = min(partings)
+    return index, coded, calling_rank, missing_rank
+
+
+def _last_calls(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:
+    return [
+        f"rank {rank}, its last one, after {counted(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
+        for rank in ranks
+        if logs[rank]
+    ]
+
+
+class _CallTable:
+    """Integer codes of calls by (operation, payload, line), for fast comparison of long logs."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._numbers: dict[tuple[str, str, str], int] = {}
+
+    def coded(self, log: Sequence[Call]) -> tuple[int, ...]:
+        return tuple(map(self._number, log))
+
+    def _number(self, call: Call) -> int:
+        number = self._numbers.setdefault((call.operation, call.payload, call.location), len(self.calls))
+        if number == len(self.calls):
+            self.calls.append(call)
+        return number
+
+
+class _Comparison:
+    """Comparison of a log, maybe with extra calls, to another rank's log.
+
+    Healthy ranks also call one collective from different lines, each in its own branch. Accepted as such a pair: two
+    lines that paired up before, two lines that each occur on one rank only, and rooted collectives of unknown root
+    (sender and receivers use different lines, and ranks may take turns).
+    """
+
+    def __init__(self, table: _CallTable, extra: Sequence[int], without: Sequence[int]) -> None:
+        self._calls = table.calls
+        self._extra = extra
+        self._without = without
+        self._own = {table.calls[number].location for number in set(extra)}
+        self._others = {table.calls[number].location for number in set(without)}
+        self._known: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
+        self._in_step: set[int] = set()  # calls that paired up with an equal call so far
+
+    def parting(self, end: int) -> int | None:
+        """Return the index of the first extra call before `end`, or None."""
+        tries = 0
+        for place, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
+            if pair[0] == pair[1]:
+                self._in_step.add(pair[0])
+            elif pair not in self._known:
+                if not self._are_pair(*pair):
+                    tries += 1
+                    if tries <= _TRIES and (self._lines_of_its_own(place) or self._one_run(place)):
+                        return place
+                self._known.add(pair)
+        return None
+
+    def _may_be_any(self, code: int, other_code: int) -> bool:
+        """Return True if the lines of two paired calls are inconclusive."""
+        call, other_call = self._calls[code], self._calls[other_code]
+        rooted = call.operation in ROOTED and "root" not in call.payload
+        return same_signature(call, other_call) and (rooted or not (call.location and other_call.location))
+
+    def _are_pair(self, code: int, other_code: int) -> bool:
+        """Return True if two calls of different ranks may belong together."""
+        if code == other_code or (code, other_code) in self._known or self._may_be_any(code, other_code):
+            return True
+        call, other_call = self._calls[code], self._calls[other_code]
+        return (
+            same_signature(call, other_call)
+            and call.location not in self._others
+            and other_call.location not in self._own
+            and not any(code == known_code or other_code == known_other for known_code, known_other in self._known)
+        )
+
+    def _lines_of_its_own(self, start: int) -> bool:
+        """Return True if calls match from `start` on, except for lines of one rank."""
+        index, other_index, matched = start, start, 0
+        waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
+        while index < len(self._extra) and other_index < len(self._without):
+            code, other_code = self._extra[index], self._without[other_index]
+            location = self._calls[code].location
+            if index > start and self._are_pair(code, other_code):
+                if location and code == other_code:
+                    matched += 1
+                    confirmed += waiting
+                    waiting = []
+                other_index += 1
+            elif location and location not in self._others:
+                waiting.append(code)
+            else:
+                return False
+            index += 1
+        return 0 < len(confirmed) <= matched and (other_index == len(self._without) or set(waiting) <= set(confirmed))
+
+    def _one_run(self, start: int) -> bool:
+        """Return True if calls match from `start` on, after one run of extra calls.
+
+        Ranks that take turns look the same, but then no line has paired up with itself before.
+        """
+        for length in range(1, _LONGEST + 1):
+            after = zip(self._extra[start + length :], self._without[start:], strict=False)
+            matched = []
+            for code, other_code in after:
+                if not self._are_pair(code, other_code):
+                    break
+                matched += [code] if code == other_code and self._calls[code].location else []
+            else:
+                to_the_end = len(self._extra) - length == len(self._without)
+                if len(matched) >= (1 if to_the_end else length):
+                    run = self._extra[start : start + length]
+                    has_own_lines = all(self._calls[extra_code].location not in self._others for extra_code in run)
+                    return has_own_lines or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
+        return False
+
+
+def judge_schedules(schedules: Mapping[str, Sequence[ScheduledCall]], names: Sequence[str]) -> list[Finding]:
+    """Return mismatched collectives of the ranks, or else a circular wait."""
+    calls = {name: [scheduled.call for scheduled in schedule] for name, schedule in schedules.items()}
+    return judge_collectives([calls[name] for name in names]) or judge_schedule_waits(
+        [schedules[name] for name in names]
+    )

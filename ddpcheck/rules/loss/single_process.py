@@ -1,0 +1,132 @@
+"""Explanations of gradients that differ from those of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ddpcheck.findings.evidence.gradients import EXACT_FIT, LOOSEST_FIT, Difference, ShardAnalysis
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import unless_all
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_programs
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_changed_gradients
+from ddpcheck.rules.loss.ddp303_scaled_gradient import (
+    explain_by_factors_of_terms,
+    explain_by_one_factor,
+    explain_by_rank_weights,
+)
+from ddpcheck.rules.loss.ddp304_batch_coupled import explain_by_batch_choice, judge_coupling
+from ddpcheck.rules.loss.ddp305_loss_normalisation import (
+    explain_by_batch_weights,
+    judge_normalisation,
+    normalising_line,
+)
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import explain_by_collective_without_gradient
+from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
+from ddpcheck.rules.loss.ddp514_accumulation_scale import explain_by_micro_batches
+from ddpcheck.rules.loss.losses import LEAST_OF_GRADIENT
+from ddpcheck.rules.replicas.descriptions import judge_program_data
+from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts, first_explanation, worst_first
+from ddpcheck.trace.losses import IS_SUM
+
+
+def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
+    """Judge the normalisation of each loss term, and coupled samples (DDP305, 304).
+
+    Runs last: the weights assume that the ranks' gradients are weighted sums of the shards' gradients.
+    """
+    if routing := explain_by_batch_choice(facts):  # shards use different parts of the model than the global batch
+        return routing
+    analysis = facts.analysis
+    wrong = [term for term in analysis.terms if term.error > facts.tolerance]
+    fitted = [term for term in wrong if term.is_normalised]
+    if facts.world_changed and not all(term.rank_weights for term in fitted):
+        fitted = []
+    if all(term.coupled and not term.count and not term.is_sum for term in wrong):
+        fitted = []  # one weight per shard also fits the root of a mean
+    rest = [term for term in wrong if term not in fitted]
+    fitted += [term for term in rest if term.doubles_with_batch and not facts.world_changed]
+    findings = judge_normalisation(facts, fitted) if fitted else []
+    counts_fit = bool(wrong) and not rest and not analysis.frozen  # then modules that mix samples change no gradients
+    if facts.known.local.drew_from:
+        return findings  # random numbers drawn per sample look like coupling
+    coupling = analysis.coupling
+    mixes_samples = coupling.module_class and not counts_fit
+    gathers = facts.world_changed and any(call.elements > 1 for call in facts.known.local.calls)
+    has_coupled = any(term.coupled for term in rest)
+    if mixes_samples or (has_coupled and not gathers):  # if ranks gather samples, coupling changes no gradient
+        findings += judge_coupling(facts, rest)
+    elif not counts_fit and coupling.line is not None and not facts.world_changed:
+        findings += normalising_line(facts) if coupling.scaled and rest else judge_coupling(facts, rest)
+    is_explained = (coupling.module_class and not analysis.frozen) or has_coupled or coupling.line
+    if not rest or is_explained:
+        return findings
+    return findings + (explain_by_batch_weights(facts, rest) or (judge_unexplained(facts) if findings else []))
+
+
+def judge_single_process(
+    differences: Mapping[int, Sequence[Difference]], analysis: ShardAnalysis | None, known: JudgeContext
+) -> list[Finding]:
+    """Explain averaged gradients that differ from the global batch's, by pattern.
+
+    Reports the first match of `EXPLANATIONS` (DDP216, 303, 304, 305, 309, 310, 312, 514 or 516), else DDP312.
+    `differences` are by step; `analysis` is of the first mismatched step.
+    """
+    bad = {step: [item for item in items if item.bad] for step, items in differences.items()}
+    bad = {step: items for step, items in bad.items() if items}
+    if not bad:
+        return []
+    first = bad[min(bad)]
+    count = f"{len(first)} of {len(differences[min(bad)])} gradients differ from the single process"
+    facts = SingleProcessFacts(
+        wrong=tuple(first),
+        steps=unless_all(sorted(bad), len(differences)),
+        tolerance=min(max(max(item.tolerance for item in first), 1e-6), LOOSEST_FIT),
+        analysis=analysis or ShardAnalysis(error="they were not run"),
+        known=known,
+        evidence=(count, *map(str, worst_first(first)[:3])),
+    )
+    findings = first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
+    if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
+        return findings
+    severities = {"DDP305": Severity.WARNING}
+    return [f if IS_SUM in f.tags else replace(f, severity=severities.get(f.code, f.severity)) for f in findings]
+
+
+def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
+    """Report coupling if per-shard batch statistics explain the ranks' gradient (DDP304).
+
+    Runs before causes that are only likely: if ranks also exchange tensors, running shards alone hides coupling.
+    """
+    fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
+    is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)
+    return judge_coupling(facts) if is_exact and module else []
+
+
+def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
+    """Report ranks whose program values or losses differ (DDP216, 516).
+
+    Runs before rank weights and collectives: an observed difference in values is the cause of both.
+    """
+    analysis, known = facts.analysis, facts.known
+    if not facts.world_changed:
+        return []
+    if findings := judge_program_data(facts):
+        return findings
+    if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
+        return []
+    return judge_programs(facts)
+
+
+EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
+    explain_by_changed_gradients,
+    explain_by_micro_batches,
+    _explain_by_statistics,
+    explain_by_one_factor,
+    _explain_by_program,
+    explain_by_rank_weights,
+    explain_by_collective_without_gradient,
+    explain_by_factors_of_terms,
+    explain_by_terms,
+)
+"""Explanations in order (reasons in their docstrings); the first with findings is reported."""

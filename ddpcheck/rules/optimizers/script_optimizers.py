@@ -1,0 +1,139 @@
+"""Verdicts of `ddpcheck run` on a script's optimizers, for the rows of `script_table`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.loop import GradientsChanged, ModuleChanged
+from ddpcheck.findings.evidence.script import FileUsed, GradientsClipped, LossDifferentiated, MetricUsed, OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed, judge_clips
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced
+from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
+from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import (
+    judge_params_without_optimizer,
+    judge_stale,
+    judge_unchanged_params,
+)
+from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
+from ddpcheck.rules.optimizers.options import judge_metrics, judge_optimizer_options, judge_pace, judge_shard_states
+from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state, judge_shard_scales
+from ddpcheck.rules.verdict import Verdict, Verdicts
+from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
+from ddpcheck.trace.unwrapped_params import any_gradient_differs, are_local, differing
+
+
+def judge_states_of_optimizers(facts: ScriptFacts) -> Verdicts:
+    """Judge the parameters and state before each optimizer's steps."""
+    findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
+    return {"optimizers": Verdict(locate_restored_file(findings, facts.of(FileUsed)))}
+
+
+def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
+    """Judge options, pace, gradients and schedule of each optimizer."""
+    findings: list[Finding] = []
+    optimizers = facts.optimizers
+    wrapped, clips, losses = bool(facts.wrappers), facts.of(GradientsClipped), facts.of(LossDifferentiated)
+    param_names = {name for step in entries_of(facts.ranks[0], OptimizerStep) for name in step.held}
+    sharded_at = next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None)
+    assigned = [change for change in entries_of(facts.ranks[0], ModuleChanged) if change.what == "module"]
+    in_step = any(reduces_in_step(opt.steps) for opt in optimizers)
+    for opt in optimizers:
+        new = judge_optimizer_options(opt.steps) + judge_shard_scales(opt.steps)
+        new += judge_pace(opt.steps, opt.ends if facts.ended else ())  # a rank that raised has fewer steps
+        new += judge_shard_states(opt.steps)
+        state_differs = bool(judge_optimizer_state(opt.steps))
+        new += [] if state_differs else judge_step_gradients(opt.steps, clips)
+        if not state_differs and not new:
+            other_steps = [other.steps for other in optimizers if _are_of_same(opt, other)]
+            unwrapped = (
+                []
+                if facts.model_groups
+                else judge_scaled_by_hand(opt.steps, clips)
+                or judge_unsynchronized(
+                    opt.steps,
+                    opt.ends,
+                    other_steps,
+                    wrapped=wrapped,
+                    in_step=in_step,
+                    sharded_at=sharded_at,
+                    assigned=assigned,
+                )
+            )
+            unwrapped = [f if opt.steps[0][0].broadcast_at else locate_seed(f, opt.steps[0]) for f in unwrapped]
+            new += unwrapped or judge_sums(opt.steps, losses)
+        findings += new + _with_model(judge_stale(opt.steps, facts.moved, param_names), facts)
+        findings += judge_unchanged_params(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
+        findings += judge_schedule(opt.ends, len(facts.ranks))
+        findings += judge_summed_again(opt.steps, len(facts.ranks))
+    firsts = [first_steps(rank) for rank in facts.ranks]
+    if not findings and len({len(rank_steps) for rank_steps in firsts}) == 1:  # parameters may differ between ranks
+        for first in zip(*firsts, strict=True):
+            findings += judge_optimizer_options([first]) or (judge_parts(first) if facts.parameters_part else [])
+    steps = [rank_steps for opt in optimizers for rank_steps in opt.steps]
+    gradients_differ = any(map(any_gradient_differs, steps))
+    of_ddp = "options" if gradients_differ else "options, state and gradients"
+    compared = "options, number of steps and scale of the shards' gradients" if facts.shards else of_ddp
+    scope = f"of {counted(len(optimizers), 'optimizer')} match between ranks in {counted(len(steps), 'step')}"
+    passed = f"{compared} {scope}" if steps else ""
+    averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
+    differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
+    lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
+    return {"optimizers": Verdict(findings, passed, lacking)}
+
+
+def _are_of_same(opt: Optimizer, other: Optimizer) -> bool:
+    """Check if two optimizers hold the same unwrapped parameters, by name."""
+    return bool(opt.steps and other.steps) and opt.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
+
+
+def judge_all_clips(facts: ScriptFacts) -> Verdicts:
+    """Judge changes to gradients between the average and the optimizer step."""
+    clips, steps = facts.of(GradientsClipped), [opt.steps for opt in facts.optimizers]
+    findings = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
+    for opt_steps in () if findings else steps:
+        if all(len(rank_steps) == len(facts.ranks) for rank_steps in opt_steps):
+            by_rank = [(rank, [rank_steps[n] for rank_steps in opt_steps]) for n, rank in enumerate(facts.ranks)]
+            averaged_by_rank = [list(used_by(rank, local_steps)) for rank, local_steps in by_rank]
+            findings += judge_rescaled(averaged_by_rank, facts.of(LossDifferentiated), len(facts.ranks))
+    return {"optimizers": Verdict(findings)}
+
+
+def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
+    """Judge metrics that drive learning rate schedules and callbacks."""
+    local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
+    metrics = [[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)]
+    return {"optimizers": Verdict(judge_metrics(metrics))}
+
+
+def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
+    """Detect parameters that get gradients but belong to no optimizer."""
+    if not facts.wrappers:
+        return {}
+    steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
+    named = [name for step in steps for name in (*step.held, *step.idle)]
+    created_at = next((step.made for step in steps if step.held or not named), None)
+    in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
+    findings = judge_params_without_optimizer(facts.moved, named, made=created_at, in_vain=in_vain)
+    return {"optimizers": Verdict(_with_model(findings, facts))}
+
+
+def _with_model(findings: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
+    """Name the wrapped module in findings on parameters that never change."""
+    named = []
+    for finding in findings:
+        origins = [
+            f"of {wrapper.made.module}, which is wrapped at {wrapper.made.location}"
+            for wrapper in facts.wrappers
+            if all(facts.moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
+        ]
+        is_one_of_several = len(origins) == 1 < len(facts.wrappers)
+        named.append(replace(finding, evidence=(*origins, *finding.evidence)) if is_one_of_several else finding)
+    return named

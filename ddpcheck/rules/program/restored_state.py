@@ -1,0 +1,36 @@
+"""Location of state that was restored from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+
+from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import group_by_value
+
+
+def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
+    """Add to findings on diverged state that the ranks loaded different files.
+
+    Only if no `torch.load` line reads the same file on all ranks: a program with a file per rank (random states,
+    shards) loads the rest from a common file.
+    """
+    loads = [{use.location: use for use in reversed(entries) if use.by_torch and not use.writes} for entries in uses]
+    common = set.intersection(*map(set, loads)) if loads else set()
+    read = [[rank_loads[line] for rank_loads in loads] for line in loads[0] if line in common] if loads else []
+    if not read or any(len({use.path for use in row}) == 1 for row in read):
+        return list(findings)
+    row = min(read, key=lambda row: row[0].began)
+    names = group_by_value(["/".join(PurePath(use.path).parts[-2:]) for use in row])
+    msg = f"The ranks do not load the same file ({'; '.join(names)})."
+    explained = []
+    for f in findings:
+        if f.code in ("DDP405", "DDP508"):
+            f = replace(f, evidence=(*f.evidence, f"torch.load is called at {row[0].location}. {msg}"))
+        elif (f.code in ("DDP306", "DDP515") and f.steps == (0,)) or f.code == "DDP208":
+            fix = "Load the same file on every rank: let rank 0 choose it, and broadcast its name."
+            f = replace(f, message=f"{msg} {f.message}", fix=fix).relocated(row[0].location)
+        explained.append(f)
+    return explained

@@ -1,0 +1,335 @@
+"""Judges of module descriptions and wrapper constructions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.wording import (
+    counted,
+    format_ranks,
+    group_by,
+    join_names,
+    minority_of_any,
+    one_finding,
+    plain_module,
+    plain_name,
+    plural_verb,
+    told_by_rank,
+)
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_order
+from ddpcheck.rules.replicas.ddp209_tied_parameters import judge_ties
+from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_plain_tensors
+from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import judge_compiled_modules, judge_modules
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.replicas import (
+    differing_names,
+    differing_values,
+    judge_attribute,
+    judge_buffers,
+    judge_options,
+    judge_tensors,
+)
+
+
+def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+    """Compare the module descriptions of all ranks (one description per rank)."""
+    if descriptions.count(descriptions[0]) == len(descriptions):
+        return []
+    compiled = [_compiled_in(description) for description in descriptions]
+    if len(set(compiled)) > 1:
+        return [*judge_compiled_modules(compiled), *judge_descriptions([*map(_as_written, descriptions)])]
+    parameters = [description.parameters for description in descriptions]
+    findings = [
+        *(ties := judge_ties([description.ties for description in descriptions])),
+        *judge_tensors(parameters, "parameter", "DDP201", "DDP202", {name for tie in ties for name in tie.subjects}),
+    ]
+    for code, attribute, noun in (
+        ("DDP203", "shape", "shape"),
+        ("DDP204", "dtype", "dtype"),
+        ("DDP207", "device", "device type"),
+        ("DDP205", "stride", "memory format (strides)"),
+        ("DDP206", "requires_grad", "value of requires_grad"),
+    ):
+        explained = {subject for finding in findings for subject in finding.subjects}
+        findings += judge_attribute(code, attribute, noun, parameters, explained)
+    findings += judge_buffers(descriptions)
+    findings += judge_modules(descriptions, explained=bool(findings))
+    findings += judge_plain_tensors([description.state for description in descriptions])
+    return findings
+
+
+def _compiled_in(description: ModuleDescription) -> frozenset[str]:
+    """Return the names of modules compiled by `torch.compile`, which nests each as `_orig_mod`."""
+    return frozenset(plain_module(name) for name, *_ in description.modules if name.rpartition(".")[2] == "_orig_mod")
+
+
+def _as_written(description: ModuleDescription) -> ModuleDescription:
+    """Return the description with uncompiled names (`_orig_mod` removed)."""
+    return replace(
+        description,
+        parameters=tuple(replace(param, name=plain_name(param.name)) for param in description.parameters),
+        buffers=tuple(replace(buffer, name=plain_name(buffer.name)) for buffer in description.buffers),
+        ties=tuple(tuple(map(plain_name, names)) for names in description.ties),
+        modules=tuple({plain_module(m[0]): (plain_module(m[0]), *m[1:]) for m in description.modules}.values()),
+        state=tuple((plain_name(entry[0]), *entry[1:]) for entry in description.state),
+    )
+
+
+def judge_values_after_wrapping(
+    parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
+) -> list[Finding]:
+    """DDP208 and 214: parameters and buffers that differ after wrapping (fingerprints by rank)."""
+    findings = []
+    for code, values in (("DDP208", parameters), ("DDP214", buffers)):
+        mismatches = differing_names(values)
+        if names := sorted(mismatches):
+            findings += one_finding(
+                code,
+                names,
+                f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
+                "any gradients were averaged.",
+                ranks=sorted(set(itertools.chain.from_iterable(mismatches.values()))),
+                evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in mismatches.items()],
+                severity=Severity.ERROR,
+            )
+    return findings
+
+
+def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP216 and 516: plain values that differ between ranks with wrong gradients.
+
+    A value that changes during the steps is state (DDP216), otherwise data (DDP516).
+    """
+    data = facts.known.program_data
+    values = differing_values(data) if data else {}
+    mismatches = [name for name in values if not _is_the_rank(values[name])]
+    if not mismatches:
+        return []
+    away = (
+        f"the ranks compute gradients that are up to {facts.largest_error:.2g} (relative) away from those of the "
+        "global batch"
+    )
+    code = "DDP516"
+    message = f"{join_names(mismatches)} {plural_verb('is', 'are', mismatches)} not the same on every rank, and {away}."
+    if state := [name for name in mismatches if name in facts.known.changed_data]:
+        code, mismatches, them = "DDP216", state, plural_verb("it", "them", state)
+        message = (
+            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, differently on each rank, "
+            f"and nothing synchronises {them}: {away}."
+        )
+    return facts.one_finding(
+        code,
+        message,
+        *told_by_rank({name: _around_difference(values[name]) for name in mismatches}),
+        subjects=mismatches,
+        severity=Severity.ERROR,
+        ranks=minority_of_any(values[name] for name in mismatches),
+    )
+
+
+def _is_the_rank(values: Sequence[str]) -> bool:
+    """Return True if each value is its rank or contains it ("cuda:1")."""
+    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
+    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
+
+
+_LONGEST_VALUE = 120
+
+
+def _around_difference(values: Sequence[str]) -> list[str]:
+    """Shorten long values to the part around the first difference."""
+    if max(map(len, values)) <= _LONGEST_VALUE:
+        return list(values)
+    index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))
+    start = max(index - _LONGEST_VALUE // 3, 0)
+    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
+
+
+_OF_TENSORS = ("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209")
+
+
+_OF_BUFFERS = ("DDP211", "DDP212", "DDP213")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Cause of a module mismatch: text, variable, line and fix."""
+
+    text: str
+    variable: SizedVariable | None = None
+    location: Location | None = None
+    fix: str = ""
+
+
+def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
+    """Compare the arguments of the DDP constructors on all ranks, in order.
+
+    The n-th wrapper of a process group is paired with the n-th wrapper on the other ranks, like the collectives.
+    """
+    findings: list[Finding] = []
+    for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
+        group = [[w for w in ranks[rank] if w.ranks == members] for rank in members if rank < len(ranks)]
+        if len(group) < len(members):
+            continue
+        if order_findings := judge_order(group):
+            findings += order_findings
+            continue
+        for wrappers in zip(*group, strict=False):
+            findings += judge_construction(wrappers)
+    return findings
+
+
+def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
+    """Compare the options and modules of one wrapper between ranks."""
+    broadcasts = any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers)
+    codes = _OF_TENSORS + (_OF_BUFFERS if broadcasts else ())
+    findings = judge_options("DDP221", [wrapper.options for wrapper in wrappers], "DistributedDataParallel")
+    findings = [replace(finding, location=wrappers[(finding.ranks or (0,))[0]].location) for finding in findings]
+    described = judge_descriptions([wrapper.description for wrapper in wrappers])
+    return findings + [_explained(finding, wrappers) for finding in described if finding.code in codes]
+
+
+def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
+    """Add the cause, if known, and the source line to a finding."""
+    reason = _EXPLANATIONS[finding.code](finding, wrappers) if finding.code in _EXPLANATIONS else None
+    path = _top_that_differs(finding, wrappers) if finding.code in _EXPLANATIONS else ""
+    made_at = next((line for wrapper in wrappers if (line := line_of(wrapper, path)) and _has(wrapper, path)), None)
+    location = (reason and reason.location) or made_at or wrappers[(finding.ranks or (0,))[0]].location
+    if reason is None:
+        return replace(finding, location=location)
+    message = f"{finding.message.removesuffix('.')}: {reason.text}."
+    evidence = finding.evidence
+    if reason.variable is not None and made_at is not None:
+        evidence = (f"{path} is made at {made_at}", *evidence)
+    tags = (COUNTED, reason.variable.name) if reason.variable is not None else ()
+    return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
+
+
+COUNTED = "counted by a variable"
+"""Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
+
+
+def line_of(wrapper: WrapperBegun, name: str) -> Location | None:
+    """Return the line that registered `name`, else the line of its nearest parent."""
+    while name:
+        if name in wrapper.lines:
+            return wrapper.lines[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _has(wrapper: WrapperBegun, path: str) -> bool:
+    names = {m[0] for m in wrapper.description.modules}
+    return path in names or any(t.name == path for t in (*wrapper.description.parameters, *wrapper.description.buffers))
+
+
+def _top_that_differs(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
+    """Return the outermost differing module around the first subject, else the subject."""
+    name = finding.subjects[0] if finding.subjects else ""
+    kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        if len({rank_kinds.get(path) for rank_kinds in kinds}) > 1:
+            return path
+    return name
+
+
+def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
+    """Explain a size mismatch by a variable whose value differs between ranks."""
+    for name in finding.subjects:
+        shapes = [_record(wrapper, name).shape for wrapper in wrappers]
+        if len({len(shape) for shape in shapes}) == 1:
+            for dimension, sizes in enumerate(zip(*shapes, strict=True)):
+                if len(set(sizes)) > 1 and (reason := _counted(sizes, wrappers, f"dimension {dimension} of {name}")):
+                    return reason
+    return None
+
+
+def explain_set(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
+    """Explain missing modules by a count variable or a differing module class."""
+    path = _top_that_differs(finding, wrappers)
+    above = path.rpartition(".")[0]
+    counts = [sum(m[0].rpartition(".")[0] == above and m[0] != "" for m in w.description.modules) for w in wrappers]
+    if len(set(counts)) > 1 and (reason := _counted(counts, wrappers, f"the number of modules in {above or 'it'}")):
+        return reason
+    kinds = [next((m[1] for m in wrapper.description.modules if m[0] == path), "not there") for wrapper in wrappers]
+    if len(set(kinds)) == 1:
+        return None
+    return Reason(
+        f"{path} is {_by_rank(kinds)}",
+        fix=f"Put {path} into the model on every rank, or on none, before wrapping: not under a condition that the "
+        "ranks answer differently.",
+    )
+
+
+def explain_order(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
+    """Explain an order mismatch by iteration over a set (per-process hash seed)."""
+    for path in wrappers[0].from_sets:
+        inside = any(not path or name.startswith(f"{path}.") for name in finding.subjects)
+        if inside and all(path in wrapper.from_sets for wrapper in wrappers):
+            return Reason(
+                f"the modules in {path or 'the model'} stand, on every rank, in the order in which the process "
+                "iterates over a set of their names: it depends on Python's hash seed, which each process draws",
+                fix="Iterate over sorted(...) of the set, or over a list, to create the modules.",
+            )
+    return None
+
+
+_EXPLANATIONS = {
+    "DDP201": explain_set,
+    "DDP202": explain_order,
+    "DDP203": explain_size,
+    "DDP211": explain_set,
+    "DDP212": explain_order,
+    "DDP213": explain_size,
+}
+
+
+def _record(wrapper: WrapperBegun, name: str) -> TensorRecord:
+    return next(t for t in (*wrapper.description.parameters, *wrapper.description.buffers) if t.name == name)
+
+
+def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
+    """Find a variable whose size equals `sizes` up to a common offset."""
+    by_name = [group_by(wrapper.sizes, lambda variable: variable.name) for wrapper in wrappers]
+    candidates: list[tuple[int, bool, int, SizedVariable, str]] = []
+    for index, (name, variables) in enumerate(by_name[0].items()):
+        for first in variables:
+            offset = sizes[0] - first.size
+            matches = [
+                next((v for v in groups.get(name, ()) if v.size == size - offset and v.kind == first.kind), None)
+                for groups, size in zip(by_name, sizes, strict=True)
+            ]
+            if offset >= 0 and all(matches):
+                plain = first.kind == "int"
+                text = _by_rank([_told(v) for v in matches if v is not None])
+                candidates.append((offset, plain, index, first, text))
+    if not candidates:
+        return None
+    offset, _, _, variable, text = min(candidates, key=lambda candidate: candidate[:3])
+    more = f" plus {offset}" if offset else ""
+    return Reason(
+        f"{noun} is the size of {variable.name}{more}; {variable.name} is {text}",
+        variable,
+        variable.location,
+        f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
+        "rank's part, or on rank 0 with dist.broadcast_object_list.",
+    )
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Format values by rank: "a on rank 0 and b on rank 1"."""
+    groups = group_by(range(len(values)), lambda rank: values[rank])
+    return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
+
+
+def _told(variable: SizedVariable) -> str:
+    return str(variable.size) if variable.kind == "int" else f"a {variable.kind} of {counted(variable.size, 'item')}"

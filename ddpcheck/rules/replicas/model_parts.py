@@ -1,0 +1,115 @@
+"""Judges of models that are split over ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, format_ranks, group_by
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_gradients, judge_hand_split
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parts_without_optimizer
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms, judge_scaled_apart
+from ddpcheck.rules.verdict import Verdict, Verdicts
+from ddpcheck.trace.model_parts import hand_split
+from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.script_facts import PartSteps, ScriptFacts
+
+
+def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
+    """Return groups of ranks of one model, if a recipe's `model` splits layers.
+
+    Such ranks have the same samples, different parameters, and a common collective in an autograd function.
+    """
+    groups = {call.members for item in local for call in item.forward_calls if call.differentiable}
+    models = [
+        ranks
+        for ranks in sorted(groups)
+        if len({local[rank].sample_fingerprints for rank in ranks}) == 1
+        and differing_names([parameters[rank] for rank in ranks])
+    ]
+    return models if sorted(itertools.chain(*models)) == [*range(len(local))] else []
+
+
+def compare_hand_split(facts: ScriptFacts) -> Verdicts:
+    """Judge the hand-split layers of all wrappers."""
+    by_number = group_by(facts.wrappers, lambda wrapper: wrapper.number)
+    split = [group for group in by_number.values() if not facts.model_groups and hand_split(group, facts.world_size)]
+    findings = [finding for group in split for finding in judge_hand_split(group, facts.world_size)]
+    message = "no fault in parameters that start equal on ranks that compute one model together"
+    return {"replicas": Verdict(findings, message if split else "")}
+
+
+def judge_model_parts(
+    steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit, *, wrapped: bool = False
+) -> list[Finding]:
+    """Judge the steps of one optimizer."""
+    return (
+        ([] if wrapped else judge_parts_without_optimizer(steps, ranks, split))
+        or judge_values(steps, ranks, split)
+        or judge_scaled_apart(steps, ranks)
+        or judge_gradients(steps, ranks, split)
+    )
+
+
+def how_split(models: Sequence[tuple[int, ...]]) -> str:
+    """Describe which ranks compute a model together, and the arguments of `shard`."""
+    several = f"shard is given a rank's place among the {len(models)} models, which are trained data parallel"
+    return (
+        f"tensor parallelism: {', '.join(map(format_ranks, models[:4]))}{' ...' if len(models) > 4 else ''} compute a "
+        f"model together, and are given the same samples ({several if len(models) > 1 else 'all of them'}); each rank "
+        "alone and the single process compute the unsplit model"
+    )
+
+
+def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[tuple[int, ...]]) -> list[Finding]:
+    """DDP306: `judge_counted_norms` on the gradient norms of a recipe's steps."""
+    by_step: dict[int, dict[int, PartStep]] = {}
+    for item in evidence:
+        if isinstance(item, ShardedStep) and item.norms:
+            by_step.setdefault(item.step, {})[item.rank] = PartStep(
+                0, item.step, item.updated_at, split=item.split, norms=item.norms, sharded=item.sharded
+            )
+    whole = [ranks for ranks in by_step.values() if all(rank in ranks for model in models for rank in model)]
+    groups = [[[by_rank[rank] for rank in model] for by_rank in whole] for model in models]
+    return judge_counted_norms(groups, models) if whole and models else []
+
+
+def compare_groups(facts: ScriptFacts) -> Verdicts:
+    """Judge all groups of ranks of one model; return verdicts by check line."""
+    groups = list(facts.model_groups)
+    steps = [facts.part_steps(ranks) for ranks in groups]
+    wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
+    data_findings, step_findings = [], []
+    for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
+        indices = [index for index, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
+        other_passes = [rank_passes for index, rank_passes in enumerate(facts.passes) if index not in indices]
+        passes = [facts.passes[index] for index in indices]
+        parts_given = any(step.parts_given for opt_steps in optimizers for group in opt_steps for step in group)
+        group_inputs = [[] if parts_given else inputs[index] for index in indices]
+        data_findings.append(judge_model_batches(passes, group_inputs, ranks, split, other_passes))
+        findings = (judge_model_parts(opt_steps, ranks, split, wrapped=wrapped) for opt_steps in optimizers)
+        step_findings.append(next(filter(None, findings), []))
+    data = _of_groups(data_findings)
+    parts = [] if data else _of_groups(step_findings)
+    for group_steps in () if data or parts else zip(*steps, strict=False):
+        parts = parts or judge_counted_norms(group_steps, groups)
+    compared = max((len(opt_steps) for group in steps for opt_steps in group), default=0)
+    message = f"no fault in replicated parameters, in {counted(compared, 'step')}" if compared else ""
+    return {"replicas": Verdict(parts, message), "data": Verdict(data)}
+
+
+def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Return the first group's findings, with the ranks of groups with equal codes."""
+    first = next(filter(None, findings_by_group), ())
+    codes = {finding.code for finding in first}
+    alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]
+    ranks = tuple(sorted({rank for findings in alike for finding in findings for rank in finding.ranks}))
+    more = [f"so it is in {counted(len(alike), 'group')} of ranks"] if len(alike) > 1 else []
+    return [replace(finding, ranks=ranks, evidence=(*finding.evidence, *more)) for finding in first]

@@ -1,0 +1,347 @@
+"""Rows of `ddpcheck run`: judges of a script by check line.
+
+Each row selects facts, calls judges, and describes the comparison. Evidence of a rule is in `findings.evidence`, under
+the name of its recorder in `record`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence import evaluation, loop, replicas, script
+from ddpcheck.findings.evidence.gradients import LEAST
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted
+from ddpcheck.rules.collectives.async_handles import judge_async_handles
+from ddpcheck.rules.compilation.compilations import judge_graphs, judge_recompilations, trained_functions
+from ddpcheck.rules.data.ddp505_duplicate_data import (
+    judge_behind,
+    judge_equal_gradients,
+    judge_inputs,
+    judge_same_targets,
+    judge_streams,
+)
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_noise, judge_step_draws
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
+from ddpcheck.rules.data.loaders import judge_loaders
+from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations
+from ddpcheck.rules.evaluation.results import judge_sums_again, judge_targets
+from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken
+from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
+from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_shards_saved
+from ddpcheck.rules.gradients.training_loop import judge_shifts
+from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
+from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_reduced_in_place
+from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
+from ddpcheck.rules.loss.losses import judge_losses
+from ddpcheck.rules.optimizers.script_optimizers import (
+    judge_all_clips,
+    judge_all_of_optimizers,
+    judge_metrics_used,
+    judge_parameters_unheld,
+    judge_states_of_optimizers,
+)
+from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
+from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
+from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge_uses
+from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
+from ddpcheck.rules.verdict import Row, Verdict, Verdicts
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.data import FEWEST_INPUTS, OTHER_VALUES, deal_repeated, hold_own_parts, line_of_selection
+from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
+from ddpcheck.trace.metrics import evaluations_of
+from ddpcheck.trace.script_facts import ScriptFacts, entries_of, used_by
+from ddpcheck.trace.shown_numbers import trace_numbers
+from ddpcheck.trace.unwrapped_params import all_gradients_agree
+
+_NEAR = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
+
+
+_FEWEST_STEPS = 4  # enough steps to tell always from sometimes
+
+
+_MOST_RUNS = 1024  # recording limit, reached only without a regular pace
+
+
+_REPLICAS_PART = (
+    *("DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"),
+)
+
+
+def _compared(findings: Sequence[Finding], words: str, times: int) -> Verdict:
+    """Return a verdict whose subject exists only if `times` is not zero."""
+    return Verdict(findings, words if times else "")
+
+
+def _loop(facts: ScriptFacts) -> Verdicts:
+    zeroed = next(filter(None, map(judge_zeroed, facts.of(script.GradientsZeroed))), [])
+    return {"loop": Verdict([*zeroed, *_judge_reduced(facts), *_judge_taken(facts), *_judge_pace(facts)])}
+
+
+def _judge_reduced(facts: ScriptFacts) -> list[Finding]:
+    steps = (step for rank_steps in facts.of(script.OptimizerStep) for step in rank_steps)
+    accumulates = any(step.reductions > step.count + 1 for step in steps)
+    return judge_reduced_in_place(facts.of(script.ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
+
+
+def _judge_taken(facts: ScriptFacts) -> list[Finding]:
+    gradients_taken = facts.of(loop.GradientsTaken)
+    for number in sorted({entry.wrapper for entries in gradients_taken for entry in entries}):
+        on_wrapper = [[entry for entry in entries if entry.wrapper == number] for entries in gradients_taken]
+        if findings := judge_taken([entries for entries in on_wrapper if entries]):
+            return findings
+    return []
+
+
+def _judge_pace(facts: ScriptFacts) -> list[Finding]:
+    """Judge steps that shift between ranks, and gradients that are reused."""
+    for stale in facts.of(loop.GradientsLeft):
+        if findings := judge_stale_gradients(stale):
+            return findings
+    for wrapper in facts.wrappers:
+        paces = [
+            loop.WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
+            for rank, runs in zip(wrapper.ranks, wrapper.of(loop.PaceRun), strict=True)
+            if 0 < len(runs) < _MOST_RUNS
+        ]
+        if len(paces) == len(wrapper.made.ranks) and (shifts := judge_shifts(paces)):
+            return shifts
+    return []
+
+
+def _works(facts: ScriptFacts) -> Verdicts:
+    findings = judge_async_handles(
+        facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten)
+    )
+    return {"collectives": Verdict(findings)}
+
+
+def _compilations(facts: ScriptFacts) -> Verdicts:
+    functions = trained_functions(facts.of(loop.FunctionCompiled)) if _have_one_model(facts) else []
+    passed = f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"
+    return {"loop": _compared(judge_recompilations(functions), passed, len(functions))}
+
+
+def _graphs(facts: ScriptFacts) -> Verdicts:
+    if not _have_one_model(facts) or facts.steps < _FEWEST_STEPS:
+        return {}
+    return {"loop": Verdict(judge_graphs(facts.of(loop.FunctionCompiled)))}
+
+
+def _have_one_model(facts: ScriptFacts) -> bool:
+    """Check if all ranks train one replicated model (no pipeline or tensor parallelism)."""
+    return not facts.model_groups and any(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+
+
+def _losses(facts: ScriptFacts) -> Verdicts:
+    ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
+    losses = [[loss for loss in entries_of(rank, script.LossDifferentiated) if not _is_tiny(loss)] for rank in ranks]
+    parts = [entries_of(rank, loop.OwnPartPutBack) for rank in ranks]
+    classes = [step.options.get("class", "") for step in entries_of(facts.ranks[0], script.OptimizerStep)]
+    scale_matters = not all(name.startswith(SCALE_FREE) for name in classes)
+    whole_steps = [{part.step for part in rank_parts} for rank_parts in parts]
+    ranks_per_model = len(next(iter(facts.model_groups), (0,)))
+    summed = any(map(sums_rightly, facts.wrappers))
+    findings = judge_losses(losses, whole_steps, together=ranks_per_model, summed=summed) or judge_accumulated(losses)
+    findings = findings or judge_own_parts(parts, losses, scale_matters=scale_matters)
+    findings = [finding for finding in findings if finding.code != "DDP303" or not _are_scaled_back(facts.ranks[0])]
+    findings += judge_gathers(facts.of(loop.GatheredConstant))
+    averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in losses]
+    passes = min(map(len, averaged))
+    is_sum = all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms)
+    summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+    summary = "the loss is a sum over the samples of a rank, which DDP averages" if is_sum else summary
+    summary = f"{summary}; not compared with a single process" if passes >= FEWEST_PASSES else ""
+    return {"loss": Verdict(findings, "", summary) if is_sum and not summed else Verdict(findings, summary)}
+
+
+def _is_tiny(loss: script.LossDifferentiated) -> bool:
+    return any(0 < abs(term.factor) <= LEAST for term in loss.terms)
+
+
+def _are_scaled_back(rank: WatchedRank) -> bool:
+    """Check if steps rescale averaged gradients by the world size or its inverse."""
+    for step, replica in used_by(rank, entries_of(rank, script.OptimizerStep)):
+        averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
+        factor = math.hypot(*step.norms.values()) / averaged_norm if averaged_norm else 0.0
+        if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _NEAR:
+            return True
+    return False
+
+
+def _data(facts: ScriptFacts) -> Verdicts:
+    if facts.trains_apart:
+        return {}
+    passes, draws, inputs = facts.passes, facts.of(loop.StepDraw), facts.of(script.Inputs)
+    findings: list[Finding] = []
+    for group in facts.training_groups:
+        loader_findings = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
+        if _take_slices(group):  # every rank loads the whole batch
+            loader_findings = [finding for finding in loader_findings if finding.code not in ("DDP505", "DDP519")]
+        findings += [finding for finding in loader_findings if finding not in findings]
+    orders = [tuple(tuple(entry.indices) for entry in rank_passes if entry.trains) for rank_passes in passes]
+    if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that share a model share samples
+        places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
+        draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
+        orders = [orders[place] for place in places]
+    sharded = len(set(orders)) == len(orders)  # loaders give ranks different samples
+    draw_findings = judge_step_draws(draws, inputs, loads_others=sharded)
+    draw_findings = draw_findings or judge_added_noise(draws, inputs)
+    findings += draw_findings
+    if not draw_findings and not any(finding.code == "DDP505" for finding in findings):
+        for wrapper in facts.wrappers:
+            if facts.sample_groups:
+                wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in facts.training_groups[0]])
+            by_number = {rank.started.rank: entries_of(rank, loop.StepDraw) for rank in wrapper.ranks}
+            inputs_by_rank = dict(zip(by_number, wrapper.of(script.Inputs), strict=True))
+            evaluated = dict(zip(by_number, wrapper.of(script.Evaluated), strict=True))
+            findings += (
+                judge_inputs(inputs_by_rank, by_number)
+                or judge_streams(by_number, inputs_by_rank, evaluated)
+                or judge_behind(inputs_by_rank)
+            )
+    if not sharded and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in findings):
+        trained = [first for rank_passes in passes for first in [p for p in rank_passes if p.trains][:1]]
+        if len(trained) < len(passes) or not (hold_own_parts(trained) or deal_repeated(trained)):
+            findings += judge_same_targets(facts.of(script.LossDifferentiated), inputs, draws)
+    by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
+    if by_hand and not any(finding.code == "DDP505" for finding in findings):
+        line = line_of_selection(draws)
+        findings += [finding for opt in facts.optimizers for finding in judge_equal_gradients(opt.steps, line)][:1]
+    tables = facts.of(script.DerivedTable)
+    if table_findings := judge_tables(tables, passes):
+        findings = [finding for finding in findings if OTHER_VALUES not in finding.tags] + table_findings
+    loader_passes = [entry for entry in passes[0] if entry.trains]
+    subjects = {
+        f"the samples of {counted(len(loader_passes), 'pass')} over loaders": loader_passes,
+        f"the inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
+        counted(len(tables[0]), "table"): tables[0],
+        "the gradients before they are averaged": by_hand
+        and any(step.given for step in entries_of(facts.ranks[0], script.OptimizerStep)),
+    }
+    compared = ", ".join(words for words, present in subjects.items() if present)
+    return {"data": Verdict(findings, f"no fault in {compared}" if compared else "")}
+
+
+def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
+    """Check if each rank's forward gets a slice of the loader's batches."""
+    rows = [len(entry.samples) for entry in entries_of(ranks[0], script.Inputs)]
+    sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
+    return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
+
+
+def _files(facts: ScriptFacts) -> Verdicts:
+    uses = facts.of(script.FileUsed)
+    paths = {use.path for rank_uses in uses for use in rank_uses}
+    sizes = [item for entries in facts.of(script.FilesLeft) for entry in entries for item in entry.sizes.items()]
+    empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
+    findings = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
+    findings += judge_loads(facts.of(replicas.NothingLoaded))
+    return {"files": _compared(findings, f"no fault in the uses of {counted(len(paths), 'file')}", len(paths))}
+
+
+def _evaluation(facts: ScriptFacts) -> Verdicts:
+    if facts.trains_apart:
+        return {}
+    passes, exchanged = facts.of(evaluation.EvaluationPass), facts.of(evaluation.ResultExchanged)
+    shown, compared = facts.of(evaluation.MetricShown), facts.of(evaluation.RowsCompared)
+    evaluations = evaluations_of(facts.passes, passes, exchanged, shown, compared)
+    findings = judge_evaluations(evaluations, facts.passes)
+    findings += judge_sums_again(facts.of(evaluation.SumsReduced))
+    findings += judge_targets(facts.of(evaluation.GatheredTargets), facts.of(script.LossDifferentiated))
+    passed, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
+    return {"evaluation": Verdict(findings, passed, "" if findings else lacking)}
+
+
+def _statistics(facts: ScriptFacts) -> Verdicts:
+    return {"replicas": Verdict(judge_statistics(facts.of(replicas.RunningStatistic)))}
+
+
+def _copies(facts: ScriptFacts) -> Verdicts:
+    """Judge models outside the wrappers, unless wrapped parameters or gradients differ."""
+    states = facts.of(script.StateHeld)
+    whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+    if not whole or facts.model_groups:
+        states = [[state for state in rank_states if not state.other] for rank_states in states]
+    steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].held]
+    uses = facts.of(replicas.StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
+    written = [[entry for entry in log if entry.wrapper == loop.OF_A_COPY] for log in facts.of(loop.ModuleChanged)]
+    faults = judge_states(states, written) or judge_uses(uses, states, written)
+    if faults and faults[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
+        return {"replicas": Verdict(lacking=_ROUNDED)}
+    return {"replicas": Verdict(faults)}
+
+
+_ROUNDED = "copies not compared: the parameters that are copied differ between ranks by rounding"
+
+
+_OF_A_WATCH = (
+    *("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP109", "DDP111", "DDP112"),
+    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP208", "DDP209"),
+    *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP221", "DDP222"),
+    *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
+    *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517", "DDP521"),
+)
+
+
+_OF_OPTIMIZERS = (
+    *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP503", "DDP504", "DDP507"),
+    *("DDP508", "DDP521"),
+)
+
+
+_OF_MODULES = (
+    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
+    *("DDP211", "DDP212", "DDP213", "DDP221"),
+)
+
+
+_OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP222", "DDP511", "DDP513")
+
+
+_OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
+
+
+ROWS: tuple[Row[ScriptFacts], ...] = (
+    Row(judge_states_of_optimizers, ("optimizers",), ("DDP306",)),
+    Row(_works, ("collectives",), ("DDP408",), over_ranks=False),
+    Row(judge_constructions, ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
+    Row(judge_all_of_wrappers, tuple(PARTS), _OF_A_WATCH, yields=("DDP306",), over_ranks=False),
+    Row(compare_groups, ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
+    Row(compare_hand_split, ("replicas",), ("DDP301",), unless=("DDP301",)),
+    Row(_losses, ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
+    Row(judge_all_clips, ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
+    Row(judge_all_of_optimizers, ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
+    Row(judge_metrics_used, ("optimizers",), ("DDP518",)),
+    Row(_loop, ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
+    Row(_compilations, ("loop",), ("DDP522",)),
+    Row(_graphs, ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
+    Row(_data, ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
+    Row(_statistics, ("replicas",), ("DDP217",)),
+    Row(_files, ("files",), ("DDP512", "DDP521", "DDP523")),
+    Row(
+        _evaluation,
+        ("evaluation",),
+        ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805", "DDP806"),
+    ),
+    Row(judge_parameters_unheld, ("optimizers",), ("DDP504",), unless=("DDP504",)),
+    Row(_copies, ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
+)
+"""Rows in order of evaluation, most specific first."""
+
+
+def rows_of(facts: ScriptFacts) -> list[Row[ScriptFacts]]:
+    """Return the rows to run: `over_ranks` rows need logs of all ranks."""
+    return [row for row in ROWS if facts.can_compare or not row.over_ranks]
+
+
+HEADINGS = (
+    *("parameters", "replicas", "reducer", "loop", "loss", "optimizers", "data", "files"),
+    *("collectives", "evaluation", "parity"),
+)
+"""Headings of the check lines, in display order."""

@@ -1,0 +1,157 @@
+"""Verdicts of judges, and the check lines built from verdicts, for all entry points.
+
+A judge returns findings; a row wraps findings in a `Verdict`, with a description of the comparison; `judge_all` runs
+the rows of a table. A check line is built only from the verdicts under its heading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ddpcheck.findings.report import CheckStatus, Finding, Severity
+from ddpcheck.findings.wording import join_names, without_prefix
+from ddpcheck.rules.causes import find_causes
+
+Facts = TypeVar("Facts")
+
+
+OF_BUFFERS = ("DDP214", "DDP215")  # no effect on the gradients of a step
+
+
+Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of one comparison."""
+
+    findings: Sequence[Finding] = ()
+    held: str = ""  # what matches, in a sentence; '' if nothing was compared
+    lacking: str = ""  # why the comparison is incomplete; '' if complete
+    differing: str = ""  # how much does not match; '' if all matches
+
+
+Verdicts = Mapping[str, Verdict]  # by heading (name of a check line)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Facts]):
+    """A row in the table of an entry point."""
+
+    judge: Callable[[Facts], Verdicts]
+    headings: tuple[str, ...]  # headings of the verdicts
+    codes: tuple[str, ...]  # rules that the row can report
+    # findings of these codes are dropped if an earlier (more specific) row found any of these codes
+    yields: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()  # skip the row if an earlier row found any of these codes
+    over_ranks: bool = True  # if the row compares all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Combined results of the rows of a table."""
+
+    findings: list[Finding]  # root causes only
+    told: Mapping[str, list[Told]]  # all findings, by heading
+    verdicts: Mapping[str, list[Verdict]]  # by heading
+    errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
+    found: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
+    reported: Sequence[tuple[str, Finding]]  # (heading, finding) dropped by `Row.yields`
+
+    def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
+        """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
+        explained = self.told.get(heading, [])
+        columns = zip(*((v.held, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
+        texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
+        return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
+
+    def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
+        """Return a copy with further findings, which may explain earlier findings."""
+        added = [*self.found, *((heading, finding) for finding in findings)]
+        return _by_causes(added, self.verdicts, self.errors, self.reported)
+
+
+def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
+    """Run rows in order, dropping headings in `but`; record exceptions of judges."""
+    findings: list[tuple[str, Finding]] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    errors: dict[str, Exception] = {}
+    reported: list[tuple[str, Finding]] = []
+    for row in rows:
+        known_codes = {finding.code for _, finding in findings}
+        if not known_codes.isdisjoint(row.unless):
+            continue
+        try:
+            row_verdicts = row.judge(facts)
+        except Exception as error:
+            errors |= dict.fromkeys(row.headings, error)
+            continue
+        dropped = () if known_codes.isdisjoint(row.yields) else row.yields
+        for heading, verdict in row_verdicts.items():
+            if heading in but:
+                continue
+            verdicts.setdefault(heading, []).append(verdict)
+            findings += ((heading, finding) for finding in verdict.findings if finding.code not in dropped)
+            reported += ((heading, finding) for finding in verdict.findings if finding.code in dropped)
+    return _by_causes(findings, verdicts, errors, reported)
+
+
+def _by_causes(
+    findings: Sequence[tuple[str, Finding]],
+    verdicts: Mapping[str, list[Verdict]],
+    errors: Mapping[str, Exception],
+    reported: Sequence[tuple[str, Finding]],
+) -> Judged:
+    """Find root causes; `reported` findings are attached to findings of equal code."""
+    causes = find_causes([finding for _, finding in findings])
+    explained: dict[str, list[Told]] = {}
+    for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
+        if cause is not None:
+            explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
+    pairs = [pair for group in explained.values() for pair in group]
+    for heading, finding in reported:
+        cause = next((root for other, root in pairs if other.code == finding.code), None)
+        if cause is not None:
+            explained.setdefault(heading, []).append((without_prefix(finding), cause))
+    return Judged([*map(without_prefix, causes.findings)], explained, verdicts, errors, findings, reported)
+
+
+def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
+    """Return the status of a check and a sentence; ignore findings not in `kept`."""
+    shown = [(finding, cause) for finding, cause in explained if cause in kept]
+    severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
+    worst = min(severities, key=lambda severity: severity.rank, default=None)
+    listed = _listed(shown, verdict)
+    if worst is Severity.ERROR:
+        return "failed", listed
+    hidden = _listed([(finding, cause) for finding, cause in explained if cause not in kept], verdict)
+    if verdict.differing:  # in some steps; others were not compared
+        if shown:
+            return "warned", listed
+        return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
+    if verdict.lacking:
+        passed = _without_buffers(verdict.held) if explained else verdict.held
+        return "skipped", f"{passed}; {verdict.lacking}" if passed else verdict.lacking
+    if worst is Severity.WARNING:
+        return "warned", listed
+    if hidden:
+        return "ignored", f"ignored: {hidden}"
+    return "passed", f"{verdict.held}; {listed}" if listed else verdict.held
+
+
+def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
+    """List the codes found with what differs or still matches, or return ''."""
+    parts = [f.code for f, cause in explained if cause.code == f.code]
+    parts += [f"{f.code}, which comes with {cause.code}" for f, cause in explained if cause.code != f.code]
+    codes = join_names(list(dict.fromkeys(parts)), most=5)
+    if not codes or verdict.differing:
+        return f"{codes}: {verdict.differing}" if codes else ""
+    stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in explained)
+    return f"{codes}; {_without_buffers(verdict.held)}" if stands else codes
+
+
+def _without_buffers(sentence: str) -> str:
+    """Drop buffers from a sentence on what matches."""
+    return sentence.replace(", buffers and", " and").replace(" and buffers", "")

@@ -1,0 +1,1 @@
+"""Typed views of what ranks recorded, with queries: aligned over ranks, grouped, compared."""

@@ -1,0 +1,159 @@
+"""Facts of a check that explain a gradient mismatch, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, Fit, ShardAnalysis
+from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import Names, group_by, one_finding
+
+
+def is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
+    return abs(ratio * facts.known.world_size - 1) <= SMALLEST_FACTOR
+
+
+def values_are_close(values: Sequence[float], expected: Sequence[float]) -> bool:
+    pairs = zip(values, expected, strict=False)
+    return len(values) == len(expected) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
+
+
+ALL_MISSING = "no gradient is there, of zeros either"
+
+
+_ROUNDING_MULTIPLE = 3.0
+
+
+Facts = TypeVar("Facts")
+
+
+SMALLEST_FACTOR = 0.01  # smallest distance from 1 of a deliberate factor
+
+
+def group_by_step(evidence: Iterable[DdpStepEvidence]) -> dict[int, list[DdpStepEvidence]]:
+    """Group the evidence of all ranks by step, in order."""
+    return group_by(sorted(evidence, key=lambda item: item.step), lambda item: item.step)
+
+
+def first_explanation(explanations: Sequence[Callable[[Facts], list[Finding]]], facts: Facts) -> list[Finding]:
+    """Return the findings of the first explanation that has any."""
+    return next((findings for explain in explanations if (findings := explain(facts))), [])
+
+
+def worst_first(differences: Iterable[Difference]) -> list[Difference]:
+    """Sort by descending error, rounded to two digits for a reproducible order."""
+    return sorted(differences, key=lambda item: -float(f"{item.error:.2g}"))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFacts:
+    """Facts of the step without the wrapper, combined over all ranks."""
+
+    losses: tuple[float, ...] = ()  # by rank
+    shard_sizes: tuple[int, ...] = ()  # samples by rank, if known
+    calls: tuple[Call, ...] = ()  # collectives in the forward pass of rank 0
+    differing_buffers: tuple[str, ...] = ()  # buffers that differ between ranks after the step
+    backwards: tuple[int, int] = (1, 1)  # backward passes per step: single process, rank
+    # random generators used in forward whose numbers cannot be reproduced per sample
+    drew_from: tuple[str, ...] = ()
+    # random choices in forward that may explain the whole difference
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeContext:
+    """Further facts that may explain a gradient mismatch."""
+
+    names: Names  # parameter names, with aliases and lines
+    wrapper: WrapperFacts  # arguments of the wrapper
+    world_size: int  # number of ranks; with tensor parallelism, number of data parallel replicas
+    local: LocalFacts = LocalFacts()  # the step without the wrapper
+    module_locations: Mapping[str, Location] = field(default_factory=dict)  # construction line by module name
+    broadcasts_buffers: bool = False  # if the wrapper broadcasts buffers before forward
+    program_data: Sequence[Mapping[str, str]] = ()  # by rank: values of program variables as text
+    changed_data: frozenset[str] = frozenset()  # names in `program_data` that change in the steps
+    differing_at_start: frozenset[str] = frozenset()  # parameters that differ between ranks before step 0
+    wrapper_class: str = ""  # class name of the wrapper
+    nonlinear: tuple[str, ...] = ()  # parameters whose gradient does not double if the loss doubles
+    hooks: tuple[GradientHook, ...] = ()  # user hooks on gradients
+    # hooks registered while wrapping, so absent without the wrapper
+    wrap_hooks: tuple[GradientHook, ...] = ()
+    loss_location: Location | None = None  # the line that defines the loss
+    gradients_differ: bool = False  # if the average over ranks differs from the global batch's gradient
+    own_hook: bool = False  # if the communication hook is not torch's; known only if a script registers it
+    plain_optimizer: bool = False  # if the optimizer is from `torch.optim`, which averages nothing
+    # ranks of each model under tensor parallelism; empty if each rank has a whole model
+    models: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def count_of_replicas(self) -> str:
+        """Divisor of DDP's average, in words."""
+        return "the number of models" if self.models else "the world size"
+
+    def factor(self, ratio: float) -> str:
+        """Format a factor, explained by the number of replicas if equal."""
+        for text, value in ((f"1/{self.world_size}", 1 / self.world_size), (f"{self.world_size}", self.world_size)):
+            if math.isclose(ratio, value, rel_tol=1e-2):
+                return f"{text} ({'one over ' if value < 1 else ''}{self.count_of_replicas})"
+        return f"{ratio:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class SingleProcessFacts:
+    """Facts of an averaged gradient that differs from the global batch's."""
+
+    wrong: tuple[Difference, ...]  # mismatched gradients of the first mismatched step
+    steps: tuple[int, ...]  # mismatched steps; empty if all
+    tolerance: float  # relative residual of a fit that counts as rounding
+    analysis: ShardAnalysis  # of the shards, run one by one in the single process
+    known: JudgeContext  # further facts
+    evidence: tuple[str, ...]  # size of the mismatch, in words
+
+    @property
+    def largest_error(self) -> float:
+        return max(item.error for item in self.wrong)
+
+    @property
+    def ran(self) -> bool:
+        """Check if the shards could be run one by one."""
+        return bool(self.analysis.terms)
+
+    @property
+    def world_changed(self) -> bool:
+        """Check if gradients on ranks differ from the shards' without a process group."""
+        allowed = max(self.tolerance, _ROUNDING_MULTIPLE * self.analysis.shard_rounding)
+        fit = self.analysis.against_shards
+        return self.ran and (abs(fit.ratio - 1) > allowed or fit.residual > allowed)
+
+    @property
+    def scaled(self) -> bool:
+        """Check if a constant factor explains the difference from the global batch."""
+        return self.is_factor(self.analysis.against_global)
+
+    @property
+    def suspect_calls(self) -> list[Call]:
+        """Non-differentiable collectives that may carry the loss, most suspicious first.
+
+        Barriers, object collectives and logged scalars are left out.
+        """
+        if self.ran and not self.world_changed:
+            return []
+        calls = [call for call in self.known.local.calls if not call.differentiable and call.elements > 0]
+        calls = [call for call in calls if call.elements > 1 or call.carries_gradient]
+        return sorted(calls, key=lambda call: (not call.carries_gradient, -call.elements))
+
+    def is_factor(self, fit: Fit) -> bool:
+        """Check if a constant factor (not 1) explains a difference."""
+        off = abs(fit.ratio - 1)
+        rounding = max(LOOSEST_FIT * off, min(self.tolerance, off / 5))
+        return off > max(self.tolerance, SMALLEST_FACTOR) and fit.residual <= rounding
+
+    def one_finding(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
+        """Create a finding on the loss, with the size of the mismatch."""
+        subjects = more.pop("subjects", ("loss",))
+        return one_finding(code, subjects, message, steps=self.steps, evidence=[*evidence, *self.evidence], **more)

@@ -1,0 +1,231 @@
+"""Evaluation passes, exchanged results and shown numbers of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+)
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+
+_SAME = 2e-6  # relative tolerance, of float32
+
+
+_FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Evaluation on one rank: loader pass, exchanged results, shown metrics of its round."""
+
+    loader: LoaderPass
+    held: EvaluationPass
+    exchanged: Sequence[ResultExchanged]
+    shown: Sequence[MetricShown]
+    subset: Sequence[int] = ()
+    compared: Sequence[RowsCompared] = ()
+
+    @property
+    def samples(self) -> int:
+        return len(self.loader.indices)
+
+    @property
+    def batch(self) -> int:
+        """Batch size, from the number of batches if a batch sampler has none."""
+        return max(self.loader.batch_size, -(-self.samples // max(1, self.loader.batches)))
+
+
+def are_other_data(evals: Sequence[Evaluated]) -> bool:
+    """Return True if an index is a different sample on another rank."""
+    first, *rest = (ev.loader for ev in evals)
+    for loader in rest:
+        if first.digest and loader.digest and first.digest != loader.digest:
+            return True
+        common_value = [
+            rows[index] == loader.contents[part][index]
+            for part, rows in first.contents.items()
+            for index in rows.keys() & loader.contents.get(part, {}).keys()
+        ]
+        if common_value and not any(common_value):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class GivenNumbers:
+    """Numbers that the ranks passed to a collective, each by rank."""
+
+    values: Sequence[Sequence[float]]
+    first: ResultExchanged  # first call of rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Gathered rows of a collective, one label for each sample."""
+
+    operation: str  # collective
+    location: Location | None  # line of the call
+    rows: Sequence[Sequence[int]]  # labels of each rank
+    # (rank, row number) of each row, in the possible orders of the joined result: call by call, and rank by rank
+    orders: Sequence[Sequence[tuple[int, int]]]
+    # rows as floating-point numbers; empty for labels
+    values: Sequence[Sequence[tuple[float, ...]]] = ()
+
+
+def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
+    """Yield the calls of each line, by rank, if all ranks made equally many."""
+    keys = dict.fromkeys((call.operation, call.location, call.during) for call in evals[0].exchanged)
+    for key in keys:
+        calls = [[call for call in ev.exchanged if (call.operation, call.location, call.during) == key] for ev in evals]
+        if len({len(rank_calls) for rank_calls in calls}) == 1:
+            yield calls
+
+
+def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[GivenNumbers]:
+    """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
+    for calls in _lines(evals):
+        first = calls[0][0]
+        if "gather" in first.operation and _are_of_samples(evals, calls):
+            continue
+        numbers = [
+            [(*call.numbers, *(() if call.total is None or len(call.rows) else (call.total,))) for call in rank_calls]
+            for rank_calls in calls
+        ]
+        if first.during:  # sum over the batches
+            several = len({len(row) for rows in numbers for row in rows}) > 1
+            numbers = [[] if several else [tuple(map(sum, zip(*rows, strict=True)))] for rows in numbers]
+        for call_numbers in zip(*numbers, strict=True):  # one function may reduce a number, then a pair
+            if len(set(map(len, call_numbers))) == 1:
+                yield GivenNumbers(list(zip(*call_numbers, strict=True)), first)
+
+
+def _are_of_samples(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
+    """Return True if the ranks pass one label per sample."""
+    pairs = [(len(rank_calls[0].rows), ev) for rank_calls, ev in zip(calls, evals, strict=True)]
+    return all(1 < rows and rows in (ev.samples, min(ev.batch, ev.samples)) for rows, ev in pairs)
+
+
+def gathered_labels(evals: Sequence[Evaluated]) -> list[Gathered]:
+    """Return gathered rows with one label for each sample of each rank."""
+    lines: dict[tuple[str, Location | None], list[list[ResultExchanged]]] = {}
+    for number, ev in enumerate(evals):
+        for call in ev.exchanged:
+            if "gather" in call.operation and len(call.rows):
+                lines.setdefault((call.operation, call.location), [[] for _ in evals])[number].append(call)
+    return [gathered for calls in lines.values() for gathered in _gathered_at(evals, calls)]
+
+
+def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """Return the gathered rows of the calls of one line."""
+    during = [[call for call in rank_calls if call.during] for rank_calls in calls]
+    if any(during):
+        # A prefetching loader ends before its last batch is processed.
+        whole = [
+            [call for call in rank_calls if call.during or call.evaluation in (None, (ev.held.loader, ev.held.number))]
+            for rank_calls, ev in zip(calls, evals, strict=True)
+        ]
+        return _in_turn(evals, whole) or _in_turn(evals, during)
+    if len(set(map(len, calls))) > 1:
+        return []
+    return [gathered for group in zip(*calls, strict=True) for gathered in _in_turn(evals, [[call] for call in group])]
+
+
+def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
+    """Join the calls of each quantity; several may alternate (predictions, labels)."""
+    things = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
+    gathered = []
+    for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
+        chunks = [rank_calls[turn::things] for rank_calls in calls]
+        rows = [[row for call in rank_calls for row in call.rows] for rank_calls in chunks]
+        if any(len(rank_rows) != ev.samples for rank_rows, ev in zip(rows, evals, strict=True)):
+            return []
+        numbers = [itertools.count() for _ in chunks]
+        by_call = [
+            (rank, next(numbers[rank]))
+            for group in zip(*chunks, strict=True)
+            for rank, call in enumerate(group)
+            for _ in call.rows
+        ]
+        by_rank = sorted(by_call)
+        values = [[value for call in rank_calls for value in _by_row(call)] for rank_calls in chunks]
+        gathered.append(Gathered(chunks[0][0].operation, chunks[0][0].location, rows, (by_call, by_rank), values))
+    return gathered
+
+
+def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
+    """Yield the floating-point numbers of each row."""
+    width, rest = divmod(len(call.values), max(1, len(call.rows)))
+    return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
+
+
+def common_value(evals: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each key that is present on every rank, with its values by rank."""
+    by_rank = [getattr(ev.held, kind) for ev in evals]
+    return ((key, [item[key] for item in by_rank]) for key in by_rank[0] if all(key in item for item in by_rank))
+
+
+def numbers_shown(ev: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:
+    """Yield each shown number with its record."""
+    return ((shown, number) for shown in ev.shown for number in shown.numbers)
+
+
+def first_shown(
+    evals: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
+) -> MetricShown | None:
+    """Return the record that shows `wrong`, or None if a `right` value is shown."""
+    if any(is_close(wrong, value) or is_shown(evals, value, digits) for value in right):
+        return None
+    return next(_showing(evals, wrong, digits), None)
+
+
+def is_shown(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Return True if any rank shows a number."""
+    return next(_showing(evals, value, digits), None) is not None
+
+
+def _showing(evals: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
+    """Yield the records where a rank shows a number, as is or in percent."""
+    pairs = (pair for ev in evals for pair in numbers_shown(ev))
+    return (shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in (value, 100 * value)))
+
+
+def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:
+    """Check if a value is shown, as float or with enough printed digits."""
+    if is_exact(number, value):
+        return True
+    if number.values and not (number.text and number.values == (float(number.text),)):
+        return False
+    if significant_digits(number.text) < max(digits, _FEWEST_DIGITS) or "e" in number.text:
+        return False
+    return f"{value:.{len(number.text.partition('.')[2])}f}" == number.text
+
+
+def is_exact(number: ShownNumber, value: float) -> bool:
+    """Return True if the program has the value, as is or in percent."""
+    return any(is_close(scale * x, value) for x in number.values for scale in (1, 100))
+
+
+def significant_digits(text: str) -> int:
+    """Count the printed digits, without leading zeros."""
+    return len(text.partition("e")[0].lstrip("-").replace(".", "").lstrip("0"))
+
+
+def is_close(a: float, b: float) -> bool:
+    """Return True if two numbers are equal to float32 precision."""
+    return math.isclose(a, b, rel_tol=_SAME)
+
+
+def exchange_line(exchanged: ResultExchanged, function: str) -> Location | None:
+    """Return the line in `function` that calls the collective, or calls its helper."""
+    (name, line), *callers = [*exchanged.lines.items(), ("", exchanged.location)]
+    return line if name == function or len(callers) < 2 else callers[0][1]

@@ -1,0 +1,152 @@
+"""Facts of ranks that failed: exceptions, signals and messages of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.endings import Joining
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.replicas import WrapperBegun
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import agreeing, format_ranks, group_by, one_finding, phrase, unless_all
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
+from ddpcheck.trace.check_context import JudgeContext
+
+RENDEZVOUS_SUBJECT = ("init_process_group",)
+
+
+def process_name(process: Joining) -> str:
+    return f"rank {process.rank}" if process.rank >= 0 else f"process {process.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFacts:
+    """Failures and collective logs of a failed run."""
+
+    failures: Sequence[RankFailure]  # in order of time
+    logs: Sequence[Sequence[Call]]  # collectives of each rank up to the failure
+    world_size: int
+    finished: Collection[int]  # ranks that had finished
+
+    @property
+    def ended(self) -> list[RankFailure]:
+        """Failures of ranks that raised, exited or died, in order of time."""
+        return [failure for failure in self.failures if failure.kind in ("raised", "exited", "died")]
+
+    @property
+    def stuck(self) -> list[RankFailure]:
+        """Failures of ranks that were still running."""
+        return [failure for failure in self.failures if failure.kind == "stuck"]
+
+    @property
+    def evidence(self) -> list[str]:
+        """Lines on the failure of each rank; equal failures share a line unless stuck."""
+        groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
+        ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
+        lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
+        return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
+
+
+_COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
+
+
+def is_of_communication(message: str) -> bool:
+    """Check for a backend error after peers diverged (gloo raises or aborts, nccl waits)."""
+    return any(word in message.lower() for word in _COMMUNICATION_WORDS)
+
+
+def describe_failure(failure: RankFailure) -> str:
+    """Describe the failure of a rank, or its state when others failed."""
+    if failure.kind != "stuck":
+        return phrase(failure)
+    if failure.collective:
+        return f"waits in {failure.collective}{f', in {failure.place}' if failure.place else ''}"
+    where = f"in {failure.place}" if failure.place else "at work"
+    return f"still {where}{f', at {failure.location}' if failure.location else ''}"
+
+
+def stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
+    for failure in failures:
+        for line in failure.stack.splitlines()[:8]:
+            yield f"rank {failure.rank} stack: {line.strip()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedFacts:
+    """Failures of ranks, first failure first, and related records."""
+
+    failures: Sequence[RankFailure]  # ranks that failed by themselves
+    logs: Sequence[Sequence[Call]]  # collectives of each rank
+    begun: Sequence[WrapperBegun] = ()  # wrappers of the rank that failed first
+    # by rank terminated while running: its program lines, innermost first
+    at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    checkpoint: Location | None = None  # line that calls activation checkpointing, if any
+    replaced: Sequence[ModuleChanged] = ()  # assignments over shards on the rank that failed first
+    sharded: Sequence[WrapperMade] = ()  # `fully_shard` modules of the rank that failed first
+    clipped: Sequence[Sequence[str]] = ()  # names in clip_grad_norm_: shards, whole parameters
+
+    @property
+    def first(self) -> RankFailure:
+        return self.failures[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that raised the same exception type."""
+        return sorted(f.rank for f in self.failures if f.type == self.first.type and f.kind == "raised")
+
+    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """Create a finding at the raising line and ranks, unless `more` overrides."""
+        first, ranks = self.first, unless_all(self.ranks, len(self.logs))
+        raised = Location.parse(first.location)
+        defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
+        return one_finding(code, subjects, message, **{**defaults, **more})
+
+
+def count_forwards(facts: RaisedFacts) -> int:
+    """Count the wrapper forwards that broadcast buffers before the failed backward pass."""
+    calls = [call.operation for call in facts.logs[facts.first.rank]]
+    if calls and calls[-1] == DDP_BACKWARD:
+        calls = calls[:-1]
+    count = 0
+    while calls and calls[-1] == DDP_FORWARD:
+        calls.pop()
+        count += 1
+    return count
+
+
+TIMEOUT_PATTERN = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperErrorFacts:
+    """Failures of ranks under the wrapper."""
+
+    failures: Sequence[RankFailure]  # in order of time
+    finished: Mapping[int, object]  # by rank, return values of the other ranks
+    known: JudgeContext
+
+    @property
+    def text(self) -> str:
+        """Message and traceback of the first failure, or '' if not an exception."""
+        first = next(iter(self.failures), None)
+        return f"{first.message}\n{first.traceback}" if first is not None and first.kind == "raised" else ""
+
+    @property
+    def raised_on(self) -> tuple[int, ...]:
+        """Ranks that raised; () for all ranks."""
+        raised = sorted(failure.rank for failure in self.failures if failure.kind == "raised")
+        return unless_all(raised, self.known.world_size)
+
+    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """Create a finding on the ranks that raised, with the first message as evidence."""
+        return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
+
+
+MARKED_TWICE = "mark a variable ready only once"
+
+
+MODIFIED_IN_PLACE = "modified by an inplace operation"

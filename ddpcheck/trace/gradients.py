@@ -1,0 +1,133 @@
+"""Reduced and changed gradients of the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.loop import HookedGradient
+from ddpcheck.findings.evidence.script import GradientsClipped
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import capitalized, format_ranks, one_finding, unless_all
+from ddpcheck.stream.ledger import Contribution, Ledger
+from ddpcheck.trace.check_context import JudgeContext, group_by_step, worst_first
+from ddpcheck.trace.replicas import differing_names
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerFacts:
+    """Gradients under the wrapper, over all steps."""
+
+    evidence: Sequence[DdpStepEvidence]  # by rank and step
+    # by parameter, the steps in which gradients differ between ranks
+    unequal: Mapping[str, Sequence[int]]
+    # by parameter and step, the largest difference from the average of the ranks' own gradients
+    wrong: Mapping[str, Mapping[int, Difference]]
+    known: JudgeContext  # further facts
+
+    @classmethod
+    def of(cls, evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> ReducerFacts:
+        """Compare gradients between ranks, and with the average of local gradients."""
+        unequal: dict[str, list[int]] = {}
+        wrong: dict[str, dict[int, Difference]] = {}
+        for step, items in group_by_step([item for item in evidence if not item.apart]).items():
+            for name in differing_names([item.gradients for item in items]):
+                unequal.setdefault(name, []).append(step)
+            for difference in (difference for item in items for difference in item.against_local if difference.bad):
+                by_step = wrong.setdefault(difference.name, {})
+                by_step[step] = max(by_step.get(step, difference), difference, key=lambda item: item.error)
+        return cls(evidence, unequal, wrong, known)
+
+    @property
+    def step_count(self) -> int:
+        return len({item.step for item in self.evidence})
+
+    @property
+    def not_synchronised(self) -> list[str]:
+        """Parameters in `unequal` that the wrapper has to average."""
+        return [name for name in self.unequal if name not in self.known.wrapper.ignored]
+
+    @property
+    def mismatched(self) -> Mapping[str, Mapping[int, Difference]]:
+        """Parameters in `wrong` whose gradients are equal on all ranks."""
+        return {name: by_step for name, by_step in self.wrong.items() if name not in self.unequal}
+
+    @property
+    def mismatches(self) -> list[Difference]:
+        """Difference of each mismatched parameter in its first step."""
+        return [by_step[min(by_step)] for by_step in self.mismatched.values()]
+
+    def reduction(self, names: Sequence[str]) -> list[str]:
+        """Return options that replace or delay DDP's reduction of `names`."""
+        wrapper, facts = self.known.wrapper, []
+        if wrapper.comm_hook:
+            facts.append(f"gradients are reduced by the communication hook {wrapper.comm_hook}")
+        if names and wrapper.delayed.issuperset(names):
+            facts.append(
+                "delay_all_reduce_named_params reduces them when the gradient of param_to_hook_all_reduce arrives, "
+                "which has to come after theirs"
+            )
+        return facts
+
+    def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
+        """Create a finding on the gradients in `mismatched`."""
+        names = list(self.mismatched)
+        steps = sorted({step for by_step in self.mismatched.values() for step in by_step})
+        facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
+        more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
+        return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
+
+
+def differing_losses(facts: ReducerFacts) -> str:
+    """Describe the first step with different losses in a tensor parallel group."""
+    losses = {(item.step, item.rank): item.loss for item in facts.evidence if isinstance(item, ShardedStep)}
+    for step, model in itertools.product(sorted({step for step, _ in losses}), facts.known.models):
+        model_losses = [losses.get((step, rank)) for rank in model]
+        known = [loss for loss in model_losses if loss is not None]
+        if len(known) == len(model) and max(known) - min(known) > _ANOTHER_LOSS * max(map(abs, known)):
+            text = " and ".join(f"{loss:.6g}" for loss in known[:4])
+            ranks = capitalized(format_ranks(model))
+            return f"{ranks} compute one model together, and each a different loss, {text} in step {step}"
+    return ""
+
+
+_ANOTHER_LOSS = 1e-3  # relative rounding tolerance
+
+
+RETURN_AVERAGE = "Let the communication hook return the average over the ranks, or take it off."
+
+
+AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by the world size, or use DDP."
+
+
+def evidence_between_ranks(facts: ReducerFacts) -> list[str]:
+    names = facts.not_synchronised
+    wrong = [facts.wrong[name] for name in names if name in facts.wrong]
+    return [*facts.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
+
+
+Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
+
+
+UNCHANGED = HookedGradient("scaled", 1.0)
+
+
+MIN_HOOKED_STEPS = 2  # steps
+
+
+Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
+
+
+_Contributions = Sequence[tuple[DdpStepEvidence, Contribution]]
+
+
+def contribution_ranks(contributions: _Contributions, ledgers: Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.rank for item, _ in contributions}), len({item.rank for item, _ in ledgers}))
+
+
+def contribution_steps(contributions: _Contributions, ledgers: Ledgers) -> tuple[int, ...]:
+    return unless_all(sorted({item.step for item, _ in contributions}), len({item.step for item, _ in ledgers}))

@@ -1,0 +1,44 @@
+"""Models that are split over ranks: tensor parallel parts and splits by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.script import Inputs
+from ddpcheck.findings.report import Location
+from ddpcheck.stream.entries import GroupUsed
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.script_facts import WatchedWrapper, entries_of
+
+_FEWEST_INPUTS = 2
+
+
+def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tuple[int, ...], Location]:
+    """Map each group of ranks of one model to the line of its collective."""
+    first, indices = wrappers[0].made, {n: index for index, wrapper in enumerate(wrappers) for n in wrapper.made.ranks}
+    ranks = {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
+    alike = all(
+        wrapper.made.context.sharded is None
+        and (wrapper.made.module, wrapper.made.context.trainable) == (first.module, first.context.trainable)
+        for wrapper in wrappers
+    )
+    if len(wrappers) < 2 or not alike or len(ranks) < world_size:
+        return {}
+    used = [use for rank in ranks.values() for use in entries_of(rank, GroupUsed)]
+    lines = {use.members: use.differentiated_at for use in used if use.differentiated_at is not None}
+    across = {
+        members: line
+        for members, line in lines.items()
+        if 1 < len(members) == len({indices.get(n) for n in members})
+        and _given_alike([ranks[n] for n in members], wrappers[0].number)
+    }
+    return across if sorted(itertools.chain(*across)) == sorted(ranks) else {}
+
+
+def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
+    samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
+    return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
+
+
+MIN_PART_STEPS = 3  # steps

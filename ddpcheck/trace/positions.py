@@ -1,0 +1,181 @@
+"""Position of each rank at the end: last call, branches, loops and exits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.program_blocks import Block
+from ddpcheck.findings.wording import counted, told_together
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, SHARD_FORWARD, Backward, backward_of, lines_in
+
+
+def backwards_of(rank: RankAtEnd) -> list[Backward]:
+    """Return the logged DDP backward passes (or sharded forward passes) of a rank."""
+    return [backward for call in rank.calls if (backward := backward_of(call)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Position of a rank at the divergence: its collective, if any, and its lines."""
+
+    of: RankAtEnd
+    call: Call | None
+    lines: tuple[str, ...]
+    before: Sequence[Call] = ()  # collectives common to both ranks, before the divergence
+
+    @property
+    def is_at_work(self) -> bool:
+        """Return True if the rank is running and may still reach a collective."""
+        return self.call is None and not self.of.waits and not self.of.ended
+
+
+@dataclass(frozen=True, slots=True)
+class EndingFacts:
+    """Ranks of a hung job and the code blocks around their lines."""
+
+    ranks: Sequence[RankAtEnd]  # all ranks, in order
+    blocks: Mapping[str, Sequence[Block]]  # by 'path:line': enclosing blocks, outermost first
+
+    def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
+        """Return the blocks of `kinds` around the lines of a stack, outermost first."""
+        return [block for line in reversed(lines) for block in self.blocks.get(line, ()) if block.kind in kinds]
+
+    def loops(self, lines: Sequence[str]) -> list[Block]:
+        """Return the loops around the lines of a stack, outermost first."""
+        return self.around(lines, "loop")
+
+    def has_been_in(self, rank: RankAtEnd, block: Block) -> bool:
+        """Return True if a rank called a collective inside a block."""
+        return any(block in self.around(lines, block.kind) for lines in {lines_of(call) for call in rank.calls})
+
+    def has_left(self, side: Position, loop: Block) -> bool:
+        """Return True if the last common collective was called inside a loop."""
+        return bool(side.before) and loop in self.loops(lines_of(side.before[-1]))
+
+    def now(self, rank: RankAtEnd) -> tuple[str, ...]:
+        """Return the current stack of a rank, else the lines of its last collective."""
+        return rank.lines or (lines_of(rank.calls[-1]) if rank.calls and not rank.ended else ())
+
+
+def lines_of(call: Call) -> tuple[str, ...]:
+    """Return the program lines that led to a collective, innermost first."""
+    return call.callers or ((call.location,) if call.location else ())
+
+
+def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Block]:
+    """Return the loops that `leaver` has exited and `stayer` is in, outermost first."""
+    leaver_loops = facts.loops(leaver.lines)
+    return [loop for loop in facts.loops(stayer.lines) if loop not in leaver_loops and facts.has_left(leaver, loop)]
+
+
+def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
+    """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
+    exited = [] if leaver.of.ended else facts.around(leaver.lines, "try")
+    tries = [] if leaver.of.ended else [block for block in facts.around(stayer.lines, "try") if block not in exited]
+    enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
+    return [*loop.exits, *((b.line, b.word) for b in enclosing)]
+
+
+def local_branches(facts: EndingFacts, position: Position, peer: Position) -> list[Block]:
+    """Return the branches that `position` is in and `peer` never entered, innermost first.
+
+    Code after an early exit counts as a branch and comes last, if `peer` is outside of the function or loop that the
+    exit leaves. Empty if `peer` is still in a loop that `position` has left, and may reach the branch later.
+    """
+    if loops_left(facts, position, peer) and not set(facts.loops(position.lines)) & set(facts.loops(peer.lines)):
+        return []
+    peer_blocks = facts.around(peer.lines, "branch", "rest", "function", "loop")
+    scopes = {"return": "function", "break": "loop", "raise": "function"}
+    branches = []
+    for block in dict.fromkeys(reversed(facts.around(position.lines, "branch", "rest"))):  # comprehensions have frames
+        outer = facts.around(position.lines, scopes.get(block.word, "")) if block.kind == "rest" else []
+        exited = [b for b in outer if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
+        if block not in peer_blocks and not set(exited) & set(peer_blocks) and not facts.has_been_in(peer.of, block):
+            branches.append(block)
+    return sorted(branches, key=lambda block: block.kind == "rest")
+
+
+def described_call(call: Call) -> str:
+    """Describe a call with its line."""
+    return f"{at_lines(call)}{f' at {call.location}' if call.location else ''}"
+
+
+def at_lines(call: Call) -> str:
+    """Return the display name of a call."""
+    return _NAMES.get(call.operation, call.operation)
+
+
+_NAMES = {
+    DDP_BACKWARD: "backward",
+    DDP_FORWARD: "the forward of DistributedDataParallel",
+    SHARD_FORWARD: "the forward of the sharded module",
+}
+
+
+def doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
+    """Describe what each of `ranks` does."""
+    return ", ".join(told_together((rank.rank, rank.doing) for rank in facts.ranks if rank.rank in ranks))
+
+
+def calls_there(position: Position, peer: Position) -> list[str]:
+    """Return evidence: the diverging collective and the final state of each rank."""
+    sides = sorted((position, peer), key=lambda side: side.of.rank)
+    return [
+        *(
+            f"rank {side.of.rank} reaches {side.call or 'no further collective'}"
+            for side in sides
+            if side.call is not None or side.of.ended or not side.of.waits  # else it waits in an unlogged collective
+        ),
+        *(f"rank {side.of.rank}: {side.of.doing}" for side in sides),
+    ]
+
+
+def shard_in_words(loader_pass: LoaderPass) -> str:
+    """Describe how many batches and samples a rank has taken."""
+    size = len(loader_pass.indices) if loader_pass.exhausted and loader_pass.indices else -1
+    words = f"{counted(loader_pass.batches, 'batch')}{'' if loader_pass.exhausted else ' so far'}"
+    if loader_pass.expected >= 0 and not loader_pass.exhausted:
+        words += f" of {loader_pass.expected}"
+    if size >= 0:
+        words += f", {counted(size, 'sample')}"
+    elif loader_pass.size >= 0:
+        words += f", of a dataset of {counted(loader_pass.size, 'sample')}"
+    return f"{words}, {loader_pass.batch_size} to a batch" if loader_pass.batch_size > 1 else words
+
+
+def count_visits(rank: RankAtEnd, call: Call) -> int:
+    """Count visits to the lines of a call (unlogged forward: by its backward)."""
+    forward = call.operation == DDP_FORWARD and all(logged.operation != DDP_FORWARD for logged in rank.calls)
+    return sum(
+        call.location in lines_in(logged.place)
+        if forward
+        else lines_of(logged) == lines_of(call) and logged.operation == call.operation
+        for logged in rank.calls
+    )
+
+
+def may_leave_out(block: Block) -> str:
+    """Describe a block that may skip an iteration."""
+    return f"the `{block.word}` at {block.head} may leave it out"
+
+
+def has_joined(rank: RankAtEnd) -> bool:
+    """Return True if a rank ran out of batches and shadows collectives under `Join`."""
+    return bool(rank.calls) and rank.calls[-1].place == JOINED
+
+
+def call_sequence(rank: RankAtEnd) -> tuple[object, ...]:
+    return tuple((call.operation, call.group, call.payload, lines_of(call)) for call in rank.calls)
+
+
+SEND_ORDER = (
+    "Let one of two ranks send first and the other one receive first (if rank % 2: ...), or start both directions "
+    "together: batch_isend_irecv([P2POp(isend, ...), P2POp(irecv, ...)]), and wait for all of them after that."
+)
+
+
+GROUP_ORDER = "Have every rank call the collectives of its process groups in the same order."

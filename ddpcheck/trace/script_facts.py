@@ -1,0 +1,400 @@
+"""Facts for the judges of `ddpcheck run`, combined from all ranks' logs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Inputs, LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
+from ddpcheck.findings.program_blocks import ProgramSource
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import group_by
+from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
+
+_Kind = TypeVar("_Kind")
+
+
+PartSteps = Sequence[PartStep]
+"""One step of an optimizer, by rank of one model-parallel group."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedWrapper:
+    """A wrapper on the ranks of its process group."""
+
+    number: int  # in construction order on each rank, from 0
+    made: WrapperMade  # its construction on the first of `ranks`
+    ranks: Sequence[WatchedRank]  # ranks of the group that left a log
+
+    @property
+    def missing(self) -> set[int]:
+        """Ranks of the group without a log here, such as on another machine."""
+        return {*self.made.ranks} - {rank.started.rank for rank in self.ranks}
+
+    @property
+    def steps(self) -> int:
+        """Number of steps completed on every rank."""
+        return min(rank.counts[self.number][1] for rank in self.ranks)
+
+    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+        """Return the entries of a kind on this wrapper, by rank of its group."""
+        return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
+
+    @property
+    def values_built(self) -> list[Mapping[str, int]]:
+        """Parameter values before sharding, by rank; empty for DDP."""
+        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
+        return [context.values_built for context in contexts if context is not None]
+
+    @property
+    def policies(self) -> list[Mapping[str, str]]:
+        """`mp_policy` arguments of `fully_shard`, by rank; empty for DDP."""
+        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
+        return [context.policies for context in contexts if context is not None]
+
+    @property
+    def losses(self) -> list[list[LossDifferentiated]]:
+        """Losses of each rank of the group."""
+        return [entries_of(rank, LossDifferentiated) for rank in self.ranks]
+
+    @property
+    def loss_line(self) -> Location | None:
+        """Line that computes a loss the wrapper averages, else the backward call."""
+        losses = (loss for rank_losses in self.losses for loss in rank_losses if self.number in loss.wrappers)
+        return next((line for loss in losses if (line := loss.made or loss.location)), None)
+
+
+def _is_on(entry: Any, number: int) -> bool:
+    return bool(entry.wrapper == number)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer of ranks that train together."""
+
+    steps: Sequence[Sequence[OptimizerStep]]  # recorded on every rank, each as a sequence by rank
+    ends: Sequence[OptimizerEnd]  # from the ranks that recorded an end
+
+
+def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
+    """Return the log entries of a kind on a rank, in order."""
+    return [entry for entry in rank.entries if isinstance(entry, kind)]
+
+
+class ScriptFacts:
+    """Logs of a script's ranks, and facts derived from the logs."""
+
+    def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool, source: ProgramSource | None = None) -> None:
+        self.ranks = ranks
+        self.ended = ended
+        self.source = source or ProgramSource()
+
+    def of(self, kind: type[_Kind]) -> list[list[_Kind]]:
+        """Return the entries of a kind, by rank."""
+        return [entries_of(rank, kind) for rank in self.ranks]
+
+    @cached_property
+    def world_size(self) -> int:
+        """World size of the default process group; 0 if never initialized."""
+        return max((rank.started.world_size for rank in self.ranks), default=0)
+
+    @cached_property
+    def elsewhere(self) -> list[int]:
+        """Ranks without a log here."""
+        return sorted(set(range(self.world_size)) - {rank.started.rank for rank in self.ranks})
+
+    @cached_property
+    def unwatched(self) -> dict[str, str]:
+        """Reasons by check line, for lines that a failed recorder prevents."""
+        reasons: dict[str, str] = {}
+        for rank in self.ranks:
+            for entry in entries_of(rank, WatchingFailed):
+                recorder = "" if entry.subjects else f"{entry.recorder}: "
+                reason = f"{recorder}not watched from step {entry.step} on, on rank {rank.started.rank}: {entry.why}"
+                if not entry.recorder:
+                    reason = f"rank {rank.started.rank} was not watched to its end: {entry.error.splitlines()[-1]}"
+                reasons |= {subject: reasons.get(subject, reason) for subject in entry.subjects or ("ranks",)}
+        return reasons
+
+    @property
+    def can_compare(self) -> bool:
+        """Check if there are several ranks, and all left a log here."""
+        return len(self.ranks) > 1 and not self.elsewhere
+
+    @cached_property
+    def passes(self) -> list[list[LoaderPass]]:
+        """Passes over data loaders, by rank."""
+        return [rank.passes for rank in self.ranks]
+
+    # Wrappers
+
+    @cached_property
+    def wrappers(self) -> list[WatchedWrapper]:
+        """Wrappers of all ranks, in construction order."""
+        groups: dict[tuple[int, tuple[int, ...]], list[WatchedRank]] = {}
+        for rank in self.ranks:
+            for number, wrapper in enumerate(rank.wrappers):
+                groups.setdefault((number, wrapper.ranks), []).append(rank)
+        return [WatchedWrapper(key[0], group[0].wrappers[key[0]], group) for key, group in sorted(groups.items())]
+
+    @cached_property
+    def steps(self) -> int:
+        """Largest step count of any wrapper."""
+        return max((wrapper.steps for wrapper in self.wrappers), default=0)
+
+    @cached_property
+    def model_groups(self) -> dict[tuple[int, ...], ModelSplit]:
+        """Model split by group of ranks that share a model (tensor parallelism)."""
+        return by_group({rank.started.rank: entries_of(rank, ModelSplit) for rank in self.ranks})
+
+    @cached_property
+    def training_groups(self) -> list[list[WatchedRank]]:
+        """Groups of ranks with different samples (no tensor or context parallel peers)."""
+        if models := self.model_groups or self.sample_groups:
+            by_number = {rank.started.rank: rank for rank in self.ranks}
+            return [[by_number[number] for number in group] for group in zip(*models, strict=False)]
+        members = {wrapper.made.ranks for wrapper in self.wrappers}
+        if not members and self.stages:
+            members = {*zip(*self.stages, strict=False)}
+        if not members or any(len(group) == len(self.ranks) for group in members):
+            return [list(self.ranks)]
+        return [[rank for rank in self.ranks if rank.started.rank in group] for group in sorted(members)]
+
+    @cached_property
+    def sample_groups(self) -> list[tuple[int, ...]]:
+        """Groups of ranks that share samples on purpose, exchanging activations or splitting inputs."""
+        trained = {rank.started.rank: [p for p in rank.passes if p.trains] for rank in self.ranks}
+        data = {rank: (passes[0].indices, passes[0].rows) if passes else ((), ()) for rank, passes in trained.items()}
+        parts = group_by(self.ranks, lambda rank: data[rank.started.rank])
+        if any(not indices for indices, _ in parts) or len({*map(len, parts.values())}) != 1 or len(parts) == len(data):
+            return []
+        replicas = {passes[0].replicas for passes in trained.values()}
+        shares = all(_share_by_right(group, replicas == {len(parts)} != {1}) for group in parts.values())
+        return [tuple(rank.started.rank for rank in group) for group in parts.values()] if shares else []
+
+    @cached_property
+    def stages(self) -> list[tuple[int, ...]]:
+        """Pipeline parallel ranks by model; empty if every rank has a whole model.
+
+        Stages receive tensors from each other in training, and step with different gradients.
+        """
+        received = {
+            rank.started.rank: {entry.peer for entry in entries_of(rank, PeerReceived) if entry.training}
+            for rank in self.ranks
+        }
+        models = {rank: {rank} for rank in received}
+        by_number = {rank.started.rank: rank for rank in self.ranks}
+        for rank, peers in received.items():
+            for peer in sorted(peers & received.keys()):
+                if models[rank] is not models[peer] and not _step_alike(by_number[rank], by_number[peer]):
+                    models[rank] |= models[peer]
+                    models |= dict.fromkeys(models[peer], models[rank])
+        whole = {tuple(sorted(model)) for model in models.values()}
+        return sorted(whole) if len(whole) < len(received) else []
+
+    @cached_property
+    def moved(self) -> Mapping[str, bool]:
+        """Map parameters with gradients to True if the values change (rank 0)."""
+        values: dict[str, set[int]] = {}
+        counts: Counter[str] = Counter()
+        for replica in entries_of(self.ranks[0], ReplicaCaptured):
+            evidence = replica.state.values
+            for name, gradient in evidence.gradients.items():
+                if gradient and any(replica.averaged.get(name, (1.0,))):
+                    key = f"{replica.wrapper}/{name}"
+                    values.setdefault(key, set()).add(evidence.parameters.get(name, 0))
+                    counts[key] += 1
+        return {name: len(seen) > 1 for name, seen in values.items() if counts[name] > 1}
+
+    @cached_property
+    def parameters_part(self) -> bool:
+        """Check if a wrapper's parameters differ between ranks in a compared step."""
+        return any(
+            differing_names([replica.state.values.parameters for replica in replicas])
+            for wrapper in self.wrappers
+            for captured in self.captured(wrapper.number).values()
+            for replicas in group_by(captured, lambda replica: replica.shard).values()
+        )
+
+    def captured(self, wrapper: int) -> dict[int, list[ReplicaCaptured]]:
+        """Return the recorded replicas of a wrapper, by step."""
+        replicas = itertools.chain.from_iterable(self.of(ReplicaCaptured))
+        return group_by((replica for replica in replicas if replica.wrapper == wrapper), lambda replica: replica.step)
+
+    # Optimizers
+
+    @cached_property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers, matched between ranks by first step line and parameters."""
+        return list(self._optimizers())
+
+    def _optimizers(self) -> Iterator[Optimizer]:
+        steps_by_key: dict[tuple[Any, ...], dict[int, list[OptimizerStep]]] = {}
+        by_number = {rank.started.rank: rank for rank in self.ranks}
+        for rank in self.ranks:
+            counts: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
+            for first in first_steps(rank):
+                named = (*first.held, *(name for name in first.alone if "/" in name))
+                numbers = {int(name.partition("/")[0]) for name in named}
+                groups = {rank.wrappers[number].ranks for number in numbers}
+                members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
+                steps = [step for step in entries_of(rank, OptimizerStep) if step.optimizer == first.optimizer]
+                key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
+                steps_by_key.setdefault((*key, counts[key]), {})[rank.started.rank] = steps
+                counts[key] += 1
+        for (members, *_), steps_by_rank in steps_by_key.items():
+            if len(steps_by_rank) == len(members):
+                ends = [
+                    _with_reductions(end, steps[-1], by_number[number])
+                    for number, steps in steps_by_rank.items()
+                    for end in entries_of(by_number[number], OptimizerEnd)
+                    if end.optimizer == steps[0].optimizer
+                ]
+                yield Optimizer(_in_step(list(steps_by_rank.values())), ends)
+
+    def _replicas_of(self, rank: WatchedRank) -> tuple[int, ...]:
+        """Return the ranks that train unwrapped parameters with `rank`, including `rank`."""
+        groups = self.training_groups if self.stages and not self.wrappers and not self.model_groups else []
+        members = (tuple(member.started.rank for member in group) for group in groups if rank in group)
+        return next(members, tuple(range(rank.started.world_size)))
+
+    def part_steps(self, group: Sequence[int]) -> list[Sequence[PartSteps]]:
+        """Return recorded steps of ranks that share a model, by optimizer."""
+        steps_by_rank = [entries_of(rank, PartStep) for rank in self.ranks if rank.started.rank in group]
+        numbers = sorted({step.optimizer for step in steps_by_rank[0]})
+        return [
+            _in_step([[step for step in steps if step.optimizer == number] for steps in steps_by_rank])
+            for number in numbers
+        ]
+
+    @cached_property
+    def optimizer_steps(self) -> int:
+        """Total recorded steps of all optimizers on the first rank."""
+        for rank in self.ranks[:1]:
+            counts = {step.optimizer: step.count + 1 for step in entries_of(rank, OptimizerStep)}
+            return sum((counts | {end.optimizer: end.count for end in entries_of(rank, OptimizerEnd)}).values())
+        return 0
+
+    @cached_property
+    def shards(self) -> int:
+        """Largest number of sharded parameters in an optimizer."""
+        return max((step.shards for rank in self.ranks for step in entries_of(rank, OptimizerStep)), default=0)
+
+    @cached_property
+    def in_fsdp1(self) -> bool:
+        """Check if an optimizer holds parameters of a `FullyShardedDataParallel`."""
+        return any(step.in_fsdp1 for rank in self.ranks for step in entries_of(rank, OptimizerStep))
+
+    @property
+    def why_unwatched(self) -> str:
+        """Reason why some optimizer parameters are not compared, or ''."""
+        if self.in_fsdp1:
+            return (
+                "parameters in a FullyShardedDataParallel (FSDP1) are not compared, nor their gradients and state; "
+                "those of a model that torch.distributed.fsdp.fully_shard shards are"
+            )
+        if any(step.shards > len(step.held) for rank in self.ranks for step in entries_of(rank, OptimizerStep)):
+            return "shards of parameters are not watched: their values, gradients and state are not compared"
+        return ""
+
+    @cached_property
+    def trains_apart(self) -> bool:
+        """Check if each rank trains a separate model, without any wrapper."""
+        return not self.wrappers and not self.model_groups and diverge_for_good([opt.steps for opt in self.optimizers])
+
+    def averages_by_hand(self, wrapper: int) -> bool:
+        """Check if gradients not averaged by the wrapper agree at the optimizer steps.
+
+        Only steps without a DDP average count, or all steps if a communication hook leaves local gradients.
+        """
+        steps = [
+            rank_steps
+            for optimizer in self.optimizers
+            for rank_steps in optimizer.steps
+            if any(name.startswith(f"{wrapper}/") for name in rank_steps[0].norms)
+        ]
+        if not self.hook_that_leaves_own(wrapper):
+            steps = [rank_steps for rank_steps in steps if not any(step.averaged for step in rank_steps)]
+        return len(steps) > 1 and all(map(all_gradients_agree, steps))
+
+    def hook_that_leaves_own(self, wrapper: int) -> str:
+        """Return the communication hook that leaves different gradients on ranks, or ''."""
+        hooked = [group for group in self.captured(wrapper).values() if group[0].hook]
+        unequal = (group for group in hooked if differing_names([replica.state.values.gradients for replica in group]))
+        return next((group[0].hook for group in unequal), "")
+
+
+def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
+    """Check if ranks share samples on purpose; `dealt`: the sampler splits by group."""
+    group = tuple(rank.started.rank for rank in ranks)
+    used = [use.members for rank in ranks for use in entries_of(rank, GroupUsed) if use.differentiated_at is not None]
+    if group in used and len(group) < ranks[0].started.world_size:
+        return True
+    peers = {entry.peer for rank in ranks for entry in entries_of(rank, PeerReceived) if entry.training}
+    inputs = [{(entry.wrapper, entry.step): entry.samples for entry in entries_of(rank, Inputs)} for rank in ranks]
+    steps = set.intersection(*map(set, inputs))
+    in_parts = all(len({samples[step] for samples in inputs}) == len(group) for step in steps)
+    return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
+
+
+def _step_alike(rank: WatchedRank, other: WatchedRank) -> bool:
+    """Check if two ranks use an equal nonzero gradient in any optimizer step."""
+    steps = {(step.optimizer, step.count): step.gradients for step in entries_of(other, OptimizerStep)}
+    pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(rank, OptimizerStep))
+    return any(
+        any(grads[name]) and are_near([grads[name], other_grads[name]])
+        for grads, other_grads in pairs
+        for name in grads.keys() & other_grads
+    )
+
+
+def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
+    """Yield optimizer steps on a rank with the preceding reduction, if known."""
+    reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
+    for step in steps:
+        numbers = {name.partition("/")[0] for name in step.norms}
+        replica = reduced.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        if replica is not None:
+            yield step, replica
+
+
+def first_steps(rank: WatchedRank) -> list[OptimizerStep]:
+    """Return the first step of each optimizer on a rank."""
+    return [step for step in entries_of(rank, OptimizerStep) if not step.count]
+
+
+def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) -> OptimizerEnd:
+    """Fill in the reduction count of an optimizer freed before the script ended."""
+    if end.reductions >= 0 or last.reductions < 0:
+        return end
+    numbers = {int(name.partition("/")[0]) for name in last.held}
+    return replace(end, reductions=sum(rank.counts[number][1] for number in numbers))
+
+
+_Step = TypeVar("_Step", OptimizerStep, PartStep)
+
+
+def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
+    """Return the steps recorded on every rank, each by rank."""
+    by_count = [{step.count: step for step in steps} for steps in by_rank]
+    common = set.intersection(*(set(steps) for steps in by_count))
+    return [[steps[count] for steps in by_count] for count in sorted(common)]
+
+
+def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:
+    """Return model splits by group of ranks, if all members report the group."""
+    groups: dict[tuple[int, ...], ModelSplit] = {}
+    for rank_splits in splits.values():
+        for split in rank_splits[:1]:
+            if all(any(split.ranks == other.ranks for other in splits.get(rank, ())[:1]) for rank in split.ranks):
+                groups.setdefault(split.ranks, split)
+    return groups

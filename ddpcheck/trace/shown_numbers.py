@@ -1,0 +1,64 @@
+"""Shown numbers, and the results from which they follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from operator import eq
+
+from ddpcheck.findings.evidence.evaluation import MetricShown, ShownNumber
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.trace.evaluation import Evaluated, gathered_labels, shows
+from ddpcheck.trace.metrics import Evaluation
+
+_FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
+
+
+_MOST_NAMED = 3
+
+
+def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[MetricShown]]) -> tuple[str, str]:
+    """Describe the shown numbers that match all ranks, and the rest; `shown` by rank."""
+    loops = f"after {counted(len(evaluations), 'loop')} without backward"
+    traced, untraced = 0, dict[Location | None, str]()
+    for rank, rank_shown in enumerate(shown):
+        for output in rank_shown:
+            for number in output.numbers:
+                if _is_traced(evaluations, len(shown), rank, output, number):
+                    traced += 1
+                else:
+                    value = number.text or f"{number.values[0]:.6g}"
+                    untraced.setdefault(output.location, f"{value} ({output.location})" if output.location else value)
+    text = f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks" if traced else ""
+    if untraced:
+        return text, f"not compared with all ranks: {join_names([*untraced.values()], most=_MOST_NAMED)}"
+    return text, "" if traced else f"not compared: no number was seen that the script shows {loops}"
+
+
+def _is_traced(
+    evaluations: Sequence[Evaluation], world_size: int, rank: int, shown: MetricShown, number: ShownNumber
+) -> bool:
+    """Return True if a number is a metric of all samples."""
+    for evaluation in evaluations:
+        if rank not in evaluation.by_rank or evaluation.by_rank[rank].held.round != shown.round:
+            continue
+        evals = [*evaluation.by_rank.values()]
+        if len(evals) < world_size and any(not ev.samples >= ev.loader.size > 0 for ev in evals):
+            continue
+        if any(metric.evidence(number) >= _FEWEST_BITS for metric in evaluation.metrics):
+            return True
+        if any(shows(number, value) for value in _of_gathered(evals)):
+            return True
+    return False
+
+
+def _of_gathered(evals: Sequence[Evaluated]) -> Iterator[float]:
+    """Yield fractions of equal gathered rows, and means of gathered numbers."""
+    gathered = gathered_labels(evals)
+    for call, other_call in itertools.combinations(gathered, 2):
+        equal = [*map(eq, itertools.chain(*call.rows), itertools.chain(*other_call.rows))]
+        yield sum(equal) / max(1, len(equal))
+    for call in gathered:
+        values = [*itertools.chain(*itertools.chain(*call.values))]
+        yield sum(values) / max(1, len(values))

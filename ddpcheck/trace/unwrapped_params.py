@@ -1,0 +1,119 @@
+"""Optimizer steps on parameters outside of wrappers, compared between ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from ddpcheck.findings.evidence.gradients import LEAST, relative
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.wording import minority_ranks
+
+_TOLERANCE = 1e-3  # relative rounding tolerance of norms and sketches
+
+
+Steps = Sequence[OptimizerStep]  # an optimizer before one step, by rank
+
+
+def differing(values: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the names whose values differ between ranks beyond rounding."""
+    names = list(dict.fromkeys(name for rank_values in values for name in rank_values))
+    return [name for name in names if not are_close([rank_values.get(name) for rank_values in values])]
+
+
+def are_close(values: Sequence[float | None]) -> bool:
+    """Check if values agree within rounding, or one has overflowed."""
+    known = [value for value in values if value is not None]
+    if any(not math.isfinite(value) for value in known):
+        return True  # GradScaler skips the step on overflow
+    if len(known) < len(values):
+        return not known or max(known) <= LEAST
+    return relative(max(known) - min(known), max(known)) <= _TOLERANCE
+
+
+def gradients_differ(steps: Steps, name: str) -> bool:
+    """Check if an unwrapped parameter has different gradients on the ranks."""
+    sketches = [entry.gradients[name] for entry in steps if name in entry.gradients]
+    return len(sketches) == len(steps) and not are_near(sketches)
+
+
+def are_near(sketches: Sequence[Sequence[float]]) -> bool:
+    """Check if sketches are of the same gradient."""
+    first, *others = sketches
+    scale = max(math.hypot(*sketch) for sketch in sketches)
+    return all(relative(math.dist(first, sketch), scale) <= _TOLERANCE for sketch in others)
+
+
+def are_scaled(names: Sequence[str], steps: Steps) -> list[str]:
+    """Return parameters whose gradients differ only by the rank's usual factor."""
+    sketches = {name: [entry.gradients.get(name, ()) for entry in steps] for name in names}
+    norms = {name: [math.hypot(*sketch) for sketch in by_rank] for name, by_rank in sketches.items()}
+    factors = [[norm / by_rank[0] for norm in by_rank] for by_rank in norms.values() if min(by_rank) > LEAST]
+    usual = [*map(median, zip(*factors, strict=True))]
+    return [
+        name
+        for name, by_rank in sketches.items()
+        if usual and are_near([[x / factor for x in sketch] for sketch, factor in zip(by_rank, usual, strict=True)])
+    ]
+
+
+def all_gradients_agree(steps: Steps) -> bool:
+    """Check if all gradients of an optimizer step agree between ranks."""
+    return bool(steps[0].norms or steps[0].gradients) and not any_gradient_differs(steps)
+
+
+def any_gradient_differs(steps: Steps) -> bool:
+    """Check if any gradient of an optimizer step differs between ranks."""
+    differs = any(gradients_differ(steps, name) for name in steps[0].alone)
+    return differs or bool(differing([entry.norms for entry in steps]))
+
+
+def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks that differ from most; empty for two ranks."""
+    if len(values) < 3:
+        return ()
+    return minority_ranks([tuple(_rounded(rank_values.get(name)) for name in names) for rank_values in values])
+
+
+def _rounded(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def spell_values(value: float | None, nothing: str = "no gradient") -> str:
+    """Format a norm."""
+    return nothing if value is None else f"{value:.6g}"
+
+
+def param_name(name: str) -> str:
+    """Strip the wrapper number from a parameter name."""
+    return name.partition("/")[2] or name
+
+
+VALUES_DIVERGED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
+
+
+MIN_TAKEN_STEPS = 3  # recorded calls of torch.autograd.grad
+
+
+def are_local(steps: Sequence[Steps]) -> bool:
+    """Check if an optimizer holds only unwrapped parameters with rank-local gradients."""
+    return not steps[0][0].held and gradients_mostly_differ(steps)
+
+
+def diverge_for_good(optimizers: Sequence[Sequence[Steps]]) -> bool:
+    """Check if each rank trains a separate model: different initial values and gradients."""
+    known = [steps for steps in optimizers if steps]
+    return bool(known) and all(are_local(steps) and not params_equal(steps[0]) for steps in known)
+
+
+def params_equal(steps: Steps) -> bool:
+    """Check if all unwrapped parameters are equal on all ranks."""
+    return all(entry.alone == steps[0].alone for entry in steps)
+
+
+def gradients_mostly_differ(steps: Sequence[Steps]) -> bool:
+    """Check if gradients differ between ranks in most of the steps."""
+    names = steps[0][0].alone
+    differs = [any(gradients_differ(step, name) for name in names) for step in steps]
+    return sum(differs) * 2 > len(steps)

@@ -1,0 +1,191 @@
+"""Graph of which rank waits for which, from Flight Recorder dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.wording import format_ranks, group_by, plural_verb
+from ddpcheck.trace.collectives import ROOTED
+
+
+def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[int, int]]:
+    """Return a circular wait as pairs (rank, rank waited for), or []."""
+    path = list[int]()
+    following = min(stuck, default=None)
+    while following is not None and following not in path:
+        path.append(following)
+        following = next((rank for rank in stuck[path[-1]][1] if rank in stuck), None)
+    circle = path[path.index(following) :] if following is not None else []
+    return list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
+
+
+_MOST_LINES = 6  # evidence lines of one kind
+
+
+_Group = tuple[str, tuple[int, ...]]  # name and members; disjoint groups may share a name
+
+
+_Wait = tuple[int, RecordedCall, frozenset[int]]  # (rank, pending call, ranks waited for)
+
+
+class WaitGraph:
+    """Wait-for graph of ranks.
+
+    Attributes:
+        open_calls: Calls that have not ended, by rank, in the order of entry.
+        devices: First call completed by peers and not by the device, by rank.
+        waits: Calls in which a rank waits, by rank; without the ranks of `devices`.
+        stopped: Ranks that others wait for, in no call or in a call that peers have completed.
+        missing: Ranks that others wait for, without a dump.
+    """
+
+    def __init__(self, dumps: Mapping[int, RankDump], groups: Iterable[_Group]) -> None:
+        self.dumps = dumps
+        self.open_calls = {rank: [call for call in dump.entries if not call.ended] for rank, dump in dumps.items()}
+        self._groups = {(group[0], rank): group for group in groups for rank in group[1]}
+        self._next = {group: dict(_positions(dumps, *group)) for group in {*self._groups.values()}}
+        self._furthest = {group: max(places.values(), default=(0, False))[0] for group, places in self._next.items()}
+        self._absent: dict[tuple[_Group, int], frozenset[int]] = {}
+        self.devices = {rank: call for rank in dumps if (call := self._uncompleted(rank)) is not None}
+        self.waits = {rank: self._waits(rank) for rank in dumps if rank not in self.devices}
+        waited_for = {peer for waits in self.waits.values() for *_, peers in waits for peer in peers}
+        self.missing = waited_for - dumps.keys()
+        self.stopped = {
+            rank
+            for rank in waited_for - self.missing - self.devices.keys()
+            if not self.waits[rank] and all(self._is_passed(rank, call) for call in self.open_calls[rank][:1])
+        }
+
+    def group(self, rank: int, call: RecordedCall) -> _Group:
+        """Return the process group of a call."""
+        return self._groups.get((call.group, rank), (call.group, ()))
+
+    def _is_passed(self, rank: int, call: RecordedCall) -> bool:
+        """Return True if a peer has completed the collective."""
+        return not call.between_two and call.number < self._furthest.get(self.group(rank, call), 0)
+
+    def _uncompleted(self, rank: int) -> RecordedCall | None:
+        """Return the first call that peers completed and the device did not."""
+        passed = [call for call in self.open_calls[rank] if self._is_passed(rank, call)]
+        if self.dumps[rank].gloo or all(call.call.operation in ROOTED for call in passed):
+            return None
+        return max(group_by(passed, lambda call: call.group).values(), key=len)[0]
+
+    def _waits(self, rank: int) -> list[_Wait]:
+        """Return the pending calls of a rank with absent peers, else with delayed peers."""
+        calls = [
+            call
+            for call in self.open_calls[rank]
+            if call.between_two or self._next.get(self.group(rank, call), {}).get(rank) == (call.number, True)
+        ]
+        absent = [(rank, call, peers) for call in calls if (peers := self._absent_from(rank, call) - {rank})]
+        return absent or [(rank, call, peers) for call in calls if (peers := self._delayed(rank, call))]
+
+    def _absent_from(self, rank: int, call: RecordedCall) -> frozenset[int]:
+        if call.between_two:
+            answers = any(
+                entry.peer == rank and entry.group == call.group for entry in self.open_calls.get(call.peer, ())
+            )
+            return frozenset({call.peer} if call.peer >= 0 and (not answers or call.peer in self.devices) else ())
+        key = group, number = self.group(rank, call), call.number
+        if key not in self._absent:
+            self._absent[key] = frozenset(
+                peer
+                for peer, place in self._next[group].items()
+                if place < (number, True) or (place[0] == number and peer in self.devices)
+            )
+        return self._absent[key]
+
+    def _delayed(self, rank: int, call: RecordedCall) -> frozenset[int]:
+        """Return the peers that entered a call after another call that has not ended."""
+        peers = {call.peer} if call.between_two else {*self.group(rank, call)[1]}
+        before = {peer: calls[0] for peer in peers - {rank} if (calls := self.open_calls.get(peer))}
+        return frozenset(
+            peer
+            for peer, first in before.items()
+            if first.group != call.group or (first.peer != rank if call.between_two else first.between_two)
+        )
+
+    def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
+        """Return the ranks of a group that completed most collectives, and the last number."""
+        number = self._furthest[group := self.group(rank, call)]
+        return [peer for peer, place in self._next[group].items() if place[0] == number], number - 1
+
+    def waits_for(self, roots: Collection[int]) -> list[_Wait]:
+        """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
+        waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
+        return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
+
+    def who_waits(self, roots: Collection[int]) -> tuple[list[str], set[int]]:
+        """Return evidence of direct, then indirect waits for `roots`, and all waiting ranks."""
+        reached, direct, further = set(roots), list[_Wait](), list[_Wait]()
+        while True:
+            waiting = {rank: waits for rank, waits in self.waits.items() if rank not in reached}
+            first = (next((wait for wait in waits if wait[2] & reached), None) for waits in waiting.values())
+            new = [(rank, call, peers & reached) for rank, call, peers in filter(None, first)]
+            if not new:
+                return first_lines([*self._lines(direct), *self._lines(further)]), reached - {*roots}
+            further += new if direct else []
+            direct = direct or new
+            reached |= {rank for rank, *_ in new}
+
+    def _lines(self, waits: Sequence[_Wait]) -> list[str]:
+        """Return one line per group description and operation."""
+        kinds = group_by(
+            waits, lambda wait: (self._description(wait[1]), _operation(wait[1]), wait[1].group == DEFAULT_GROUP)
+        )
+        return [self._line(kind) for kind in sorted(kinds.values(), key=len, reverse=True)]
+
+    def _line(self, waits: Sequence[_Wait]) -> str:
+        ranks = [rank for rank, *_ in waits]
+        words = {self.words(call) for _, call, _ in waits}
+        names = {call.group for _, call, _ in waits}
+        description = self._description(waits[0][1]) or "process groups"
+        label = words.pop() if len(words) == 1 else f"{_operation(waits[0][1])} of {description} ({len(names)} groups)"
+        peers = {peer for *_, peers in waits for peer in peers}
+        return f"{_few(ranks)} {plural_verb('waits', 'wait', ranks)} for {_few(peers)} in {label}"
+
+    def words(self, call: RecordedCall) -> str:
+        """Describe a call with its number and group."""
+        label = _operation(call) if call.between_two else f"{call.call}, number {call.number}"
+        if call.group == DEFAULT_GROUP:
+            return label
+        which, description = f"process group {call.group}", self._description(call)
+        return f"{label} of {f'{description} ({which})' if description else which}"
+
+    def _description(self, call: RecordedCall) -> str:
+        descriptions = (dump.descriptions for dump in self.dumps.values())
+        return next((names[call.group] for names in descriptions if call.group in names), "")
+
+
+def _positions(
+    dumps: Mapping[int, RankDump], name: str, members: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, bool]]]:
+    """Yield per rank the next collective number, and True if entered."""
+    present = {rank: dumps[rank] for rank in members if rank in dumps}
+    by_rank = {rank: dump.collectives(name) for rank, dump in present.items()}
+    most = max((call.number for calls in by_rank.values() for call in calls), default=0)
+    yield from ((rank, (0, False)) for rank in members if rank not in present)
+    for rank, calls in by_rank.items():
+        dump = present[rank]
+        # ended calls may be in no dump; a number above all in dumps counts sends and receives
+        last = calls[-1].number if calls else dump.enqueued.get(name, 0)
+        if (first := next((call.number for call in calls if not call.ended), None)) is not None:
+            yield rank, (first, True)
+        elif calls or not dump.wrapped or name in dump.enqueued:
+            yield rank, (last + 1 if last <= most else 1, False)
+
+
+def _operation(call: RecordedCall) -> str:
+    return "send or recv" if call.between_two else call.call.operation
+
+
+def _few(ranks: Collection[int]) -> str:
+    return f"{len(ranks)} ranks" if (words := format_ranks(ranks)).endswith(" more") else words
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    rest = len(lines) - _MOST_LINES
+    return [*lines[:_MOST_LINES], f"and {rest} more"] if rest > 1 else [*lines]

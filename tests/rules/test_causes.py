@@ -1,0 +1,122 @@
+"""One finding a root cause: each relation of the rule table, and what becomes of several at once."""
+
+import pytest
+
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES, Severity, When
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.rules.causes import cause_of, find_causes, follows_from, goes_on
+from ddpcheck.rules.collectives.rank_failure import OF_A_CUT_FILE, judge_failure
+from ddpcheck.trace.check_context import ALL_MISSING
+from ddpcheck.trace.collectives import ON_GRADIENTS
+from ddpcheck.trace.losses import BY_NORMALISATION
+from ddpcheck.trace.parameters import MADE_IN_FORWARD
+from ddpcheck.worlds import failures
+from ddpcheck.worlds.failures import described
+
+RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
+APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "same subjects": (("head.weight", "head.bias"), ("head.bias",), ()),
+    "only the loss": (("head.weight",), ("loss",), ()),
+    "of gradients": (("all_reduce",), ("head.weight",), (ON_GRADIENTS,)),
+    "made in forward": (("head.weight",), ("other",), (MADE_IN_FORWARD,)),
+    "its statistics": (("norm",), ("norm.running_mean",), (BY_NORMALISATION,)),
+    "by steps": (("a",), ("step",), ()),
+    "always": (("head.weight",), ("other",), ()),
+    "an error": (("no_sync",), ("head.weight",), ()),
+    "a note": (("head.weight",), ("hook",), ()),
+    "of a cut file": (("model.pt",), ("run",), (OF_A_CUT_FILE,)),
+    "none is there": (("head.weight",), ("loss",), (ALL_MISSING,)),
+}
+"""By case: the subjects of the cause and of its consequence, and the tags of one of them."""
+
+
+def finding(code: str, *subjects: str, tags: tuple[str, ...] = (), severity: Severity = Severity.ERROR) -> Finding:
+    return replace(make_finding(code, subjects, f"What {code} says."), tags=tags, severity=severity)
+
+
+@pytest.mark.parametrize(("code", "explains", "other"), RELATIONS, ids=lambda value: getattr(value, "when", value))
+def test_a_consequence_is_told_as_evidence_of_its_cause(code, explains, other) -> None:
+    mine, theirs, tags = APART[explains.when]
+    severity = Severity.NOTE if explains.when == "a note" else Severity.ERROR
+    cause, found = finding(code, *mine, tags=tags), finding(other, *theirs, tags=tags, severity=severity)
+    for both in ([cause, found], [found, cause]):
+        causes = find_causes(both)
+        (kept,) = causes.findings
+        assert kept.code == code and causes.told_by == [kept, kept]
+        assert (f"with it comes {other}: {found.message}" in kept.evidence) != explains.quietly
+        assert (other in kept.tags) != explains.quietly
+    assert follows_from(found, [cause, found]) and not follows_from(cause, [cause, found])
+    assert not follows_from(found, [replace(cause, severity=Severity.WARNING)])
+
+
+@pytest.mark.parametrize(
+    ("code", "mine", "other", "theirs"),
+    [
+        ("DDP106", ("table",), "DDP515", ("head.weight",)),
+        ("DDP208", ("head.weight",), "DDP516", ("loss", "targets")),
+        ("DDP106", ("table",), "DDP312", ("head.weight",)),
+        ("DDP304", ("norm",), "DDP214", ("seen",)),
+        ("DDP502", ("a",), "DDP508", ("a",)),
+        ("DDP303", ("a",), "DDP302", ("a",)),
+        ("DDP103", ("a",), "DDP307", ("loss",)),
+    ],
+)
+def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
+    cause, found = finding(code, *mine, tags=(BY_NORMALISATION,) if code == "DDP304" else ()), finding(other, *theirs)
+    causes = find_causes([cause, found])
+    if code == "DDP304":  # then it is the other way round: buffers that differ part the losses
+        assert [one.code for one in causes.findings] == ["DDP214"]
+    else:
+        assert causes.findings == causes.told_by == [cause, found]
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "told"),
+    [
+        (EOFError("Ran out of input"), (1,), ["DDP512"]),
+        (RuntimeError("PytorchStreamReader failed reading zip archive"), (1,), ["DDP512"]),
+        (EOFError("Ran out of input"), (0,), ["DDP401", "DDP512"]),  # another rank reads it
+        (RuntimeError("size mismatch for 0.weight"), (1,), ["DDP401", "DDP512"]),
+    ],
+)
+def test_a_file_that_is_read_too_early_explains_an_exception_of_one_that_is_cut_off(error, ranks, told) -> None:
+    raised = judge_failure([failures.raised(1, described(error, "", ""))], [[], []], 2)
+    early = replace(finding("DDP512", "model.pt"), ranks=ranks)
+    assert [one.code for one in find_causes([*raised, early]).findings] == told
+
+
+def test_a_no_sync_without_effect_explains_no_difference() -> None:
+    idle, apart = finding("DDP502", "no_sync", severity=Severity.WARNING), finding("DDP306", "head.weight")
+    assert find_causes([idle, apart]).told_by == [idle, apart]
+
+
+def test_what_comes_of_a_consequence_belongs_to_the_root() -> None:
+    root, between, last = finding("DDP501", "module"), finding("DDP208", "a"), finding("DDP302", "b")
+    causes = find_causes([last, between, root])
+    (kept,) = causes.findings
+    assert kept.code == "DDP501" and kept.tags == ("DDP208",)
+    assert causes.told_by == [kept, kept, kept]
+
+
+def test_the_same_rule_on_fewer_subjects_is_told_once() -> None:
+    whole, part = finding("DDP101", "a", "b"), finding("DDP101", "b")
+    assert find_causes([whole, part]).told_by == [whole, None]
+    assert find_causes([part, finding("DDP101", "c")]).findings == [part, finding("DDP101", "c")]
+
+
+@pytest.mark.parametrize("code", ["DDP215", "DDP518"])
+def test_a_cause_that_takes_the_severity_of_what_comes_of_it(code) -> None:
+    other = RULES[code].explains[0].codes[0]
+    cause, found = finding(code, "x", severity=Severity.WARNING), finding(other, "loss")
+    assert find_causes([cause, found]).findings[0].severity is Severity.ERROR
+    assert find_causes([cause, replace(found, severity=Severity.NOTE)]).findings[0].severity is Severity.WARNING
+
+
+def test_a_watch_knows_what_it_has_reported() -> None:
+    assert cause_of(finding("DDP104", "blocks.1.weight")) == cause_of(finding("DDP104", "blocks.7.weight"))
+    assert cause_of(finding("DDP101", "blocks.1.weight")) != cause_of(finding("DDP101", "blocks.7.weight"))
+    assert goes_on(finding("DDP306", "a", "b"), [finding("DDP306", "a")])
+    assert not goes_on(finding("DDP306", "b"), [finding("DDP306", "a")])
+    assert not goes_on(finding("DDP302", "a", "b"), [finding("DDP302", "a")])

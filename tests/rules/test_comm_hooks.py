@@ -1,0 +1,176 @@
+"""Communication hooks that lose on purpose, or average over fewer ranks: what of it is told, and what is not known."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.wording import Names, make_finding
+from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
+from ddpcheck.rules.gradients.reducer import judge_reducer
+from ddpcheck.rules.optimizers import script_optimizers
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
+from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.script_table import ROWS
+from ddpcheck.rules.verdict import judge_all
+from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
+from ddpcheck.trace.check_context import JudgeContext
+from ddpcheck.trace.script_facts import ScriptFacts
+
+BFLOAT16 = 0.0078125
+
+
+def with_hook(hook: Any, state: Any = None) -> Any:
+    return SimpleNamespace(_comm_hooks=[(hook, state)])
+
+
+def own_hook(state: object, bucket: object) -> None: ...
+
+
+def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **captured: Any) -> list[tuple[str, str]]:
+    """The findings (code, severity) on the ranks' `own` gradients and what the wrapper has `left`, in one step."""
+    context = WatchContext(Names({}), WrapperFacts(), 2)
+    ranks = []
+    for rank in range(2):
+        made = WrapperMade("Net", (0, 1), context, None, by_library=False, classes={})
+        values = DdpStepEvidence(rank, 3, dict.fromkeys(own, 1))
+        mine = {name: of_ranks[rank] for name, of_ranks in own.items()}
+        state = ReplicaState(ModuleDescription(), values)
+        one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
+        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+    return [
+        (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
+    ]
+
+
+OWN = {"body.weight": [[1.0, -2.0, 0.0], [3.0, 0.0, 1.0]], "head.weight": [[0.5, 0.5, 0.0], [0.0, 0.5, 1.0]]}
+AVERAGE = {"body.weight": [2.0, -1.0, 0.5], "head.weight": [0.25, 0.5, 0.5]}
+LARGEST = {"body.weight": [2.0, 0.0, 0.0], "head.weight": [0.0, 0.5, 0.0]}
+DOUBLE = {name: [2 * number for number in numbers] for name, numbers in AVERAGE.items()}
+
+
+def test_what_a_hook_of_the_scripts_own_keeps_back_is_no_alarm():
+    assert found_of(OWN, LARGEST, hook="topk", own_hook=True) == [("DDP302", "note")]
+    assert found_of(OWN, LARGEST, hook="fp16_compress_hook") == [("DDP302", "error")]
+    assert found_of(OWN, LARGEST) == [("DDP302", "error")]
+
+
+def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
+    assert found_of(OWN, DOUBLE, hook="summing", own_hook=True) == [("DDP303", "error")]
+    assert found_of(OWN, AVERAGE, hook="right", own_hook=True) == []
+
+
+def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
+    """What is seen before the optimizer's step was there when backward ended."""
+    later = make_finding("DDP301", ["body.weight"], "changed after backward")
+    monkeypatch.setattr(script_optimizers, "judge_clips", lambda *_, **__: [later])
+    ranks = []
+    for rank in range(2):
+        made = WrapperMade(
+            "Net", (0, 1), WatchContext(Names({}), WrapperFacts(), 2), None, by_library=False, classes={}
+        )
+        state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
+        one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
+        ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
+    [finding] = judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
+    assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
+    assert "gradients are reduced by the communication hook local" in finding.evidence
+    assert finding.fix.startswith("Let the communication hook return the average")
+
+
+def test_a_hook_rounds_away_what_is_nothing_beside_its_layer():
+    """The gradient of a bias before a BatchNorm is rounding, which 16 bits do not have."""
+    own = {"body.weight": OWN["body.weight"], "body.bias": [[1e-9, -2e-9, 0.0], [2e-9, 1e-9, 0.0]]}
+    left = {"body.weight": AVERAGE["body.weight"], "body.bias": [0.0, 0.0, 0.0]}
+    assert found_of(own, left, hook="fp16_compress_hook") == []
+    assert found_of(own, left) == [("DDP302", "error")]
+    assert found_of(own, {**left, "body.bias": [1.0, 0.0, 0.0]}, hook="fp16_compress_hook") == [("DDP302", "error")]
+
+
+def test_what_a_hook_makes_up_for_later_is_not_known():
+    feeds_back = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    feeds_back.iter = 3
+    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) > 1e3
+    feeds_back.use_error_feedback = False
+    assert hook_loss(with_hook(powerSGD_hook, feeds_back)) == 0.1
+    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), feeds_back)) == 0.1
+    assert hook_loss(with_hook(fp16_compress_hook)) == BFLOAT16
+
+
+@pytest.mark.parametrize(("counted", "lost"), [(1, 0.0), (2, 0.0), (3, 1e6)])
+def test_power_sgd_averages_exactly_until_it_begins(counted: int, lost: float):
+    """Its state has counted the backward pass that has ended; that of number `start_powerSGD_iter` compresses."""
+    state = PowerSGDState(None, 1, start_powerSGD_iter=2)
+    state.iter = counted
+    assert hook_loss(with_hook(powerSGD_hook, state)) == lost
+    assert hook_loss(with_hook(fp16_compress_wrapper(powerSGD_hook), state)) == max(lost, BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("hook", "own"),
+    [
+        (fp16_compress_hook, False),
+        (fp16_compress_wrapper(fp16_compress_hook), False),
+        (own_hook, True),
+        (fp16_compress_wrapper(own_hook), True),
+    ],
+)
+def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch(hook: Any, own: bool):
+    assert has_own_hook(with_hook(hook)) is own
+    assert not has_own_hook(None)
+
+
+@pytest.mark.parametrize(("now", "apart"), [(0, False), (5, False), (6, True), (9, True)])
+def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins(now: int, apart: bool):
+    state = SimpleNamespace(iter=now, start_localSGD_iter=6)
+    assert trains_apart(with_hook(fp16_compress_hook, state)) is apart
+    assert not trains_apart(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
+
+
+APART = LoopEvent("apart")
+PLAIN = JudgeContext(Names({}), WrapperFacts(comm_hook="post_localSGD_hook"), world_size=2, plain_optimizer=True)
+
+
+def steps_apart(*values: tuple[int, int]) -> list[DdpStepEvidence]:
+    """Steps that end with these values of a parameter on the two ranks, all after step 0 under post-local SGD."""
+    return [
+        DdpStepEvidence(
+            rank, step, {"a": own[rank]}, {"a": own[rank]}, {"a": before[rank]}, events=(APART,) * bool(step)
+        )
+        for step, (before, own) in enumerate(itertools.pairwise(((1, 1), *values)))
+        for rank in range(2)
+    ]
+
+
+def test_parameters_that_nothing_averages_under_post_local_sgd_are_told() -> None:
+    drifted = steps_apart((1, 1), (2, 3), (4, 5))
+    assert judge_reducer(drifted, PLAIN) == []
+    [finding] = judge_state(drifted, PLAIN, gradients_differ=False)
+    assert (finding.code, finding.subjects, finding.steps) == ("DDP306", ("a",), (1, 2))
+    assert judge_state(steps_apart((1, 1), (2, 3), (4, 4)), PLAIN, gradients_differ=False) == []
+    assert judge_state(drifted, replace(PLAIN, plain_optimizer=False), gradients_differ=False) == []
+
+
+def trained_apart(marks: tuple[int, ...], at_last: int) -> list[TrainedApart]:
+    return [TrainedApart(0, 4, marks, {"a": at_last, "b": 1}, "post_localSGD_hook")]
+
+
+def test_ranks_that_train_apart_to_the_end_of_a_script() -> None:
+    [finding] = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 5), 5)])
+    assert (finding.code, finding.subjects) == ("DDP306", ("a",))
+    assert "after each of 2 steps from step 4 on, in which post_localSGD_hook averages" in finding.message
+    averaged = judge_apart([trained_apart((1, 2, 6, 4), 4), trained_apart((1, 3, 6, 5), 5)])
+    same_at_last = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 4), 4)])
+    on_one_rank = judge_apart([trained_apart((1, 2, 4), 4), []])
+    short = judge_apart([trained_apart((1, 2), 2), trained_apart((1, 3), 3)])
+    assert averaged == same_at_last == on_one_rank == short == []

@@ -1,0 +1,252 @@
+"""The ordered explanations of judges, each by itself on facts made by hand, and why they stand in that order."""
+
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
+from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, PathEnd, StepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import Names
+from ddpcheck.rules.collectives.ddp402_hang import explain_by_hang
+from ddpcheck.rules.collectives.ddp406_marked_ready_twice import judge_hidden_parameters, judge_repeated_arrival
+from ddpcheck.rules.collectives.rank_failure import EXPLANATIONS, explain_by_collectives, explain_by_first_failure
+from ddpcheck.rules.gradients.ddp301_not_synchronised import explain_by_missing_reduction
+from ddpcheck.rules.gradients.ddp302_reducer_mismatch import judge_unexplained_mismatch
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_wrap_hooks
+from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import explain_by_overwritten_buffers
+from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_bypassed_forward
+from ddpcheck.rules.gradients.reducer import (
+    BETWEEN_RANKS,
+    ERROR_EXPLANATIONS,
+    FROM_AVERAGE,
+    explain_by_sentence_of_torch,
+    judge_reducer,
+)
+from ddpcheck.rules.loss.ddp303_scaled_gradient import explain_by_constant_factor
+from ddpcheck.rules.parameters.contribution import judge_always_missing, judge_conditional_use
+from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
+from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_ignored_parameters
+from ddpcheck.rules.parameters.ddp112_opaque_output import judge_opaque_output
+from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_new_state, judge_unregistered_state
+from ddpcheck.rules.replicas.values import judge_buffers
+from ddpcheck.trace.check_context import JudgeContext, LocalFacts, first_explanation
+from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
+from ddpcheck.trace.gradients import ReducerFacts
+from ddpcheck.trace.parameters import ParameterFacts
+from ddpcheck.trace.replicas import ReplicaFacts
+
+KNOWN = JudgeContext(Names(), WrapperFacts(), world_size=2)
+HALVED = Difference("a", 0.5, 1e-6, ratio=0.5, residual=1e-9)
+WRONG = Difference("a", 0.5, 1e-6, ratio=0.8, residual=0.4)
+
+
+def codes(found: list[Finding]) -> list[str]:
+    return [finding.code for finding in found]
+
+
+def step(rank: int, gradient: int = 1, **more: Any) -> DdpStepEvidence:
+    return DdpStepEvidence(rank, 0, gradients={"a": gradient, "b": 2}, **more)
+
+
+def under_wrapper(*evidence: DdpStepEvidence, **known: Any) -> ReducerFacts:
+    return ReducerFacts.of(evidence, replace(KNOWN, **known))
+
+
+# --- The reducer -----------------------------------------------------------------------------------------------------
+
+EQUAL = under_wrapper(step(0), step(1))
+UNEQUAL = (step(0), step(1, 3))
+MISMATCH = tuple(step(rank, against_local=(WRONG,)) for rank in (0, 1))
+HOOK = GradientHook("a tensor hook (clip)", Location("model.py", 7))
+
+
+@pytest.mark.parametrize(
+    ("explain", "facts", "code"),
+    [
+        (
+            explain_by_ignored_parameters,
+            under_wrapper(*UNEQUAL, wrapper=WrapperFacts(ignored=frozenset({"a"}))),
+            "DDP111",
+        ),
+        (
+            explain_by_bypassed_forward,
+            under_wrapper(*(replace(item, wrapper_calls=0) for item in UNEQUAL)),
+            "DDP501",
+        ),
+        (explain_by_missing_reduction, under_wrapper(*UNEQUAL), "DDP301"),
+        (explain_by_constant_factor, under_wrapper(step(0, against_local=(HALVED,)), step(1)), "DDP303"),
+        (explain_by_wrap_hooks, under_wrapper(*MISMATCH, wrap_hooks=(HOOK,)), "DDP310"),
+        (
+            explain_by_overwritten_buffers,
+            under_wrapper(
+                *(replace(item, wrapper_calls=2) for item in MISMATCH),
+                broadcasts_buffers=True,
+                local=LocalFacts(differing_buffers=("norm.running_mean",)),
+            ),
+            "DDP311",
+        ),
+        (judge_unexplained_mismatch, under_wrapper(*MISMATCH), "DDP302"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_explanation_of_the_reducer_knows_its_pattern_and_nothing_else(explain, facts, code):
+    assert codes(explain(facts)) == [code]
+    assert explain(EQUAL) == []
+
+
+def test_a_wrapper_that_is_not_called_is_the_cause_of_gradients_that_differ() -> None:
+    facts = under_wrapper(*(replace(item, wrapper_calls=0) for item in UNEQUAL))
+    assert codes(explain_by_missing_reduction(facts)) == ["DDP301"]
+    assert codes(first_explanation(BETWEEN_RANKS, facts)) == ["DDP501"]
+
+
+def test_one_factor_on_every_gradient_is_told_before_hooks_and_buffers_that_are_there_too() -> None:
+    facts = under_wrapper(step(0, against_local=(HALVED,)), step(1), wrap_hooks=(HOOK,))
+    assert codes(explain_by_wrap_hooks(facts)) == ["DDP310"]
+    assert codes(first_explanation(FROM_AVERAGE, facts)) == ["DDP303"]
+    both = replace(KNOWN, broadcasts_buffers=True, local=LocalFacts(differing_buffers=("n",)), wrap_hooks=(HOOK,))
+    twice = ReducerFacts.of([replace(item, wrapper_calls=2) for item in MISMATCH], both)
+    assert codes(explain_by_overwritten_buffers(twice)) == ["DDP311"]
+    assert codes(first_explanation(FROM_AVERAGE, twice)) == ["DDP310"]
+
+
+def test_the_average_is_not_asked_about_gradients_that_differ_between_ranks() -> None:
+    evidence = [step(0, against_local=(WRONG,)), step(1, 3, against_local=(WRONG,))]
+    assert judge_unexplained_mismatch(under_wrapper(*evidence)) == []
+    assert codes(judge_reducer(evidence, KNOWN)) == ["DDP301"]
+
+
+# --- State after the steps -------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_judged_by_what_the_wrapper_does_about_buffers() -> None:
+    by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
+    (saved,) = judge_buffers(ReplicaFacts(by_step, (), KNOWN))
+    left_out = replace(KNOWN, wrapper=replace(KNOWN.wrapper, not_saved=frozenset({"n", "m"})))
+    (other,) = judge_buffers(ReplicaFacts(by_step, (), left_out))
+    assert (saved.code, "checkpoint" in saved.message) == ("DDP214", True)
+    assert (other.code, "checkpoint" in other.message, "leaves out n" in str(other.evidence)) == ("DDP214", False, True)
+    broadcast = ReplicaFacts(by_step, (), replace(KNOWN, broadcasts_buffers=True))
+    assert codes(judge_buffers(broadcast)) == ["DDP215"]
+    assert judge_buffers(ReplicaFacts({0: [step(0), step(1)]}, (), KNOWN)) == []
+
+
+def test_state_of_a_step_is_judged_where_it_lasts_and_state_from_before_where_it_drifts() -> None:
+    made = {at: [replace(step(r), step=at, new_state={"cache": r}) for r in (0, 1)] for at in (0, 1)}
+    assert codes(judge_new_state(ReplicaFacts(made, (), KNOWN))) == ["DDP216"]
+    assert judge_new_state(ReplicaFacts({0: made[0]}, (), KNOWN)) == []
+    drifts = {0: [step(rank, state={"memory": rank}) for rank in (0, 1)]}
+    assert codes(judge_unregistered_state(ReplicaFacts(drifts, (), KNOWN))) == ["DDP216"]
+
+
+# --- Errors of the wrapper, and of ranks -----------------------------------------------------------------------------
+
+IN_PLACE = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+def failure(message: str, rank: int = 1, **more: Any) -> RankFailure:
+    return RankFailure(rank, more.pop("kind", "raised"), message, 0.0, **more)
+
+
+def wrapper_facts(*failures: RankFailure, results: dict[int, object] | None = None) -> WrapperErrorFacts:
+    return WrapperErrorFacts(failures, results or {}, KNOWN)
+
+
+def test_a_rank_that_never_called_the_wrapper_is_the_cause_of_the_failure_of_the_others() -> None:
+    facts = wrapper_facts(failure(IN_PLACE), results={0: step(0, wrapper_calls=0, inner_calls=1)})
+    assert codes(explain_by_sentence_of_torch(facts)) == ["DDP311"]
+    assert codes(first_explanation(ERROR_EXPLANATIONS, facts)) == ["DDP501"]
+
+
+def test_a_parameter_that_ddpcheck_has_named_is_told_before_the_sentence_of_torch() -> None:
+    facts = wrapper_facts(failure(IN_PLACE, traceback="ddpcheck: overwritten in place: a, b"))
+    (finding,) = first_explanation(ERROR_EXPLANATIONS, facts)
+    assert (finding.code, finding.subjects) == ("DDP311", ("a", "b"))
+    (unnamed,) = explain_by_sentence_of_torch(facts)
+    assert unnamed.subjects == ("backward",)
+    assert first_explanation(ERROR_EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
+
+
+def test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that() -> None:
+    twice = failure("rank 1 raised RuntimeError: Expected to mark a variable ready only once.")
+    known = replace(KNOWN, local=LocalFacts(backwards=(2, 2)))
+    (finding,) = first_explanation(ERROR_EXPLANATIONS, replace(wrapper_facts(twice), known=known))
+    assert (finding.code, finding.subjects) == ("DDP509", ("backward",))
+    of_checkpoint = replace(twice, traceback="torch/utils/checkpoint.py")
+    for facts in (wrapper_facts(twice), replace(wrapper_facts(of_checkpoint), known=known)):
+        assert codes(first_explanation(ERROR_EXPLANATIONS, facts)) == ["DDP406"]
+
+
+REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
+
+
+def test_collectives_that_do_not_match_are_the_cause_of_errors_of_communication_only() -> None:
+    logs = [[REDUCE], []]
+    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs, 2, ())
+    assert codes(explain_by_collectives(closed)) == ["DDP403"]
+    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs, 2, ())
+    assert explain_by_collectives(own) == []
+    assert codes(first_explanation(EXPLANATIONS, own)) == ["DDP401"]
+
+
+def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
+    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []], 2, ())
+    assert codes(explain_by_hang(stuck)) == ["DDP402"]
+    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []], 2, ())
+    assert explain_by_hang(died) == []
+    assert codes(explain_by_first_failure(died)) == ["DDP404"]
+
+
+@pytest.mark.parametrize(("code", "advice"), [(3, "os._exit"), (-9, "Use less memory"), (-10, "Read the signal")])
+def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice: str) -> None:
+    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []], 2, ())
+    (found,) = explain_by_first_failure(died)
+    assert advice in found.what_to_do
+
+
+# --- Parameters ------------------------------------------------------------------------------------------------------
+
+
+def facts_of(*evidence: StepEvidence, wrapper: WrapperFacts = KNOWN.wrapper) -> ParameterFacts:
+    return ParameterFacts.of(evidence, wrapper, Names())
+
+
+def seen(rank: int, at: int = 0, *missing: str, **more: Any) -> StepEvidence:
+    states = {name: "missing" if name in missing else "contributes" for name in ("a", "b")}
+    return StepEvidence(rank, at, states, **more)
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"), [("unused", "DDP101"), ("unreachable", "DDP102"), ("unknown", "DDP102"), ("cut", "DDP103")]
+)
+def test_a_parameter_that_is_always_missing_is_told_by_its_cause(cause: str, code: str) -> None:
+    facts = facts_of(*(seen(rank, 0, "a", path_ends={"a": PathEnd(cause, "detach()")}) for rank in (0, 1)))
+    assert codes(judge_always_missing(facts)) == [code]
+    assert judge_conditional_use(facts) == []
+
+
+def test_ranks_that_disagree_are_told_before_steps_that_do() -> None:
+    facts = facts_of(seen(0, 0, "a"), seen(1), seen(0, 1, "a"), seen(1, 1, "a"))
+    assert codes(judge_conditional_use(facts)) == ["DDP104"]
+    together = facts_of(seen(0, 0, "a"), seen(1, 0, "a"), seen(0, 1), seen(1, 1))
+    assert codes(judge_conditional_use(together)) == ["DDP105"]
+    static = replace(together, wrapper=WrapperFacts(static_graph=True))
+    assert codes(judge_conditional_use(static)) == ["DDP513"]
+    allowed = replace(together, wrapper=WrapperFacts(find_unused_parameters=True))
+    assert judge_conditional_use(allowed) == []
+
+
+def test_a_search_for_unused_parameters_is_judged_under_the_option_for_it() -> None:
+    finds = WrapperFacts(find_unused_parameters=True)
+    opaque, hidden = seen(0, output_type="Output"), seen(0, hidden_from_ddp=("a",))
+    assert codes(judge_opaque_output(facts_of(opaque, wrapper=finds))) == ["DDP112"]
+    assert judge_opaque_output(facts_of(opaque)) == []
+    assert codes(judge_hidden_parameters(facts_of(hidden, wrapper=finds))) == ["DDP406"]
+    assert judge_hidden_parameters(facts_of(hidden)) == []
+    assert codes(judge_repeated_arrival(facts_of(seen(0, arrivals={"a": 2})))) == ["DDP406"]
+    assert codes(judge_needless_search(facts_of(seen(0), wrapper=finds))) == ["DDP109"]
+    assert judge_needless_search(facts_of(seen(0, 0, "a"), wrapper=finds)) == []

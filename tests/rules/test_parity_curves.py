@@ -1,0 +1,261 @@
+"""What a report draws of a script on its ranks and in a single process, from steps and shown numbers made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.parity import NumbersShown, ParityStep
+from ddpcheck.findings.figures import LARGEST_VALUE, ParityCurve
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location, Report
+from ddpcheck.run.ending import Ending
+from ddpcheck.run.parity_run import SingleRun
+from ddpcheck.run.script_report import report_on_script
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.parity import Comparison
+from ddpcheck.trace.parity_curves import MOST_CURVES, MOST_POINTS, curves
+
+STEP, LOSS, SHOW = (Location("fit.py", line) for line in (31, 30, 44))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process has done: the norm of its gradients and its loss by step, and the texts that it has shown."""
+
+    norms: Sequence[float] = (3.0, 2.0, 1.0)
+    losses: Sequence[float | None] = (9.0, 6.0, 3.0)
+    shown: Sequence[tuple[int, str, tuple[str, ...]]] = ()
+    optimizer: int = 0
+    during: bool = False
+
+    def entries(self, rows: float) -> list[Entry]:
+        steps = [
+            ParityStep(
+                optimizer=self.optimizer,
+                count=count,
+                location=STEP,
+                norms=(norm,),
+                values=(1.0,),
+                gradient=(),
+                rates=(0.1,),
+                losses=() if loss is None else (loss,),
+                loss_at=LOSS,
+                samples=(0.25 * rows, rows),
+                elements=(4,),
+                names=() if count else ("weight",),
+            )
+            for count, (norm, loss) in enumerate(zip(self.norms, self.losses, strict=True))
+        ]
+        shown = [
+            NumbersShown("printed", SHOW, text, numbers, steps, True, self.during)
+            for steps, text, numbers in self.shown
+        ]
+        return [*steps, *shown]
+
+
+def started(rank: int, world_size: int, *runs: Run) -> WatchedRank:
+    entries = [entry for run in runs for entry in run.entries(8.0 / world_size)]
+    return WatchedRank(RankStarted(rank, world_size, "gloo"), entries, [])
+
+
+def drawn(first: Run, second: Run, single: Run, noise: Run | None = None) -> dict[str, ParityCurve]:
+    again = None if noise is None else started(0, 1, noise)
+    comparison = Comparison([started(0, 2, first), started(1, 2, second)], started(0, 1, single), again)
+    return {one.name: one for one in curves(comparison)}
+
+
+def same(**changes: Any) -> dict[str, ParityCurve]:
+    """Of three processes that do the same."""
+    return drawn(Run(**changes), Run(**changes), Run(**changes))
+
+
+GRADIENTS, MEAN_LOSS = "norm of the gradients", "loss, mean over the ranks"
+
+
+def test_equal_runs_have_two_curves_and_no_mark() -> None:
+    found = same()
+    assert [*found] == [GRADIENTS, MEAN_LOSS]
+    assert found[GRADIENTS] == ParityCurve(
+        GRADIENTS, "optimizer step", (0, 1, 2), (3.0, 2.0, 1.0), (3.0, 2.0, 1.0), None, STEP
+    )
+    assert found[MEAN_LOSS].location == LOSS
+
+
+def test_the_mark_is_at_the_first_step_that_differs_and_the_loss_is_the_mean_of_the_ranks() -> None:
+    wrong = Run(norms=(3.0, 2.4, 1.2), losses=(8.0, 5.0, 5.0))
+    other = Run(norms=(3.0, 2.4, 1.2), losses=(10.0, 7.0, 5.0))
+    found = drawn(wrong, other, Run())
+    assert [*found] == [GRADIENTS, MEAN_LOSS]
+    assert found[GRADIENTS].diverges_at == 1 and found[GRADIENTS].ranks == (3.0, 2.4, 1.2)
+    assert found[MEAN_LOSS].ranks == pytest.approx((9.0, 6.0, 5.0)) and found[MEAN_LOSS].diverges_at == 2
+
+
+def test_a_loss_with_a_factor_of_its_own_is_not_marked_if_gradients_are_equal() -> None:
+    half = Run(losses=(4.5, 3.0, 1.5))
+    found = drawn(half, half, Run())
+    assert found[MEAN_LOSS].single == (9.0, 6.0, 3.0) and found[MEAN_LOSS].diverges_at is None
+
+
+def test_a_loss_near_zero_is_measured_by_the_largest_one() -> None:
+    crossing, rounded = Run(norms=(3.0, 2.0, 9.0), losses=(0.9, 1e-9, -0.3)), Run(losses=(0.9, 2e-9, -0.3))
+    assert drawn(crossing, crossing, rounded)[MEAN_LOSS].diverges_at is None
+
+
+def test_what_random_numbers_change_as_much_is_not_marked() -> None:
+    ranks, noise = (
+        Run(norms=(3.0, 2.1, 9.0), losses=(9.0, 7.0, 3.0)),
+        Run(norms=(3.0, 1.9, 1.0), losses=(9.0, 5.0, 3.0)),
+    )
+    assert [one.diverges_at for one in drawn(ranks, ranks, Run()).values()] == [1, 1]
+    assert [one.diverges_at for one in drawn(ranks, ranks, Run(), noise).values()] == [2, None]
+
+
+def test_steps_without_a_loss_have_no_place_in_its_curve() -> None:
+    assert same(losses=(None, 6.0, 3.0))[MEAN_LOSS].x == (1, 2)
+    assert [*same(losses=(None, None, 3.0))] == [GRADIENTS]
+
+
+def test_each_optimizer_has_curves_of_its_own() -> None:
+    both = [Run(), Run(norms=(7.0, 7.0), losses=(0.1, 0.1), optimizer=1)]
+    wrong = [both[0], Run(norms=(7.0, 5.0), losses=(0.1, 0.1), optimizer=1)]
+    found = curves(Comparison([started(0, 2, *wrong), started(1, 2, *wrong)], started(0, 1, *both)))
+    assert [(one.name, one.x, one.diverges_at) for one in found] == [
+        ("norm of the gradients of optimizer 1", (0, 1), 1),
+        ("norm of the gradients of optimizer 0", (0, 1, 2), None),
+        ("loss of optimizer 0, mean over the ranks", (0, 1, 2), None),
+        ("loss of optimizer 1, mean over the ranks", (0, 1), None),
+    ]
+
+
+# Shown numbers
+
+
+def shows(*values: str, text: str = "auc = #", steps: Sequence[int] = (1, 2, 3)) -> Run:
+    return Run(shown=[(step, text, (value,)) for step, value in zip(steps, values, strict=False)])
+
+
+def test_a_number_shown_after_evaluations_comes_first_if_it_alone_differs() -> None:
+    wrong, right = shows("0.400", "0.250", "0.300"), shows("0.400", "0.500", "0.600")
+    found = drawn(wrong, Run(), right)
+    assert [*found] == ["printed: auc", GRADIENTS, MEAN_LOSS]
+    assert found["printed: auc"] == ParityCurve(
+        "printed: auc", "optimizer step", (1, 2, 3), (0.4, 0.25, 0.3), (0.4, 0.5, 0.6), 2, SHOW
+    )
+
+
+def test_the_last_digit_of_a_shown_number_is_no_divergence() -> None:
+    assert drawn(shows("0.40", "0.50"), Run(), shows("0.41", "0.50"))["printed: auc"].diverges_at is None
+
+
+def test_what_is_shown_once_or_in_a_pass_or_counts_epochs_or_is_the_ranks_own_is_not_drawn() -> None:
+    assert len(drawn(shows("0.4"), Run(), shows("0.4"))) == 2
+    assert len(drawn(shows("0", "1", "2"), Run(), shows("0", "1", "2"))) == 2
+    assert len(drawn(shows("0.4", "0.5"), shows("0.6", "0.7"), shows("0.5", "0.6"))) == 2
+    passing = replace(shows("0.4", "0.5"), during=True)
+    assert len(drawn(passing, Run(), passing)) == 2
+    assert len(drawn(shows("10", "14", "19"), Run(), shows("10", "14", "19"))) == 3
+
+
+def test_a_count_that_differs_is_drawn() -> None:
+    found = drawn(shows("64", "128"), Run(), shows("128", "256"))
+    assert found["printed: auc"].diverges_at == 1
+
+
+def test_several_after_one_step_are_in_their_order() -> None:
+    one = shows("0.4", "0.6", "0.5", steps=(3, 3, 3))
+    curve = drawn(one, Run(), one)["printed: auc"]
+    assert (curve.x_label, curve.x, curve.ranks) == ("time shown", (1, 2, 3), (0.4, 0.6, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[#] top1: #", "top1"),
+        ("done\n  #/# {'f1': #}", "f1"),
+        ("#", "number 1"),
+        (
+            "the mean of a long list of words that say what it is (#)",
+            "f a long list of words that say what it is"[-40:],
+        ),
+    ],
+)
+def test_names_are_the_words_before_a_number(text: str, name: str) -> None:
+    fixed = ("7",) * (text.count("#") - 1)
+    run = Run(shown=[(step, text, (*fixed, value)) for step, value in ((1, "0.5"), (2, "0.7"))])
+    assert f"printed: {name}" in drawn(run, Run(), run)
+
+
+def test_other_samples_leave_only_the_steps_before() -> None:
+    of_ranks, of_single = started(0, 2, shows("0.4", "0.5")), started(0, 1, shows("0.4", "0.6"))
+    other = [*of_single.entries[:2], ParityStep(0, 2, STEP, (1.0,), (1.0,), (), (), (), samples=(0.5, 9.0))]
+    of_single = WatchedRank(of_single.started, [*other, *of_single.entries[3:]], [])
+    found = curves(Comparison([of_ranks, started(1, 2, Run())], of_single))
+    assert [(one.name, one.x) for one in found] == [(GRADIENTS, (0, 1)), (MEAN_LOSS, (0, 1))]
+
+
+# Limits
+
+
+def test_at_most_six_and_those_that_differ_before_the_others() -> None:
+    texts = [f"metric {letter} #" for letter in "abcdefgh"]
+    run = Run(shown=[(step, text, (f"0.{step}",)) for step in (1, 2) for text in texts])
+    wrong = Run(shown=[(step, text, ("0.9" if text == texts[-1] else f"0.{step}",)) for step, text, _ in run.shown])
+    found = [*drawn(wrong, Run(), run)]
+    assert len(found) == MOST_CURVES and found[:2] == ["printed: metric h", GRADIENTS]
+
+
+@pytest.mark.parametrize("at", [None, 0, 1, 777, 1998, 1999])
+def test_long_runs_are_thinned_and_keep_the_ends_and_the_divergence(at: int | None) -> None:
+    norms = [1.0 + step / 100 for step in range(2000)]
+    wrong = [norm if at is None or step < at else 2 * norm for step, norm in enumerate(norms)]
+    losses = (0.5,) * 2000
+    one = Run(norms=wrong, losses=losses)
+    curve = drawn(one, one, Run(norms=norms, losses=losses))[GRADIENTS]
+    assert MOST_POINTS - 1 <= len(curve.x) <= MOST_POINTS
+    assert (curve.x[0], curve.x[-1]) == (0, 1999) and curve.diverges_at == at
+    assert at is None or at in curve.x
+    gaps = {after - before for before, after in zip(curve.x, curve.x[1:], strict=False)}
+    assert max(gaps) <= 11
+    assert [curve.ranks[n] for n in (0, -1)] == [wrong[0], wrong[-1]]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2 * LARGEST_VALUE])
+def test_what_is_not_finite_is_none_and_comes_through_json(value: float) -> None:
+    wrong = Run(norms=(3.0, math.inf if math.isnan(value) else abs(value), 1.0), losses=(9.0, value, 3.0))
+    found = drawn(wrong, wrong, Run(losses=(9.0, 6.0, value)))
+    gradients, loss = found[GRADIENTS], found[MEAN_LOSS]
+    assert gradients.diverges_at == 1 and gradients.ranks == (3.0, None, 1.0)
+    assert (loss.ranks, loss.single, loss.diverges_at) == ((9.0, None, 3.0), (9.0, 6.0, None), 1)
+    report = Report("fit.py", curves=tuple(found.values()))
+    assert Report.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["curves"][0]["ranks"][1] is None
+
+
+def test_numbers_that_both_runs_lack_are_no_divergence_of_the_loss() -> None:
+    both = (0.9, math.nan, 0.3)
+    wrong = Run(norms=(3.0, 2.0, 9.0), losses=both)
+    found = drawn(wrong, wrong, Run(losses=both))
+    assert found[GRADIENTS].diverges_at == 2
+    assert found[MEAN_LOSS].ranks == (0.9, None, 0.3) and found[MEAN_LOSS].diverges_at is None
+
+
+@pytest.mark.parametrize(("ranks", "words"), [((1.0,), "value at each place"), ((1.0, math.inf), "not finite")])
+def test_a_curve_that_cannot_be_drawn_is_refused(ranks: tuple[float, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParityCurve("loss", "optimizer step", (0, 1), ranks, (1.0, 1.0))
+
+
+def test_a_report_has_the_curves_of_the_run_in_a_single_process() -> None:
+    ranks, single = [started(0, 2, Run()), started(1, 2, Run())], started(0, 1, Run())
+    report = report_on_script("fit.py", Ending(), ranks, singles=[SingleRun([single])])
+    assert [one.name for one in report.curves] == [GRADIENTS, MEAN_LOSS]
+    assert report_on_script("fit.py", Ending(), ranks).curves == ()
+    assert report_on_script("fit.py", Ending(), ranks, singles=[SingleRun(why_not="it hung")]).curves == ()

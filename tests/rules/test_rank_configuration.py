@@ -1,0 +1,184 @@
+"""DDP221, 223, 503 and 516 from what ranks say in words, and what the ranks say, each with a clean twin."""
+
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.gradients import Difference, ShardAnalysis
+from ddpcheck.findings.evidence.modules import WrapperFacts
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
+from ddpcheck.rules.replicas.descriptions import judge_program_data
+from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts
+from ddpcheck.trace.replicas import judge_options
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+def only(findings: list[Finding]) -> Finding:
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def test_options_that_differ() -> None:
+    assert judge_options("DDP221", [{"static_graph": "False"}] * 2, "The wrapper") == []
+    finding = only(judge_options("DDP221", [{"static_graph": "False"}, {"static_graph": "True"}], "The wrapper"))
+    assert (finding.subjects, finding.ranks, finding.severity) == (("static_graph",), (1,), Severity.ERROR)
+    missing = only(judge_options("DDP223", [{"lr": "0.1"}, {}], "The optimizer"))
+    assert "(not set)" in missing.evidence[0]
+
+
+def test_a_bucket_size_that_differs_is_only_a_warning_and_not_beside_another_option() -> None:
+    sizes = [{"bucket_cap_mb": "1"}, {"bucket_cap_mb": "2"}]
+    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.WARNING
+    sizes[1]["static_graph"] = "True"
+    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("fixed", ["find_unused_parameters", "bucket_cap_mb_list"])
+def test_a_bucket_size_that_differs_is_an_error_where_buckets_are_not_told_to_all(fixed: str) -> None:
+    sizes = [{"bucket_cap_mb": "1", fixed: "True"}, {"bucket_cap_mb": "2", fixed: "True"}]
+    assert only(judge_options("DDP221", sizes, "The wrapper")).severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("name", ["gradient_as_bucket_view", "batched_grad_copy"])
+def test_how_a_rank_stores_its_gradients_is_only_a_warning(name: str) -> None:
+    finding = only(judge_options("DDP221", [{name: "False"}, {name: "True"}], "The wrapper"))
+    assert finding.severity is Severity.WARNING
+
+
+def test_another_optimizer_is_told_once_and_not_by_each_of_its_options() -> None:
+    options = [{"class": "SGD", "group 0 lr": "0.1"}, {"class": "AdamW", "group 0 lr": "0.1", "group 0 eps": "1e-8"}]
+    assert only(judge_options("DDP223", options, "The optimizer")).subjects == ("class",)
+
+
+def test_a_group_with_other_parameters_names_those_that_not_all_ranks_have_in_it() -> None:
+    options = [
+        {"group 0 parameters": "a, b, c", "group 0 order": "a, b, c"},
+        {"group 0 parameters": "a, c, d", "group 0 order": "c, d, a"},
+    ]
+    finding = only(judge_options("DDP223", options, "The optimizer"))
+    assert (finding.subjects, finding.severity) == (("group 0 parameters",), Severity.ERROR)
+    assert finding.evidence == ("group 0 parameters: rank 0: b; rank 1: d",)
+
+
+def test_a_group_in_another_order_is_a_warning_that_says_where_they_part() -> None:
+    options = [{"group 0 order": "a, b, c"}, {"group 0 order": "a, c, b"}]
+    finding = only(judge_options("DDP223", options, "The optimizer"))
+    assert finding.severity is Severity.WARNING
+    assert finding.evidence == ("group 0 order: rank 0: number 1 is b; rank 1: number 1 is c",)
+
+
+def derived(*data: dict[str, str], changed: frozenset[str] = frozenset()) -> list[Finding]:
+    known = JudgeContext(Names(), WrapperFacts(), 2, program_data=data, changed_data=changed)
+    wrong, analysis = (Difference("a", 0.5, 1e-6),), ShardAnalysis()
+    return judge_program_data(SingleProcessFacts(wrong, (1,), 1e-6, analysis, known, ("a: relative error 0.5",)))
+
+
+def test_a_value_that_the_steps_change_is_state_and_told_before_data() -> None:
+    held = ({"t": "0.5", "labels": "{'a': 0}"}, {"t": "1.0", "labels": "{'a': 1}"})
+    finding = only(derived(*held, changed=frozenset({"t"})))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP216", ("t",), Severity.ERROR)
+    assert "t changes in the steps" in finding.message and finding.evidence[0] == "t: rank 0: 0.5; rank 1: 1.0"
+    assert only(derived(*held[:1] * 2, *held[1:])).code == "DDP516"
+
+
+def test_a_label_map_that_differs_is_named_with_what_each_rank_holds() -> None:
+    finding = only(derived({"labels": "{'a': 0}", "size": "3"}, {"labels": "{'a': 1}", "size": "3"}))
+    assert (finding.code, finding.subjects, finding.ranks, finding.steps) == ("DDP516", ("labels",), (1,), (1,))
+    assert finding.evidence[0] == "labels: rank 0: {'a': 0}; rank 1: {'a': 1}"
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [{"size": "3"}, {"size": "3"}],
+        [{"rank": "0"}, {"rank": "1"}],
+        [{"log": "'rank0.log'"}, {"log": "'rank1.log'"}],
+        [{"only_here": "3"}, {}],
+        [],
+    ],
+    ids=["equal", "the rank", "a name with the rank", "on one rank only", "nothing known"],
+)
+def test_what_does_not_differ_or_only_names_the_rank_is_no_finding(held: list[dict[str, str]]) -> None:
+    assert derived(*held) == []
+
+
+def test_a_number_that_is_not_the_rank_is_told_although_one_rank_holds_its_own() -> None:
+    assert only(derived({"mean": "0"}, {"mean": "7"})).subjects == ("mean",)
+
+
+def test_of_a_long_value_only_what_is_around_the_difference_is_shown() -> None:
+    words = [f"'word{number}'" for number in range(500)]
+    other = [*words[:250], "'changed'", *words[251:]]
+    finding = only(derived({"vocabulary": ", ".join(words)}, {"vocabulary": ", ".join(other)}))
+    assert "word250" in finding.evidence[0] and "'changed'" in finding.evidence[0]
+    assert len(finding.evidence[0]) < 400
+
+
+def test_changes_after_wrapping_are_one_finding_that_names_what_became_of_which() -> None:
+    assert judge_changes([{}, {}]) == []
+    changed = only(judge_changes([{"a": "added"}, {"a": "added", "b": "frozen"}]))
+    assert (changed.code, changed.subjects, changed.ranks) == ("DDP503", ("a", "b"), ())
+    assert changed.message.startswith("a was added and b was frozen after wrapping")
+    assert only(judge_changes([{}, {"b": "frozen"}])).ranks == (1,)
+
+
+# --- What a rank says ----------------------------------------------------------------------------------------------
+
+
+def options(*args: Any, **kwargs: Any) -> dict[str, str]:
+    from ddpcheck.gather.ddp.ddp_wrapper import constructor_options
+
+    return constructor_options(nn.parallel.DistributedDataParallel.__init__, None, *args, **kwargs)
+
+
+def test_the_arguments_of_the_constructor_are_told_by_name_and_defaults_are_what_they_stand_for() -> None:
+    module = nn.Linear(2, 2)
+    assert options(module) == options(module, broadcast_buffers=True, bucket_cap_mb=25, device_ids=[3])
+    assert options(module)["find_unused_parameters"] == "False"
+    told = options(module, static_graph=True, delay_all_reduce_named_params=[("bias", module.bias)])
+    assert (told["static_graph"], told["delay_all_reduce_named_params"]) == ("True", "['bias']")
+    assert options(module, param_to_hook_all_reduce=module.weight)["param_to_hook_all_reduce"] == "'weight'"
+    assert options(module, no_such_option=1) == {}
+
+
+def test_the_variables_of_a_function_are_its_closure_globals_defaults_and_attributes() -> None:
+    from ddpcheck.gather.state.reachable import function_variables
+
+    labels = {"a": 0}
+
+    def loss(weight: float = 0.5) -> object:
+        return (lambda: nn), labels, weight
+
+    loss.calls = 3  # type: ignore[attr-defined]
+    found = {variable.name: (variable.kind, variable.value) for variable in function_variables(loss)}
+    assert found == {
+        "labels": ("closure variable", labels),
+        "nn": ("global variable", nn),
+        "weight": ("default argument", 0.5),
+        "loss.calls": ("attribute", 3),
+    }
+
+
+def test_sets_are_spelled_alike_whatever_their_order_and_dicts_are_not() -> None:
+    from ddpcheck.gather.phases.program_data import _spelled
+
+    one, other = [str(i) for i in range(50)], [str(i) for i in reversed(range(50))]
+    assert _spelled("x", set(one), 0) == _spelled("x", set(other), 0)
+    assert _spelled("x", dict.fromkeys(one, 1), 0) != _spelled("x", dict.fromkeys(other, 1), 0)
+    assert _spelled("x", [object()], 0) == {} and _spelled("x", True, 0) == {} and _spelled("x", nn.ReLU(), 0) == {}
+    assert _spelled("x", [1, ("a", {2.5})], 0) == {"x": "[1, ('a', {2.5})]"}
+
+
+def test_attributes_of_a_helper_are_found_by_their_own_names() -> None:
+    from ddpcheck.gather.phases.program_data import _spelled
+
+    class Vocabulary:
+        def __init__(self) -> None:
+            self.words = ["a", "b"]
+
+    assert _spelled("vocabulary", Vocabulary(), 0) == {"vocabulary.words": "['a', 'b']"}

@@ -1,0 +1,67 @@
+"""Schedules of many ranks: which do not pair up, which wait in a circle, and how a report stays short."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpcheck.findings.evidence.endings import ScheduledCall
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.rules.collectives.first_divergence import judge_schedules
+
+
+def call(*members: int, waits: bool = True, payload: str = "float32 of shape (1,)") -> ScheduledCall:
+    group = "world" if len(members) > 2 else f"ranks {members}"
+    line = f"train.py:{10 + members[-1]}"
+    return ScheduledCall(Call("all_reduce", group, members, payload, location=line), waits=waits)
+
+
+def only_one(findings):
+    (finding,) = findings
+    return finding
+
+
+def judged(*ranks: list[ScheduledCall]):
+    return judge_schedules({str(rank): calls for rank, calls in enumerate(ranks)}, [str(n) for n in range(len(ranks))])
+
+
+def test_groups_that_two_ranks_come_to_in_another_order_are_a_circle() -> None:
+    finding = only_one(judged([call(0, 1), call(0, 2)], [call(1, 2), call(0, 1)], [call(0, 2), call(1, 2)]))
+    assert (finding.code, finding.ranks) == ("DDP403", (0, 1, 2))
+    assert finding.message == (
+        "Ranks wait for each other in different process groups: rank 0 in all_reduce(float32 of shape (1,)) at "
+        "train.py:11 of ranks 0 and 1 for rank 1, rank 1 in all_reduce(float32 of shape (1,)) at train.py:12 of ranks "
+        "1 and 2 for rank 2 and rank 2 in all_reduce(float32 of shape (1,)) at train.py:12 of ranks 0 and 2 for rank 0."
+    )
+
+
+def test_a_rank_behind_a_circle_is_no_part_of_it() -> None:
+    ab, bc, all_of_them = call(0, 1), call(1, 2), call(0, 1, 2, 3)
+    finding = only_one(judged([ab, all_of_them], [bc, ab, all_of_them], [all_of_them, bc], [all_of_them]))
+    assert finding.ranks == (0, 1, 2)
+    assert any(line.startswith("ranks 2 and 3 wait in") for line in finding.evidence)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_returns_at_once_is_waited_in_by_nobody(waits: bool) -> None:
+    one, other = call(0, 1, waits=waits), call(0, 1, 2, waits=waits)
+    assert bool(judged([one, other], [other, one], [other])) == waits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ranks_that_come_to_all_groups_in_one_order_never_wait_in_a_circle(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 7))
+    pairs = st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True).map(sorted)
+    order = [call(*pair) for pair in data.draw(st.lists(pairs, max_size=12))]
+    assert judged(*([one for one in order if rank in one.call.members] for rank in range(size))) == []
+
+
+def test_of_16384_ranks_with_three_lists_a_report_has_three_lines() -> None:
+    ranks = tuple(range(16384))
+    shapes = {name: f"float32 of shape ({name},)" for name in "123"}
+    schedules = {name: [call(*ranks), call(*ranks, payload=shape)] for name, shape in shapes.items()}
+    of_ranks = ["1" if rank % 8 else "2" if rank else "3" for rank in ranks]
+    finding = only_one(judge_schedules(schedules, of_ranks))
+    assert len(finding.evidence) == 3 and max(map(len, finding.evidence)) < 250
+    assert "rank 0, collective number 1: all_reduce(float32 of shape (3,))" in finding.evidence[0]
+    assert judge_schedules(schedules, ["1"] * len(ranks)) == []

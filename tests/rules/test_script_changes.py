@@ -1,0 +1,273 @@
+"""The line that has changed a wrapped module, in findings that notice the change later."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import ModuleChanged, ScheduleState
+from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.rules.causes import find_causes
+from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
+from ddpcheck.rules.optimizers.options import judge_optimizer_options
+from ddpcheck.rules.replicas.changes import judge_replaced, locate_change
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
+from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
+from ddpcheck.trace.replicas import MODE
+
+WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
+LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)
+RESET = ModuleChanged(0, "values", "apply", ("head.weight",), RESETS)
+WRITES = Location("model.py", 20)
+WRITTEN = ModuleChanged(0, "buffer", "", ("head.weight",), WRITES)
+HOOKS = Location("train.py", 7)
+HOOKED = ModuleChanged(0, "hook", "register_comm_hook", ("body.weight",), HOOKS)
+THAWED = ModuleChanged(0, "requires_grad", "requires_grad_", ("head.weight",), THAWS)
+
+
+def finding(code: str, subject: str = "head.weight") -> Finding:
+    return replace(make_finding(code, (subject,), "changed"), location=Location("model.py", 3))
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "where", "ranks"),
+    [
+        ("DDP515", [[LOADED], []], LOADS, (0,)),
+        ("DDP515", [[], [RESET, LOADED]], LOADS, (1,)),
+        ("DDP515", [[LOADED], [LOADED]], LOADS, ()),
+        ("DDP515", [[LOADED, RESET], [LOADED]], RESETS, (0,)),  # what all ranks load is no reason to differ
+        ("DDP515", [[], []], WRAPS, ()),  # it comes after this line
+        ("DDP515", [[replace(LOADED, forwards=3)], []], WRAPS, ()),
+        ("DDP515", [[replace(LOADED, names=("body.weight",))], []], WRAPS, ()),
+        ("DDP306", [[replace(LOADED, forwards=3)], []], LOADS, (0,)),
+        ("DDP306", [[replace(LOADED, forwards=3)]] * 2, Location("model.py", 3), ()),
+        ("DDP503", [[LOADED, THAWED], [THAWED]], THAWS, ()),
+        ("DDP503", [[LOADED], [LOADED]], LOADS, ()),  # with assign=True
+        ("DDP503", [[replace(THAWED, names=())], []], THAWS, ()),
+        ("DDP503", [[ModuleChanged(0, "parameters", "head", (), RESETS)], []], RESETS, ()),
+        ("DDP503", [[ModuleChanged(0, "parameters", "body", ("body.bias",), RESETS)], []], Location("model.py", 3), ()),
+        ("DDP301", [[LOADED], []], Location("model.py", 3), ()),
+        *((code, [[LOADED, HOOKED]] * 2, HOOKS, ()) for code in ("DDP301", "DDP302", "DDP303")),
+        ("DDP306", [[HOOKED]] * 2, Location("model.py", 3), ()),
+        ("DDP214", [[WRITTEN], []], WRITES, (0,)),
+        ("DDP214", [[WRITTEN], [WRITTEN]], WRITES, ()),
+        ("DDP215", [[WRITTEN], []], WRITES, ()),  # the broadcast changes those of the others
+        ("DDP214", [[replace(WRITTEN, location=None)], [LOADED]], Location("model.py", 3), (0,)),
+        ("DDP214", [[replace(WRITTEN, names=("body.mean",))], []], Location("model.py", 3), ()),
+    ],
+)
+def test_the_line_of_a_change(
+    code: str, changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
+) -> None:
+    found = locate_change(finding(code), changes, WRAPS)
+    assert (found.location, found.ranks) == (where, ranks)
+
+
+def test_parameters_that_are_written_at_several_lines() -> None:
+    def written(name: str, line: int) -> ModuleChanged:
+        return ModuleChanged(0, "written", "copy_", (name,), Location("train.py", line), forwards=1)
+
+    apart = replace(finding("DDP306"), subjects=("body.weight", "head.weight"))
+    both = [[written("body.weight", 8), written("head.weight", 9)]] * 2
+    found = locate_change(apart, both, WRAPS)
+    assert found.location == Location("train.py", 8) and "others are written at train.py:9" in found.evidence
+    assert locate_change(apart, [one[:1] for one in both], WRAPS) == apart  # what parts the other is not known
+
+
+@pytest.mark.parametrize("code", ["DDP208", "DDP515"])
+def test_what_ranks_train_apart_differs_for_that_reason(code: str) -> None:
+    apart = finding("DDP501", "forward")
+    causes = find_causes([finding(code), apart])
+    assert [one.code for one in causes.findings] == ["DDP501"] and causes.told_by == 2 * causes.findings
+
+
+SCHEDULE = ScheduleState(WRAPS, 48, LOADS, turns=24, ends=(24, 24))
+ENDLESS = replace(SCHEDULE, ends=(48, 48), by_world=True, numbers=(0.05, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "found"),
+    [
+        (SCHEDULE, True),
+        (replace(SCHEDULE, ends=(48, 24)), True),  # a cosine that goes up again
+        (replace(SCHEDULE, ends=(48, 48)), False),  # as long as the steps of all ranks
+        (replace(SCHEDULE, ends=(8, 1)), False),  # a warm-up
+        (replace(SCHEDULE, turns=48), False),  # after each of two backward passes
+        (replace(SCHEDULE, steps=24), False),
+        (replace(SCHEDULE, steps=6, turns=3, ends=(3, 3)), True),  # of epochs
+        (ENDLESS, True),
+        (replace(ENDLESS, by_world=False), False),
+        (replace(ENDLESS, numbers=(0.05, 48.0)), False),
+        (replace(ENDLESS, numbers=(0.05, 2.0)), False),
+    ],
+)
+def test_a_schedule_that_steps_once_for_each_rank(schedule: ScheduleState, found: bool) -> None:
+    findings = judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 2, 2)
+    assert [(one.code, one.location) for one in findings] == ([("DDP507", LOADS)] if found else [])
+    assert not judge_schedule([OptimizerEnd(0, 24, 24, schedule=schedule)] * 3, 3)
+
+
+def test_the_line_of_a_learning_rate_that_only_one_rank_lowers() -> None:
+    apart = [
+        OptimizerStep(0, 3, {"group 0 lr": rate}, THAWS, rate=WRAPS, schedule=ScheduleState(WRAPS, steps, LOADS))
+        for rate, steps in (("0.1", 0), ("0.05", 1))
+    ]
+    alike = [replace(one, count=0, options={"group 0 lr": "0.1"}) for one in apart]
+    (finding,) = judge_optimizer_options([alike, apart])
+    assert (finding.code, finding.location) == ("DDP507", LOADS)
+    own = [replace(one, schedule=ScheduleState(WRAPS, 3, LOADS)) for one in apart]  # of another length on each rank
+    (finding,) = judge_optimizer_options([alike, own])
+    assert (finding.code, finding.location) == ("DDP507", WRAPS)
+
+
+WRITTEN = ModuleChanged(0, "written", "mul_", ("head.weight", "head.bias"), THAWS, forwards=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "ranks"),
+    [
+        ([[WRITTEN], []], THAWS, (0,)),
+        ([[WRITTEN, replace(LOADED, forwards=3)], []], LOADS, (0,)),  # which writes each of them
+        ([[WRITTEN, replace(WRITTEN, location=RESETS)], [WRITTEN]], RESETS, (0,)),
+        ([[WRITTEN], [WRITTEN]], THAWS, ()),  # by values of each rank's own
+        ([[replace(WRITTEN, names=("head.bias",))]] * 2, Location("model.py", 3), ()),
+        ([[WRITTEN, replace(WRITTEN, location=RESETS)]] * 2, Location("model.py", 3), ()),  # which of them?
+        ([[replace(WRITTEN, forwards=0)], []], Location("model.py", 3), ()),
+    ],
+)
+def test_the_line_at_which_parameters_are_written(
+    changes: list[list[ModuleChanged]], where: Location, ranks: tuple[int, ...]
+) -> None:
+    found = locate_change(finding("DDP306"), changes, WRAPS)
+    assert (found.location, found.ranks) == (where, ranks)
+
+
+def test_the_writes_of_wrapped_parameters_are_followed() -> None:
+    before = dict(vars(nn.Parameter))
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    found: list[ModuleChanged] = []
+    written: list[bool] = []
+    watch: Any = SimpleNamespace(
+        number=0,
+        module_parameters=layer.named_parameters,
+        forwards=1,
+        step=1,
+        parameters_written=lambda: written.append(True),
+    )
+    try:
+        run: Any = Recording(found.append)
+        run.watches = [watch]
+        recorder = WriteRecorder(run)
+        recorder.wrapped(watch)
+        copy.deepcopy(layer)
+        other.weight.data.copy_(layer.weight.data)
+        other.weight.data.zero_()
+        recorder.step(begins=True)
+        layer.weight.data.zero_()
+        recorder.step(begins=False)
+        recorder.write()
+        assert not found
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.mul_(0.5)
+            layer.weight[0] = 1.0
+            layer.bias += 1.0
+        layer.weight.data.clamp_(-1.0, 1.0)
+        layer.bias.data = torch.zeros(2)
+        nn.init.ones_(layer.weight)
+        recorder.write()
+    finally:
+        for name in set(vars(nn.Parameter)) - set(before):
+            delattr(nn.Parameter, name)
+    assert [one.how for one in found] == ["mul_", "__setitem__", "__iadd__", "clamp_", ".data", "fill_"]
+    assert found[0].names == ("weight", "bias")
+    assert len({one.location for one in found}) == len(found)
+    assert written
+
+
+EVALUATES = ModuleChanged(0, "mode", "eval", ("",), RESETS, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ([[EVALUATES], []], RESETS),
+        ([[EVALUATES, replace(EVALUATES, location=LOADS)], [replace(EVALUATES, location=LOADS)]], RESETS),
+        ([[replace(EVALUATES, location=LOADS, step=4), EVALUATES], []], RESETS),  # the last one
+        ([[EVALUATES], [EVALUATES]], RESETS),  # after which another rank alone has come to train()
+        ([[EVALUATES, replace(EVALUATES, location=LOADS)]] * 2, WRAPS),  # who knows which
+        ([[replace(EVALUATES, step=20)], []], WRAPS),  # later
+        ([[replace(EVALUATES, names=("head",))], []], WRAPS),  # of a part of it
+        ([[], [EVALUATES]], WRAPS),  # by a rank that trains
+        ([[], []], WRAPS),
+    ],
+)
+def test_the_line_since_which_a_rank_evaluates(changes: list[list[ModuleChanged]], where: Location) -> None:
+    mode = make_finding("DDP222", ("(the model)",), f"the model does not have the same {MODE} on every rank.")
+    apart = replace(mode, location=WRAPS, ranks=(0,), steps=(10,))
+    assert locate_change(apart, changes, WRAPS).location == where
+    other = replace(apart, message="the model does not have the same class or options on every rank.")
+    assert locate_change(other, changes, WRAPS).location == WRAPS
+
+
+def test_the_calls_of_eval_that_are_written_down() -> None:
+    made: list[ModuleChanged] = []
+    module = nn.Sequential(nn.Linear(2, 1))
+    paths = {id(part): path for path, part in module.named_modules()}
+    watch: Any = SimpleNamespace(number=0, module=module, forwards=3, step=2, path_of=lambda part: paths.get(id(part)))
+    run: Any = Recording(made.append)
+    run.watches = [watch]
+    recorder = LineRecorder.__new__(LineRecorder)
+    vars(recorder).update(_run=run, _seen=set(), _evaluated={})
+    for part in (nn.ModuleList([module]), module[0], nn.Linear(2, 1)):
+        for _ in range(2):
+            recorder._evaluates(part)
+        made.append(EVALUATES)
+        recorder._seen.clear()
+    assert [one.names for one in made if one is not EVALUATES] == [("",), ("0",)]
+
+
+def test_an_assignment_to_data_of_a_shard_is_told_and_other_changes_are_not() -> None:
+    ignored = replace(LOADED, what="ignored", how=".data")
+    (found,) = judge_ignored([[ignored], [ignored]])
+    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert judge_ignored([[LOADED, THAWED], [RESET]]) == []
+
+
+@pytest.mark.parametrize(("forwards", "words"), [(0, "the first forward pass fails"), (3, "puts it back")])
+def test_a_parameter_that_takes_the_place_of_a_shard(forwards: int, words: str) -> None:
+    replaced = ModuleChanged(0, "replaced", "head.weight", ("head.weight",), LOADS, forwards)
+    (found,) = judge_replaced([[replaced], [replaced]])
+    assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), LOADS)
+    assert words in found.message
+    assert judge_replaced([[LOADED, THAWED], [RESET]]) == []
+
+
+def test_gradients_that_are_scaled_are_told_where_the_divisor_was_set() -> None:
+    set_there = ModuleChanged(0, "scale", "set_gradient_divide_factor", ("head.weight",), LOADS)
+    assert locate_change(finding("DDP303"), [[set_there], [set_there]], None).location == LOADS
+    others = replace(set_there, names=("body.weight",))
+    assert locate_change(finding("DDP303"), [[others], [others]], None) == finding("DDP303")
+
+
+def test_shards_that_one_rank_alone_writes_before_the_first_forward_pass() -> None:
+    written = ModuleChanged(0, "written", "uniform_", ("head.weight", "head.bias"), LOADS)
+    kept = {"head.weight": 1, "head.bias": 2, "body.weight": 3}
+    (found,) = judge_local_writes([[], [written]], [kept, {"body.weight": 3}])
+    assert (found.code, found.subjects, found.ranks, found.location) == ("DDP515", written.names, (1,), LOADS)
+    assert judge_local_writes([[written], [written]], [{}, {}]) == []
+    assert judge_local_writes([[written], []], [{}, {}]) == []  # which was on meta, and gets other parameters
+    assert judge_local_writes([[], [replace(written, forwards=1)]], [kept, kept]) == []
+    others = replace(written, names=("body.weight",))
+    assert judge_local_writes([[others], [written]], [kept, kept]) == []  # each rank writes what it holds

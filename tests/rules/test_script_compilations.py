@@ -1,0 +1,82 @@
+"""Functions that ranks compile, judged on evidence made by hand: a fault and its healthy twin each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.evidence.loop import FunctionCompiled
+from ddpcheck.findings.report import Location
+from ddpcheck.rules.compilation.compilations import judge_compilations, judge_recompilations, trained_functions
+
+DEFINED = Location("train.py", 12)
+SIZE = "tensor 'x' size mismatch at index 1. expected"
+TAG = "self.tag =="
+
+
+def compiled(guard: str = "", **more: Any) -> FunctionCompiled:
+    return FunctionCompiled("Net.forward", DEFINED, Location("train.py", 40), guard=guard, reason=guard, **more)
+
+
+def first(**more: Any) -> FunctionCompiled:
+    return compiled(operations={"linear": 2, "relu": 1}, **more)
+
+
+ONCE = [first()]
+AGAIN = [first(), *(compiled(SIZE, step=step) for step in (1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([ONCE, AGAIN], (1,)),
+        ([AGAIN, ONCE, AGAIN], (0, 2)),
+        ([ONCE, [first(), compiled(TAG), compiled(TAG)]], (1,)),
+        ([ONCE, AGAIN[:2]], None),  # torch has learned that a size changes
+        ([ONCE, [first(), compiled(SIZE), compiled("2 <= x.size()[0]"), compiled("self.training")]], None),
+        ([AGAIN, AGAIN[:2]], None),  # which meets its shapes later
+        ([AGAIN, AGAIN], None),
+        ([ONCE, [first(), *(compiled(SIZE, trains=False) for _ in range(4))]], None),  # evaluates by itself
+        ([ONCE, [first(), compiled(), compiled()]], None),  # of a torch that does not say why
+        ([[], AGAIN], None),  # trains nothing with it
+    ],
+)
+def test_a_guard_that_fails_again_and_again_on_some_ranks_only(
+    ranks: list[list[FunctionCompiled]], told: tuple[int, ...] | None
+) -> None:
+    found = judge_recompilations(trained_functions(ranks))
+    assert [one.ranks for one in found] == ([] if told is None else [told])
+
+
+def test_ranks_that_reach_the_limit_of_recompilations_alone() -> None:
+    limit = [*AGAIN, compiled(SIZE, step=4, given_up=True)]
+    (finding,) = judge_recompilations(trained_functions([AGAIN, limit]))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP522", (1,), Location("train.py", 40))
+    assert "compiled 4 times on rank 1, and 4 times on rank 0. Torch then stops compiling it" in finding.message
+    assert f"in step 1: {SIZE}" in finding.evidence and "mark_dynamic" in finding.fix
+    assert judge_recompilations(trained_functions([limit, limit])) == []
+
+
+OTHER = compiled(operations={"linear": 2, "sigmoid": 1})
+OF_A_BREAK = FunctionCompiled("Net.torch_dynamo_resume_in_forward_at_14", Location("train.py", 14))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([ONCE, ONCE, [OTHER]], (2,)),
+        ([ONCE, ONCE], None),
+        ([ONCE, [compiled(operations={"linear": 1}, inputs=7)]], None),  # for inputs of other shapes
+        ([[first(), OTHER], [OTHER, first()]], None),  # a branch that each rank takes now and then
+        ([ONCE, [OTHER, OF_A_BREAK]], None),  # rank 1 prints, say
+        ([ONCE, [compiled(operations={"relu": 1}, trains=False)]], None),
+        ([[compiled()], [compiled()]], None),  # nothing with gradients
+    ],
+)
+def test_other_operations_for_the_same_inputs(
+    ranks: list[list[FunctionCompiled]], told: tuple[int, ...] | None
+) -> None:
+    found = judge_compilations(ranks)
+    assert [one.ranks for one in found] == ([] if told is None else [told])
+    assert all("a different number of relu and sigmoid" in one.message for one in found)

@@ -1,0 +1,246 @@
+"""DDP510 in the training step, judged on evidence: what ranks draw alike, and may or may not draw alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcheck.findings.evidence.loop import StepDraw
+from ddpcheck.findings.evidence.script import Evaluated, Inputs, LossDifferentiated, LossTarget
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.record.data.added_noise import added_to, kept_samples
+from ddpcheck.rules.data.ddp505_duplicate_data import judge_behind, judge_same_targets, judge_streams
+from ddpcheck.rules.data.ddp510_shared_augmentation_seed import _cosine, judge_added_noise, judge_step_draws
+from ddpcheck.trace.data import line_of_selection
+
+FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
+Given = list[list[Inputs]]
+
+
+def given(*, level: bool = False, alike: bool = False) -> Given:
+    """What two ranks gave a wrapper in three steps: 4 samples of 8 numbers each, and perhaps a number for each."""
+
+    def of_rank(rank: int) -> list[Inputs]:
+        own = 0 if alike else 100 * rank
+        return [
+            Inputs(
+                0,
+                s,
+                tuple(range(own + 10 * s, own + 10 * s + 4)),
+                FORWARD,
+                ((own + s, 32), *([(s, 4)] if level else [])),
+            )
+            for s in range(3)
+        ]
+
+    return [of_rank(0), of_rank(1)]
+
+
+def drawn(count: int, kind: str = "noise", *, own: bool = False, **more: Any) -> list[list[StepDraw]]:
+    """Two ranks that draw in three steps: from the same state, or each from a state of its `own`."""
+    plain = [StepDraw(s, "torch", kind, count, s, s + 1, location=DRAW, seeded=SEED) for s in range(1, 4)]
+    of_rank = [replace(one, **more) for one in plain]
+    return [of_rank, [replace(one, before=one.before + 50 * own) for one in of_rank]]
+
+
+@pytest.mark.parametrize(
+    ("draws", "inputs", "found"),
+    [
+        (drawn(32), given(), True),  # as many as forward is given
+        (drawn(4), given(), True),  # as there are samples
+        (drawn(32, own=True), given(), False),
+        (drawn(64), given(), False),  # for the batch of all ranks
+        (drawn(1), given(), False),  # for a batch
+        (drawn(4, "choice"), given(), False),  # of samples, from a shard
+        (drawn(4, "choice"), given(level=True), True),
+        (drawn(4, "any", generator="numpy", location=None), given(level=True), True),
+        (drawn(4, "choice", in_forward=True), given(), True),  # steps of a diffusion
+        (drawn(32, in_forward=True), given(), False),  # dropout, made by hand
+        (drawn(32), given(alike=True), False),  # DDP505
+        ([drawn(32)[0][:1], drawn(32)[1][:1]], given(), False),  # once
+        (drawn(32, generator=""), given(), False),  # a generator of its own
+    ],
+)
+def test_numbers_that_ranks_draw_for_their_samples(
+    draws: Sequence[Sequence[StepDraw]], inputs: Given, found: bool
+) -> None:
+    findings = judge_step_draws(draws, inputs)
+    assert [finding.code for finding in findings] == ["DDP510"] * found
+    assert all(finding.location in (SEED, DRAW) for finding in findings)
+
+
+def test_noise_alone_beside_other_samples_of_a_loader() -> None:
+    assert judge_step_draws(drawn(32), given(alike=True), loads_others=True)
+
+
+def test_the_line_by_which_samples_are_drawn() -> None:
+    assert line_of_selection(drawn(4, "choice")) == SEED
+    assert line_of_selection(drawn(4, "choice", generator="", seeded=None)) == DRAW
+    assert line_of_selection(drawn(4, "choice", own=True)) is None
+    data = [replace(one, step=0, location=SEED) for one in drawn(4, generator="", seeded=None)[0][:1]]
+    once = [[*data, *of_rank] for of_rank in drawn(4, "choice", generator="", seeded=None)]
+    assert line_of_selection(once) == DRAW  # the data were drawn before, from an own generator, too
+
+
+def added(*of_steps: Sequence[Sequence[float]], alike: bool = False) -> Given:
+    """What two ranks gave in steps, in each of which they had added something to the samples of a loader."""
+    inputs = given(alike=alike)
+    return [
+        [replace(one, added=tuple(of_ranks[rank])) for one, of_ranks in zip(of_rank, of_steps, strict=False)]
+        for rank, of_rank in enumerate(inputs)
+    ]
+
+
+A, B, C, D = (1.0, 0.1, 0.0, 0.0), (0.0, 1.0, 0.1, 0.0), (0.0, 0.0, 1.0, 0.1), (0.1, 0.0, 0.0, 1.0)
+
+
+def test_noise_that_every_rank_adds_to_samples_of_its_own() -> None:
+    (finding,) = judge_added_noise([[], []], added((A, A), (B, B), (C, C)))
+    assert (finding.code, finding.location) == ("DDP510", FORWARD)
+    own = [[StepDraw(1, "", "any", 0, 0, 0, location=DRAW)]] * 2
+    assert judge_added_noise(own, added((A, A), (B, B), (C, C)))[0].location == DRAW
+    assert not judge_added_noise([[], []], added((A, B), (B, C), (C, D)))  # noise of its own
+    assert not judge_added_noise([[], []], added((A, A), (A, A), (A, A)))  # made of the samples, or a constant
+    assert not judge_added_noise([[], []], added((A, A), (B, B), ((), ())))  # known in two steps only
+    assert not judge_added_noise([[], []], added((A, A), (B, B), (C, C), alike=True))  # DDP505
+
+
+def test_what_is_added_to_samples_is_known_past_scales_and_offsets() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(8, 32, generator=generator) for _ in range(2))
+    kept = kept_samples([x, torch.zeros(8), torch.arange(8)])
+    assert len(kept) == 1 and kept[0] is not x
+    assert not added_to(kept, [x.clone()]) and not added_to(kept, [2 * x - 1])
+    assert not added_to(kept, [x[:4]]) and not added_to([], [x])
+    plain, scaled = added_to(kept, [x + noise]), added_to(kept, [3 * x + 0.5 * noise + 1])
+    assert _cosine(plain, scaled) > 0.99
+    other = torch.randn(8, 32, generator=generator)
+    assert abs(_cosine(plain, added_to(kept, [x + other]))) < 0.5
+    assert abs(_cosine(added_to(kept, [x + noise[:1]]), added_to([other], [other + noise[:1]]))) < 0.5  # for all alike
+
+
+# Samples that another rank has drawn before
+
+
+def streams(*, choice: str = "choice", order: tuple[int, ...] = (0, 1, 2), own: bool = False) -> list[Any]:
+    """Rank 0 has evaluated on what rank 1 trains on, in an `order`; both draw from one state, or from their `own`."""
+    inputs = given()
+    evaluated = [Evaluated(0, 0, inputs[1][step].samples) for step in order]
+    return [dict(enumerate(drawn(4, choice, own=own))), dict(enumerate(inputs)), {0: evaluated, 1: []}]
+
+
+def test_what_one_rank_trains_on_another_has_drawn_before() -> None:
+    (found,) = judge_streams(*streams())
+    assert (found.code, found.ranks, found.location) == ("DDP505", (1,), SEED)
+    assert "steps 0 to 2" in found.evidence[0]
+
+
+def test_a_generator_that_is_not_followed_call_by_call_began_in_the_same_state() -> None:
+    """Of numpy's it is known what it was when an interval began, and that one rank has drawn more since."""
+    draws, inputs, evaluated = streams(choice="any")
+    draws[0] = [replace(one, after=one.after + 7) for one in draws[0]]
+    assert [one.location for one in judge_streams(draws, inputs, evaluated)] == [SEED]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"own": True},  # other random numbers: the evaluation goes through the training data in the order of a rank
+        {"choice": "noise"},
+        {"order": (0, 2, 1)},
+        {"order": (0, 1)},  # too few to tell
+    ],
+)
+def test_what_is_evaluated_may_be_trained_on_by_another_rank(more: dict[str, Any]) -> None:
+    assert not judge_streams(*streams(**more))
+
+
+def test_ranks_that_train_on_the_same_samples_are_told_of_that_alone() -> None:
+    draws, _, evaluated = streams()
+    assert not judge_streams(draws, dict(enumerate(given(alike=True))), evaluated)
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        (lambda rank, step: rank + step, True),  # of a stride that does not count the ranks
+        (lambda rank, step: 2 * step + rank, False),
+        (lambda rank, step: (rank + step) % 2, False),  # the ranks take turns
+        (lambda rank, step: 10 * rank + step, False),
+    ],
+)
+def test_ranks_that_follow_each_other(batches: Callable[[int, int], int], found: bool) -> None:
+    steps = (0, 1, 2, 4, 8)
+    inputs = {rank: [Inputs(0, step, (batches(rank, step), -1), FORWARD) for step in steps] for rank in range(2)}
+    assert [(one.code, one.location) for one in judge_behind(inputs)] == ([("DDP505", FORWARD)] if found else [])
+
+
+def targets(*of_steps: int, rows: int = 4, elements: int = 4, bits: float = 8.0, wrapped: bool = True) -> Any:
+    """The losses of a rank in some steps, by the fingerprint of the targets of each."""
+    return [
+        LossDifferentiated(
+            step, 0, (), LOSS, wrappers=(0,) * wrapped, targets=(LossTarget(digest, rows, elements, bits),)
+        )
+        for step, digest in enumerate(of_steps)
+    ]
+
+
+LOSS = Location("train.py", 31)
+SAME = targets(7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("losses", "inputs", "found"),
+    [
+        ([SAME, SAME], given(), True),
+        ([SAME, targets(7, 8, 1)], given(), False),  # not in each step
+        ([SAME, SAME], given(alike=True), False),  # then the inputs say it
+        ([targets(7, 7, 7)] * 2, given(), False),  # places in the batch, or real and false
+        ([targets(7, 8)] * 2, given(), False),
+        ([targets(7, 8, 9, bits=0.0)] * 2, given(), False),  # in order of their classes, which ranks may choose alike
+        ([targets(7, 8, 9, bits=2.0)] * 2, given(), False),  # so by chance
+        ([targets(7, 8, 9, rows=8, elements=8)] * 2, given(), False),  # of both ranks together
+        ([targets(7, 8, 9, rows=32, elements=32)] * 2, given(), True),  # a token for each that forward is given
+        ([targets(7, 8, 9, wrapped=False)] * 2, given(), False),
+        ([SAME, [replace(one, targets=()) for one in SAME]], given(), False),
+    ],
+)
+def test_targets_that_are_the_same_on_every_rank(losses: Any, inputs: Given, found: bool) -> None:
+    findings = judge_same_targets(losses, inputs, [[], []])
+    assert [(one.code, one.severity.value, one.location) for one in findings] == [("DDP505", "warning", LOSS)] * found
+
+
+def test_targets_of_the_shape_of_the_inputs_may_be_noise() -> None:
+    (of_classes,) = judge_same_targets([SAME, SAME], given(), [[], []])
+    (of_values,) = judge_same_targets([targets(7, 8, 9, elements=32)] * 2, given(), [[], []])
+    assert ["noise" in one.message for one in (of_classes, of_values)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        (lambda rank, step: rank * step, True),  # the hidden state, which is zeros in the first step on every rank
+        (lambda rank, step: rank + 1, True),
+        (lambda rank, step: 0, False),  # then the inputs say it
+    ],
+)
+def test_samples_beside_the_state_of_a_recurrent_network(own: Callable[[int, int], int], found: bool) -> None:
+    inputs = [
+        [Inputs(0, s, (s % 3, own(rank, s)), FORWARD, ((s % 3, 40), (own(rank, s), 64))) for s in range(4)]
+        for rank in range(2)
+    ]
+    tokens = targets(7, 8, 9, 7, rows=40, elements=40)  # the first batch again, in another epoch
+    tokens += [replace(one, step=4) for one in targets(6, rows=16, elements=16)]  # a shorter one, the last of an epoch
+    findings = judge_same_targets([tokens, tokens], inputs, [[], []])
+    assert ["also the same on each rank" in one.message for one in findings] == [True] * found
+    each_its_own = [tokens, targets(4, 5, 6, 4, 5, rows=40, elements=40)]
+    assert not judge_same_targets(each_its_own, inputs, [[], []])
+
+
+def test_the_line_that_chooses_the_samples_comes_first() -> None:
+    (found,) = judge_same_targets([SAME, SAME], given(), drawn(64, "choice"))
+    assert found.location == SEED

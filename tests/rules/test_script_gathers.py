@@ -1,0 +1,264 @@
+"""DDP309 in a loss over the features of all ranks: what is a constant in it, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, linear, normalize
+
+from ddpcheck.findings.evidence.loop import GatheredConstant, OwnPartPutBack
+from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.record.loss.gather_recorder import (
+    GatherRecorder,
+    _constants,
+    _Gathered,
+    _holds,
+    _nodes,
+    _own_rows,
+    _Parts,
+    _put_back,
+)
+from ddpcheck.record.recording import Recording
+from ddpcheck.rules.causes import find_causes
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers
+from ddpcheck.trace.losses import judge_own_parts
+
+LINE = Location("train.py", 8)
+
+
+def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
+    """A recorder that follows a step of an optimizer."""
+    run = Recording(found.append)
+    recorder = GatherRecorder(run)
+    run.steps = recorder._step = step
+    return recorder
+
+
+def test_it_takes_every_rank_in_several_steps() -> None:
+    one, other = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
+    (finding,) = judge_gathers([[one, other], [one, other]])
+    assert (finding.code, finding.location) == ("DDP309", LINE)
+    assert not judge_gathers([[one, other], []]) and not judge_gathers([[one], [one]])
+
+
+def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
+    one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
+    (finding,) = judge_gathers([[one], [one]])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
+    missing = make_finding("DDP102", ["head.weight", "head.bias"], "The result of head does not reach the loss.")
+    other = make_finding("DDP102", ["body.weight"], "The result of body.weight does not reach the loss.")
+    assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
+    assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
+    assert not judge_gathers([[one], []])
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "names"),
+    [
+        (lambda scale, own, every: (scale * every @ every.T).sum(), ("0/weight",)),
+        (lambda scale, own, every: (scale * own @ every.T).sum(), ()),
+    ],
+)
+def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, names: tuple[str, ...]) -> None:
+    found: list[Any] = []
+    recorder = recorder_at(0, found)
+    scale, weight = (torch.nn.Parameter(torch.ones(*size)) for size in ((1,), (5, 3)))
+    watch = SimpleNamespace(numbered={id(scale): "0/scale", id(weight): "0/weight"})
+    recorder._run.watches = [watch]  # type: ignore[assignment]
+    own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
+    every = torch.cat([own.detach(), torch.randn(4, 3)])
+    rows = _own_rows(own)
+    assert rows is not None
+    recorder._gathered.append(_Gathered("all_gather", LINE, (8, 3), rows, own.grad_fn))
+    recorder._parts.append(_Parts(2, 0, (8, 3)))
+    recorder.note_backward(loss_of(scale, own, every))
+    assert [one.names for one in found] == [names]
+
+
+def _features() -> torch.Tensor:
+    return torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
+
+
+_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "@": lambda own, every: own @ every.T,
+    "einsum": lambda own, every: torch.einsum("nd,md->nm", own, every),
+    "linear": lambda own, every: linear(own, every, torch.zeros(len(every))),
+    "batched": lambda own, every: torch.matmul(own[None], every.T[None])[0],
+    "cosine": lambda own, every: cosine_similarity(own[:, None], every[None], dim=-1),
+    "normalised after": lambda own, every: normalize(own) @ (3 * normalize(every)).T,
+    "cdist": torch.cdist,
+    "other rank first": lambda own, every: own @ every.flip(0).T,
+}
+
+
+@pytest.mark.parametrize("logits", _LOGITS.values(), ids=list(_LOGITS))
+def test_the_own_rows_among_the_constants_of_a_loss(
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    features = _features()
+    rows = _own_rows(features)
+    assert rows is not None
+
+    def constants(everything: torch.Tensor) -> int:
+        root = logits(features, everything).logsumexp(1).mean().grad_fn
+        return sum(_holds(one, rows) for one in _constants(root, (8, 3), {features.grad_fn}))
+
+    others = torch.randn(4, 3)
+    assert constants(torch.cat([features.detach(), others])) == 1
+    assert constants(torch.cat([features, others])) == 0  # put back
+    assert constants(torch.randn(8, 3)) == 0  # a queue
+    assert constants(torch.cat([features.detach(), others, others])) == 0  # a queue that begins with these
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
+    torch.manual_seed(0)
+    found: list[object] = []
+    recorder = recorder_at(3, found)
+    first, second = _features(), _features()
+    gathered = [
+        _Gathered("all_gather", LINE, (8, 3), rows, one.grad_fn)
+        for one in (first, second)
+        if (rows := _own_rows(one)) is not None
+    ][:views]
+    recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
+    bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
+    recorder.note_backward((first @ bank.T).logsumexp(1).mean())
+    assert found == [GatheredConstant(3, "all_gather", LINE, 8)] * (views - 1)
+
+
+def test_rows_that_are_all_alike_are_no_mark() -> None:
+    assert _own_rows(torch.ones(4, 3)) is None and _own_rows(torch.randn(4, 1)) is None
+    assert _own_rows(torch.zeros(4, 3)) is None
+
+
+def test_what_hooks_have_packed_is_left_alone() -> None:
+    features = _features()
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
+        root = (features @ torch.randn(8, 3).T).mean().grad_fn
+    assert not list(_constants(root, (8, 3), {features.grad_fn})) and not unpacked
+
+
+def test_the_own_part_that_is_put_back() -> None:
+    features = torch.randn(4, 5) @ torch.randn(5, 3, requires_grad=True)
+    parts = [_Parts(2, 1, (8, 3))]
+
+    def joined(everything: torch.Tensor) -> bool:
+        root = (features @ everything.T).logsumexp(1).mean().grad_fn
+        return any(_put_back(node, parts, {features.grad_fn}) for node in _nodes(root, {features.grad_fn}))
+
+    others = torch.randn(4, 3)
+    assert joined(torch.cat([others, features]))
+    whole = torch.randn(8, 3)
+    assert not joined(whole)
+    whole[4:] = features
+    assert joined(whole)
+    assert not joined(torch.cat([features, others]))  # in the place of another rank
+    assert not joined(torch.cat([features, features]))
+
+
+class _Joined(torch.autograd.Function):
+    """What a rank 1 of 2 has gathered; its backward hands on its own part of the gradient, times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, other: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.factor = factor
+        return other.clone(), own.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[1] * ctx.factor, None, None
+
+
+class _JoinedInPlace(_Joined):
+    """The same; its backward writes into the gradient, as `all_reduce` does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[1].mul_(ctx.factor), None, None
+
+
+def _arrival(factor: float, *, own_rows: bool, function: type[_Joined] = _Joined) -> list[OwnPartPutBack]:
+    torch.manual_seed(0)
+    found: list[Any] = []
+    recorder = recorder_at(2, found)
+    features = _features()
+    parts = function.apply(features, torch.randn(4, 3), factor)
+    every = torch.cat(parts)
+    recorder._gathered, recorder._parts = [], [_Parts(2, 1, (8, 3), "all_gather", LINE, features.grad_fn)]
+    loss = ((features if own_rows else every) @ every.T).logsumexp(1).mean()
+    recorder.note_backward(loss)
+    loss.backward()
+    return found
+
+
+def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
+    (whole,) = _arrival(1.0, own_rows=False)
+    (own,) = _arrival(1.0, own_rows=True)
+    assert whole.factor == own.factor == 1.0 and whole.arrived and own.arrived
+    assert own.besides and not whole.besides
+    assert whole.location is not None and whole.location.path.endswith("test_script_gathers.py")
+    assert not _arrival(2.0, own_rows=False)  # as much as the ranks' backward adds up
+    assert not _arrival(2.0, own_rows=False, function=_JoinedInPlace)
+
+
+def _judged(parts: list[list[OwnPartPutBack]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
+    losses = [[LossDifferentiated(step, 0, terms, LINE, LINE) for step in (1, 2)] for _ in parts]
+    return [finding.code for finding in judge_own_parts(parts, losses, scale_matters=scale_matters)]
+
+
+def _parts(*arrived: tuple[float, ...], factor: float = 1.0) -> list[list[OwnPartPutBack]]:
+    return [[OwnPartPutBack(step, "all_gather", LINE, one, factor, True) for step in (1, 2)] for one in arrived]
+
+
+def test_the_own_part_of_the_gradient_of_a_loss_of_all_rows_or_of_the_own_ones() -> None:
+    mean = ScaledTerm("mean", 1.0, 8)
+    alike, apart = _parts((1.0, 2.0), (1.0, 2.0)), _parts((1.0, 2.0), (2.0, -1.0))
+    assert _judged(alike, mean) == ["DDP303"] and _judged(apart, mean) == ["DDP309"]
+    assert not _judged(alike, ScaledTerm("mean", 2.0, 8, multipliers=(2.0,)))  # times the world size
+    assert not _judged(alike, ScaledTerm("sum", 0.25, 8)) and not _judged(alike)
+    assert not _judged(alike, mean, scale_matters=False)
+    assert not _judged(_parts((1.0, 2.0), (1.0, 2.0), factor=2.0), mean)
+    assert not _judged(_parts((1.0, 2.0), ()), mean) and not _judged(alike[:1], mean)
+    assert not _judged([of_rank[:1] for of_rank in apart], mean)
+
+
+def test_the_own_part_that_is_put_back_into_what_torch_has_gathered() -> None:
+    mean, total = ScaledTerm("mean", 1.0, 8), ScaledTerm("sum", 0.25, 8)
+
+    def judged(*arrived: tuple[float, ...], besides: bool = False, **more: Any) -> list[str]:
+        parts = [[replace(p, by_function=False, besides=besides) for p in of_rank] for of_rank in _parts(*arrived)]
+        return _judged(parts, mean, total, **more) if besides else _judged(parts, mean, **more)
+
+    assert judged((1.0, 2.0), (2.0, -1.0)) == judged((1.0, 2.0), (1.0, 2.0)) == ["DDP309"]
+    assert not judged((1.0, 2.0), (1.0, 2.0), scale_matters=False)
+    assert judged((1.0, 2.0), (1.0, 2.0), besides=True, scale_matters=False) == ["DDP309"]
+    both = _parts((1.0, 2.0), (2.0, -1.0))
+    assert not _judged([both[0], [replace(one, by_function=False) for one in both[1]]], mean)
+
+
+@pytest.mark.parametrize("besides", [False, True])
+def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) -> None:
+    torch.manual_seed(0)
+    found: list[Any] = []
+    recorder = recorder_at(2, found)
+    features = _features()
+    rows = _own_rows(features)
+    assert rows is not None
+    recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
+    recorder._parts = [_Parts(2, 1, (8, 3), "all_gather", LINE)]
+    loss = torch.cat([torch.randn(4, 3), features]).var(0).sum()
+    loss = loss + features.square().mean() if besides else loss
+    recorder.note_backward(loss)
+    loss.backward()
+    (one,) = found
+    assert one.besides == besides and one.arrived and not one.by_function

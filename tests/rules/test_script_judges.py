@@ -1,0 +1,1226 @@
+"""What `ddpcheck run` finds around the wrappers, judged on evidence: a fault and its healthy twin each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    FileUsed,
+    GradientsClipped,
+    GradientsZeroed,
+    Inputs,
+    LoaderPass,
+    LossDifferentiated,
+    MetricUsed,
+    NumberReduced,
+    OptimizerEnd,
+    OptimizerStep,
+    ReducedInPlace,
+    ScaledTerm,
+    StateHeld,
+)
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import Severity
+from ddpcheck.findings.wording import make_finding
+from ddpcheck.gather.state.fingerprints import fingerprints
+from ddpcheck.gather.steps.gradient_distance import sketches
+from ddpcheck.rules.data.ddp505_duplicate_data import judge_equal_gradients, judge_inputs
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
+from ddpcheck.rules.data.loaders import judge_loaders
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_clips
+from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
+from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
+from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
+from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
+from ddpcheck.rules.loss.losses import judge_losses
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale
+from ddpcheck.rules.optimizers.options import judge_metrics, judge_optimizer_options, judge_pace, judge_shard_states
+from ddpcheck.rules.optimizers.script_optimizers import _with_model
+from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
+from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.replicas.copies import judge_states
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
+from ddpcheck.rules.replicas.watched_steps import without_alike_later, without_rounding
+from ddpcheck.stream.entries import ReplicaCaptured, Sketch
+from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.trace.unwrapped_params import are_close, are_near
+
+LINE = Location("train.py", 30)
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:
+    def differing(*names: str, code: str = "DDP214") -> Finding:
+        return Finding(code, names, "They differ.", Severity.WARNING)
+
+    told, more = differing("moe.load"), dict[str, int]()
+    note_more_buffers(more, [told], [told], 0)
+    assert with_buffers(told, more) == told
+    for step in (1, 2):
+        note_more_buffers(more, [told], [differing("moe.load", "moe.bias"), differing("0.weight", code="DDP306")], step)
+    assert with_buffers(told, more).evidence == ("after step 1, moe.bias differs too",)
+    assert with_buffers(differing("0.weight", code="DDP306"), more).evidence == ()
+
+
+def captured_of(*values: torch.Tensor, step: int = 0, sketched: bool = True) -> list[ReplicaCaptured]:
+    found = []
+    for rank, value in enumerate(values):
+        seen = DdpStepEvidence(
+            rank, step, parameters=fingerprints([("w", value)]), buffers={"load": rank, "bias": rank}
+        )
+        numbers = sketches({"w": value}) if sketched else {}
+        state = ReplicaState(ModuleDescription(), seen)
+        found.append(ReplicaCaptured(0, step, state, values={n: Sketch("f", one) for n, one in numbers.items()}))
+    return found
+
+
+def test_parameters_that_are_moved_and_taken_back_differ_by_rounding_alone() -> None:
+    start = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+
+    def parted(everyone: Sequence[ReplicaCaptured]) -> bool:
+        return len({one.state.values.parameters["w"] for one in without_rounding(everyone)}) > 1
+
+    own = [torch.randn(4096, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    back = [start + 0.05 * move - 0.05 * move for move in own]
+    assert not parted(captured_of(*back)) and parted(captured_of(*back, sketched=False))
+    assert parted(captured_of(*(start + 1e-4 * move for move in own)))
+    assert parted(captured_of(start, start.roll(1)))  # of the same size
+    walked = [start, start * (1 + 1e-5)]
+    assert parted(captured_of(*walked)) and not parted(captured_of(*walked, step=400))  # what rounding adds up to
+
+
+def test_buffers_that_are_alike_when_the_next_step_begins() -> None:
+    everyone = captured_of(torch.ones(4), torch.ones(4))
+    later = [{"load": 0, "bias": rank} for rank in range(2)]
+    assert [one.state.values.buffers for one in without_alike_later(everyone, later)] == [{"bias": 0}, {"bias": 1}]
+    assert without_alike_later(everyone, later[:1]) == everyone  # of one rank, it is not known
+
+
+# Data
+
+
+def epoch(indices: Sequence[int], *, number: int = 0, order: int = 1, **more: Any) -> LoaderPass:
+    plain = LoaderPass(0, number, LINE, "Photos", 64, {"x": 7}, 8, 4, "DistributedSampler", batches=8, exhausted=True)
+    return replace(plain, **{"trains": True, "order": order, "indices": tuple(indices), **more})
+
+
+OTHER_LINE = Location("bar.py", 4)
+EVEN, ODD, ALL = range(0, 64, 2), range(1, 64, 2), range(64)
+BACK = tuple(reversed(ALL))
+OTHER_DATA: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 1, 1: 2, 2: 3, 3: 4}}}
+SAME_ROWS: dict[str, Any] = {"digest": {}, "contents": {"0": {0: 9, 1: 8, 2: 7, 3: 6}}}
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        ([[epoch(EVEN)], [epoch(ODD)]], []),
+        ([[epoch(EVEN)], [epoch(EVEN)]], ["DDP505"]),
+        ([[epoch(ALL)], [epoch(BACK)]], ["DDP505"]),
+        ([[epoch(EVEN, location=OTHER_LINE)], [epoch(EVEN)]], ["DDP505"]),  # one rank shows its progress
+        ([[epoch(ALL, trains=False)], [epoch(ALL, trains=False)]], []),  # evaluation
+        ([[epoch(ALL, replaces=True)], [epoch(BACK, replaces=True)]], []),
+        ([[epoch(ALL, exhausted=False, batches=4)], [epoch(BACK, exhausted=False, batches=4)]], []),
+        ([[epoch(ALL, exhausted=False, expected=8)], [epoch(BACK, exhausted=False, expected=8)]], ["DDP505"]),
+        ([[epoch(ALL, digest={"x": 1})], [epoch(ALL, digest={"x": 2})]], []),  # a file of each rank's own
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **OTHER_DATA)]], []),
+        ([[epoch(ALL, **SAME_ROWS)], [epoch(ALL, **SAME_ROWS)]], ["DDP505"]),
+        ([[epoch(range(32))], [epoch((*range(32, 63), 0))]], []),  # padded
+        ([[epoch((*range(30), 0, 1))], [epoch((*range(12, 42), 12, 13))]], ["DDP505"]),  # and drawn from other seeds
+        ([[epoch((*range(26), *range(6)))], [epoch((*range(8, 34), *range(8, 14)))]], []),  # each drawn anew
+    ],
+)
+def test_samples_that_ranks_share(passes: list[list[LoaderPass]], found: list[str]) -> None:
+    assert codes(judge_loaders(passes)) == found
+
+
+def test_groups_of_ranks_each_of_which_takes_the_same_samples() -> None:
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, EVEN, ODD, ODD)])
+    assert finding.ranks == () and finding.message.startswith("Ranks 0 and 1 take the same samples")
+    assert "likewise ranks 2 and 3, with different samples" in finding.evidence
+    (finding,) = judge_loaders([[epoch(part)] for part in (EVEN, ODD, ODD)])
+    assert finding.ranks == (1, 2) and "likewise" not in str(finding.evidence)
+
+
+def test_samplers_that_are_told_other_epochs() -> None:
+    told = Location("train.py", 28)
+    (finding,) = judge_loaders([[epoch(ALL, epoch=3, told=told)], [epoch(BACK, epoch=0, told=told)]])
+    assert finding.code == "DDP505" and finding.location == told and "in other epochs" in finding.message
+    assert "the epoch of the sampler: rank 0: 3; rank 1: 0" in finding.evidence
+    assert finding.fix.startswith("Tell the sampler the same epoch on every rank")
+    (finding,) = judge_loaders([[epoch(ALL, epoch=3)], [epoch(BACK, epoch=3)]])
+    assert "epoch of" not in str(finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("orders", "shuffles", "found"), [((1, 1, 1), True, ["DDP506"]), ((1, 2, 3), True, []), ((1, 1, 1), False, [])]
+)
+def test_the_order_of_epochs(orders: tuple[int, ...], shuffles: bool, found: list[str]) -> None:
+    ranks = [
+        [epoch(tuple(reversed(part)), number=n, order=order, shuffles=shuffles) for n, order in enumerate(orders)]
+        for part in (EVEN, ODD)
+    ]
+    assert codes(judge_loaders(ranks)) == found
+
+
+def test_loaders_that_one_rank_alone_goes_through_do_not_shift_those_of_training() -> None:
+    """A loader is made anew for each epoch, of more samples each time; rank 0 validates between them."""
+    validation = Location("train.py", 40)
+    first, second = ({"size": 64 * epoch, "number": 0} for epoch in (1, 2))
+    own = [(range(0, 64, 2), range(0, 128, 2)), (range(1, 64, 2), range(1, 128, 2))]
+    ranks = [
+        [replace(epoch(indices, **given), loader=number) for number, (indices, given) in enumerate(parts)]
+        for parts in (list(zip(of_rank, (first, second), strict=True)) for of_rank in own)
+    ]
+    ranks[0] = [
+        ranks[0][0],
+        replace(epoch(range(9), trains=False), loader=1, location=validation),
+        replace(ranks[0][1], loader=2),
+    ]
+    assert judge_loaders(ranks) == []
+    twice = [[*of_rank[:-1], replace(ranks[0][-1], loader=of_rank[-1].loader)] for of_rank in ranks]
+    assert codes(judge_loaders(twice)) == ["DDP505"]  # the second one is compared with the second one
+
+
+def test_samples_that_no_rank_takes_in_any_epoch() -> None:
+    def two(first: Sequence[int], second: Sequence[int]) -> list[LoaderPass]:
+        return [epoch(first), epoch(second, number=1, order=2)]
+
+    (finding,) = judge_loaders([two(range(16), range(16)), two(range(16, 32), range(16, 32))])
+    assert finding.code == "DDP519" and "32 of the 64 samples" in finding.message
+    assert not judge_loaders([two(range(16), range(32, 48)), two(range(16, 32), range(48, 64))])  # others each time
+
+
+def test_parts_of_a_sampler_without_an_end() -> None:
+    def endless(seed: int, of_rank: slice, **more: Any) -> list[LoaderPass]:
+        """Three epochs and a half; the script took what it wanted."""
+        random = Random(seed)
+        order = [index for _ in range(7) for index in random.sample(range(64), 64)]
+        return [epoch(order[of_rank][:112], exhausted=False, batches=28, expected=-1, **more)]
+
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    (finding,) = judge_loaders([endless(0, even), endless(1, odd)])
+    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
+    assert "of the first 32 samples that each takes" in finding.message
+    assert not judge_loaders([endless(0, even), endless(0, odd)])
+    drawn = [[epoch(Random(n).choices(range(64), k=112), exhausted=False, batches=28, expected=-1)] for n in range(2)]
+    assert not judge_loaders(drawn)  # each one anew
+
+
+def test_samples_that_come_several_times_in_an_epoch_each_augmented_on_another_rank() -> None:
+    order = [index for index in Random(0).sample(range(64), 64) for _ in range(3)]
+    assert not judge_loaders([[epoch(order[rank::4][:32])] for rank in range(4)])
+    own = [[epoch(Random(rank).sample(range(64), 32))] for rank in range(4)]
+    assert codes(judge_loaders(own)) == ["DDP505"]
+
+
+def test_parts_that_overlap_from_the_second_epoch_on() -> None:
+    def order(first: Sequence[int], second: Sequence[int], **more: Any) -> list[LoaderPass]:
+        return [epoch(first), epoch(second, number=1, order=2, **more)]
+
+    own = [order(EVEN, range(32)), order(ODD, range(16, 48))]
+    (finding,) = judge_loaders(own)
+    assert (finding.code, finding.severity) == ("DDP505", Severity.WARNING)
+    assert "share 16 of the 32 samples" in finding.message
+    assert "16 of 64 are on no rank" in finding.message
+    assert not judge_loaders([order(EVEN, range(32)), order(ODD, range(32, 64))])
+    assert not judge_loaders([order(EVEN, range(32), replaces=True), order(ODD, range(16, 48), replaces=True)])
+    assert not judge_loaders([order(EVEN, range(32), exhausted=False, batches=4), order(ODD, range(16, 48))])
+    assert not judge_loaders(
+        [[*of_rank, epoch(part, number=2)] for of_rank, part in zip(own, (EVEN, ODD), strict=True)]
+    )
+
+
+def test_the_line_of_a_finding_on_data_is_the_one_to_change() -> None:
+    made, seeded, split = Location("train.py", 3), Location("train.py", 1), Location("train.py", 2)
+
+    def line(*indices: Sequence[int], **more: Any) -> Location | None:
+        (finding,) = judge_loaders([[epoch(part, made=made, split=split, seeded=seeded, **more)] for part in indices])
+        assert str(finding.related[0]) == f"loop over the loader at {LINE}"
+        return finding.location
+
+    assert line(EVEN, EVEN) == made
+    assert line(EVEN, ODD, draws={1: 2, 2: 3}) == seeded
+    parts = [[epoch(EVEN, subset=tuple(part), split=split)] for part in (range(48), range(16, 64))]
+    assert judge_loaders(parts)[0].location == split
+
+
+def test_a_split_that_ranks_have_drawn_for_themselves() -> None:
+    parts = [range(48), range(16, 64)]
+    (finding,) = judge_loaders([[epoch(EVEN, subset=tuple(part))] for part in parts])
+    assert finding.code == "DDP516"
+    assert not judge_loaders([[epoch(part, subset=tuple(range(48)))] for part in (EVEN, ODD)])
+    assert not judge_loaders([[epoch(part, subset=tuple(part))] for part in (EVEN, ODD)])  # a shard each
+
+
+def test_augmentation_that_draws_the_same_numbers() -> None:
+    shared, own = {1: 2, 2: 3}, {7: 8, 8: 9}
+    assert codes(judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=shared)]])) == ["DDP510"]
+    alike, apart = (
+        [epoch(part, draws={1: after}, held=(1, 1)) for part, after in ((EVEN, 2), (ODD, n))] for n in (2, 3)
+    )
+    (finding,) = judge_loaders([[of_rank] for of_rank in alike])  # copies in two workers
+    assert (
+        finding.code == "DDP510" and "2 of 2 states of random generators that the dataset holds" in finding.evidence[0]
+    )
+    assert not judge_loaders([[of_rank] for of_rank in apart])  # seeded by the sample, from the second number on
+    assert not judge_loaders([[epoch(EVEN, draws=shared)], [epoch(ODD, draws=own)]])
+    parts = [[epoch(EVEN, draws=shared, **held)] for held in (OTHER_DATA, SAME_ROWS)]  # the same places of own parts
+    assert codes(judge_loaders(parts)) == ["DDP510"]
+
+
+def test_the_same_samples_that_each_rank_augments_in_its_own_way() -> None:
+    def passes(*orders: Sequence[int], drawn: bool = True, **held: Any) -> list[list[LoaderPass]]:
+        given = [(OTHER_DATA, {1: 2}), (SAME_ROWS, {5: 6})]
+        held = {"samples": {"x.0": (1, 2)}, "holds_samples": True, **held}
+        return [
+            [epoch(order, draws=draws if drawn else {}, **held, **contents)]
+            for order, (contents, draws) in zip(orders, given, strict=True)
+        ]
+
+    assert codes(judge_loaders(passes(ALL, ALL))) == ["DDP505"]
+    assert not judge_loaders(passes(EVEN, ODD))
+    assert not judge_loaders(passes(ALL, ALL, holds_samples=False))  # numbers from which each rank makes its own
+    assert not judge_loaders(passes(ALL, ALL, drawn=False))
+
+
+def test_numbers_of_workers_that_are_seeded_alike() -> None:
+    """Samples of other sizes take more or fewer numbers, from the same state on."""
+
+    def passes(*afters: int, **more: Any) -> list[list[LoaderPass]]:
+        more = {"worker_seed": 7, "workers": 2, **more}
+        parts = zip((EVEN, ODD), afters, strict=True)
+        return [[epoch(part, draws={1: after, 2: after + 1}, **more)] for part, after in parts]
+
+    (finding,) = judge_loaders(passes(5, 6))
+    assert finding.code == "DDP510" and ", in workers, and" in finding.message and "generator that is" in finding.fix
+    assert "2 of 2 states of global random generators" in finding.evidence[0]
+    (finding,) = judge_loaders(passes(5, 5, worker_seed=-1))
+    assert "before and after the batches" in finding.evidence[0] and "worker_init_fn" in finding.fix
+
+
+def test_the_inputs_of_a_wrapper() -> None:
+    def given(*samples: tuple[int, ...]) -> list[Inputs]:
+        return [Inputs(0, step, one, LINE) for step, one in enumerate(samples)]
+
+    def judged(*by_rank: list[Inputs]) -> list[Finding]:
+        return judge_inputs(dict(enumerate(by_rank)))
+
+    mine, theirs = ((1, 2), (3, 4), (5, 6)), ((2, 1), (4, 3), (6, 5))
+    assert codes(judged(given(*mine), given(*theirs))) == ["DDP505"]
+    assert not judged(given(*mine), given((1, 2), (3, 4), (5, 7)))
+    assert not judged(given((1,), (1,), (1,)), given((1,), (1,), (1,)))  # a grid that is always the same
+
+
+def test_some_ranks_are_given_the_same_inputs_or_all_are_for_a_while() -> None:
+    """The first rank alone evaluates, and draws more random numbers than the others."""
+
+    def given(*samples: int) -> list[Inputs]:
+        return [Inputs(0, step, (one, -one), LINE) for step, one in enumerate(samples)]
+
+    (of_some,) = judge_inputs({0: given(7, 8, 9, 10), 1: given(1, 2, 3, 4), 2: given(1, 2, 3, 4), 3: given(1, 2, 3, 4)})
+    assert of_some.ranks == (1, 2, 3) and of_some.message.startswith("The forward passes of ranks 1 to 3 are given")
+    pairs = [given(1, 2, 3), given(7, 8, 9), given(1, 2, 3), given(7, 8, 9), given(4, 5, 6)]
+    (of_pairs,) = judge_inputs(dict(enumerate(pairs)))
+    assert of_pairs.ranks == (0, 1, 2, 3) and "likewise ranks 1 and 3, with different samples" in of_pairs.evidence
+    assert not judge_inputs(dict(enumerate(pairs[:2])))
+    (for_a_while,) = judge_inputs({0: given(1, 2, 3, 8), 1: given(1, 2, 3, 4)})
+    assert for_a_while.ranks == () and "in the first 3 steps" in for_a_while.message
+    assert (of_some.severity, for_a_while.severity) == (Severity.ERROR, Severity.WARNING)
+    assert "from step 3 on they differ" in for_a_while.evidence
+    assert not judge_inputs({0: given(1, 2, 8, 9), 1: given(1, 2, 3, 4)})  # too few to tell
+    (since,) = judge_inputs({0: given(7, 8, 1, 2, 3), 1: given(5, 6, 1, 2, 3)})
+    assert since.severity == Severity.WARNING and "the last 3 steps" in since.message
+    assert any("until step 1 they differ" in line for line in since.evidence) and "checkpoint" in since.fix
+    assert not judge_inputs({0: given(7, 8, 1, 1, 1), 1: given(5, 6, 1, 1, 1)})  # one batch, again and again
+    assert not judge_inputs({0: given(7, 8, 9, 2, 3), 1: given(5, 6, 1, 2, 3)})
+    assert not judge_inputs({0: given(5, 6, 7, 8), 1: given(1, 2, 3, 4), 2: given(9, 2, 3, 8)})
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "found"),
+    [
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}, ["DDP516"]),
+        ({"'a'": "-100", "'b'": "0", "'c'": "1"}, {"'a'": "-100", "'b'": "1", "'c'": "0"}, ["DDP516"]),
+        ({"0": "'a'", "1": "'b'"}, {"0": "'b'", "1": "'a'"}, ["DDP516"]),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "1"}, []),
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'c'": "1"}, []),  # the files of each rank
+        ({"'a'": "0", "'b'": "1"}, {"'a'": "0", "'b'": "5"}, []),  # measured
+        ({"0": "41", "1": "43"}, {"0": "43", "1": "41"}, []),  # counts of what two ranks share
+        ({"'a'": "7", "'b'": "8", "'c'": "8"}, {"'a'": "8", "'b'": "8", "'c'": "7"}, []),
+        ({"'a'": "0", "'b'": "1", "'c'": "1"}, {"'a'": "1", "'b'": "0", "'c'": "1"}, ["DDP516"]),  # held out of two
+        ({"'main'": "True", "'helper'": "False"}, {"'main'": "False", "'helper'": "True"}, []),
+        ({"'my_rank'": "0", "'peer_rank'": "1"}, {"'my_rank'": "1", "'peer_rank'": "0"}, []),
+        ({"'a'": "'cuda:0'", "'b'": "'cuda:1'"}, {"'a'": "'cuda:1'", "'b'": "'cuda:0'"}, []),
+        ({"0": "2", "1": "0", "2": "1", "3": "3"}, {"0": "0", "1": "3", "2": "1", "3": "2"}, []),  # a rank's own order
+        ({"'name'": "'x'", "'a'": "0", "'b'": "1"}, {"'name'": "'x'", "'a'": "1", "'b'": "0"}, []),  # options
+    ],
+)
+def test_tables_that_ranks_derive(mine: dict[str, str], theirs: dict[str, str], found: list[str]) -> None:
+    assert codes(judge_tables([[DerivedTable("numbers", one, LINE)] for one in (mine, theirs)])) == found
+
+
+def test_a_table_of_ranks_is_known_by_its_name() -> None:
+    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
+    for name, found in (("trainer.peers", []), ("self.labels", ["DDP516"])):
+        assert codes(judge_tables([[DerivedTable(name, one, LINE)] for one in ranks])) == found
+
+
+def test_a_table_that_is_held_under_two_names_is_told_once() -> None:
+    ranks = [{"'a'": "0", "'b'": "1"}, {"'a'": "1", "'b'": "0"}]
+    held = [[DerivedTable(name, values, LINE) for name in ("numbers", "data.numbers")] for values in ranks]
+    assert [finding.subjects for finding in judge_tables(held)] == [("numbers", "data.numbers")]
+
+
+def test_a_list_of_texts_in_the_order_of_a_set() -> None:
+    ranks = [{"'a'": "0", "'b'": "1", "'c'": "2"}, {"'a'": "1", "'b'": "2", "'c'": "0"}]
+    held = [[DerivedTable("Photos.classes.index()", values, LINE)] for values in ranks]
+    (finding,) = judge_tables(held)
+    assert finding.code == "DDP516" and finding.message.startswith("Photos.classes has the same 3 texts")
+    rows, labels = tuple(range(50, 66)), (0, 1, 2, 1) * 4
+    same = [[epoch(ALL, rows=rows, labels=labels)]] * 2
+    assert not judge_tables(held, same)  # no label is made of it
+    assert judge_tables(held, [same[0], [epoch(ALL, rows=rows, labels=(*labels[1:], 0))]])
+    assert judge_tables(held, [same[0], [epoch(ALL, rows=tuple(range(16)), labels=labels)]])  # other samples
+    table = [[DerivedTable("Photos.classes", values, LINE)] for values in ranks]
+    assert judge_tables(table, same)  # as before
+
+
+# Optimizers
+
+
+def step(count: int = 0, **more: Any) -> OptimizerStep:
+    plain = OptimizerStep(0, count, {"class": "SGD", "group 0 lr": "0.1"}, LINE, ("0/w",), count + 1, averaged=True)
+    return replace(plain, **more)
+
+
+def test_the_learning_rate_that_parts_later_is_a_schedule() -> None:
+    lower = {"class": "SGD", "group 0 lr": "0.01"}
+    assert codes(judge_optimizer_options([[step(), step()], [step(4), step(4, options=lower)]])) == ["DDP507"]
+    assert codes(judge_optimizer_options([[step(), step(options=lower)]])) == ["DDP223"]
+    assert codes(judge_optimizer_options([[step(made_with="a"), step(options=lower, made_with="a")]])) == ["DDP507"]
+    (made,) = judge_optimizer_options([[step(), step(options=lower)]])
+    loads = Location("train.py", 27)
+    (loaded,) = judge_optimizer_options([[replace(step(), restored_at=loads), step(options=lower)]])
+    assert (made.code, made.location, loaded.code, loaded.location) == ("DDP223", LINE, "DDP223", loads)
+    assert loaded.ranks == (0,) and "on rank 0 only" in loaded.evidence[-1]
+    resumed = step(made_with="a", restored_at=loads, options=lower)  # whose rate has come down before
+    (loaded,) = judge_optimizer_options([[resumed, step(made_with="a")]])
+    assert (loaded.code, loaded.location, loaded.ranks) == ("DDP507", loads, (0,)) and "Load" in loaded.fix
+    assert not judge_optimizer_options([[step(), step()], [step(4, options=lower), step(4, options=lower)]])
+    assert not judge_optimizer_options([[step(), replace(step(options=lower), reductions=2)]])  # it is its second batch
+    numbered = [step(options={"class": "Muon", "group 0 rank": str(rank)}) for rank in range(3)]
+    assert not judge_optimizer_options([numbered])
+    assert codes(judge_optimizer_options([numbered[::-1]])) == ["DDP223"]
+
+
+def test_ranks_that_step_on_other_parameters_of_a_wrapper() -> None:
+    [finding] = judge_parts([step(held=("0/a", "0/b"), made=LINE), step(held=("0/b", "0/c"))])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP223", ("its parameters",), LINE)
+    assert finding.evidence == ("its parameters: rank 0: a; rank 1: c",)
+    assert judge_parts([step(held=("0/a", "0/b")), step(held=("0/b", "0/a"))]) == []
+    assert judge_parts([step(held=("0/a",)), step(held=())]) == []
+
+
+def test_ranks_in_other_steps_of_a_loop_that_reduces_by_hand() -> None:
+    lower = {"class": "SGD", "group 0 lr": "0.01"}
+    apart = [step(4, reductions=-1, collectives=9), step(4, reductions=-1, collectives=8, options=lower)]
+    assert codes(judge_optimizer_options([[step(), step()], apart])) == ["DDP508"]
+    in_step = [replace(one, collectives=9) for one in apart]
+    assert codes(judge_optimizer_options([[step(), step()], in_step])) == ["DDP507"]
+
+
+def test_a_rank_that_skips_a_step() -> None:
+    (finding,) = judge_pace([[step(4, reductions=5), step(4, reductions=6)]], [])
+    assert (finding.code, finding.ranks, finding.location) == ("DDP508", (1,), step().location)
+    decided = (Location("train.py", 30),)
+    (finding,) = judge_pace([[step(4, reductions=5, left_out_at=decided), step(4, reductions=6)]], [])
+    assert (
+        finding.location == decided[0]
+        and f"this line decides if the step at {step().location} is made" in finding.evidence
+    )
+    ends = [OptimizerEnd(0, 9, 10), OptimizerEnd(0, 10, 10)]
+    (finding,) = judge_pace([[step(4), step(4)]], ends)
+    assert (finding.code, finding.ranks) == ("DDP508", (0,))
+    assert not judge_pace([[step(4), step(4)]], [OptimizerEnd(0, 10, 10)] * 2)
+
+
+def test_gradients_that_a_rank_changes_before_the_step() -> None:
+    here, there = step(norms={"0/w": 1.0}), step(norms={"0/w": 0.1})
+    assert codes(judge_step_gradients([[here, there]])) == ["DDP301"]
+    (found,) = judge_step_gradients([[replace(one, changed_at=Location("train.py", 5)) for one in (here, there)]])
+    assert found.location == Location("train.py", 5)
+    assert [*map(str, found.related)] == [f"optimizer steps at {here.location}"]
+    assert not judge_step_gradients([[here, step(norms={"0/w": 1.0 + 1e-6})]])
+    assert not judge_step_gradients([[here, replace(there, averaged=False)]])  # the rank's own, under no_sync
+    assert not judge_step_gradients([[here, replace(there, reductions=3)]])  # DDP508
+    assert not judge_step_gradients([[replace(one, unaveraged=("0/w",)) for one in (here, there)]])  # DDP501
+    assert not judge_step_gradients([[here, step(norms={"0/w": float("inf")})]])  # a gradient scaler skips it
+
+
+@pytest.mark.parametrize(
+    ("norms", "limits", "at_clip"),
+    [
+        ((3.0, 3.0), (0.5, 0.7), True),
+        ((3.0, 3.0), (0.5, 0.5), False),  # so something else has changed them
+        ((3.0, 4.0), (0.5, 0.7), False),  # they differed before
+        ((0.3, 0.3), (0.5, 0.7), False),  # nothing is clipped
+        ((3.0, 3.0), (0.0, 0.0), False),  # not known
+    ],
+)
+def test_a_clip_to_a_limit_of_each_rank(
+    norms: tuple[float, float], limits: tuple[float, float], *, at_clip: bool
+) -> None:
+    clips = [[GradientsClipped(0, norm, LINE, 0, limit=limit)] for norm, limit in zip(norms, limits, strict=True)]
+    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
+    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
+
+
+@pytest.mark.parametrize(("norms", "at_clip"), [((3.0, 4.0), True), ((3.0, 3.0), False), ((0.3, 0.4), False)])
+def test_a_clip_by_a_norm_of_what_each_rank_has_of_its_own(norms: tuple[float, float], *, at_clip: bool) -> None:
+    clips = [[GradientsClipped(n, norm, LINE, n, limit=0.5, of_parts=True) for n in range(3)] for norm in norms]
+    steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
+    (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
+    assert (found.code, found.location == LINE) == ("DDP301", at_clip)
+    assert not judge_clips(clips, [[(step(), step())] * 3])  # they differ by right
+
+
+def test_optimizer_state_that_differs() -> None:
+    here, there = step(states={"0/w: momentum_buffer": 1.0}), step(states={"0/w: momentum_buffer": 2.0})
+    assert codes(judge_optimizer_state([[here, there]])) == ["DDP306"]
+    assert codes(judge_optimizer_state([[here, step()]])) == ["DDP306"]  # loaded on one rank
+    loads = Location("train.py", 27)
+    (found,) = judge_optimizer_state([[replace(here, restored_at=loads), step()]])
+    assert (found.location, found.ranks) == (loads, (0,))
+    (found,) = judge_optimizer_state([[replace(one, restored_at=loads) for one in (here, there)]])
+    assert (found.location, found.ranks) == (here.location, ())
+    assert not judge_optimizer_state([[here, here]])
+    (found,) = judge_optimizer_state([[here, here], [here, there]])
+    assert found.evidence[0].startswith("it did not differ in step 0") and "work.wait()" in found.fix
+    (found,) = judge_optimizer_state([[replace(here, held=("a", "b")), replace(there, held=("b", "a"))]])
+    assert found.fix.startswith(
+        "Give the optimizer its parameters in the same order"
+    ) and "rank 1 holds b and a" in str(found.evidence)
+    sharded = step(states={"0/v: momentum_buffer": 2.0})
+    assert not judge_optimizer_state([[here, sharded]])
+
+
+def alone(count: int, value: int, gradient: float, name: str = "Head.w") -> OptimizerStep:
+    return step(count, held=(), reductions=-1, alone={name: value}, gradients={name: [gradient]}, marks=(value,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]], ["DDP501"]),
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 2.0), (1, 2, 3.0)]], []),  # averaged by hand
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 2.0), (1, 8, 3.0)]], ["DDP208"]),
+        ([[(0, 1, 0.0), (1, 2, 3.0)], [(0, 9, 0.0), (1, 8, 3.0)]], ["DDP208"]),  # in front of a layer of zeros
+        ([[(0, 1, 0.0), (1, 2, 0.0)], [(0, 9, 0.0), (1, 8, 0.0)]], []),  # it has none at all
+        ([[(0, 1, 2.0), (1, 2, 3.0)], [(0, 9, 4.0), (1, 8, 7.0)]], []),  # a model of each rank's own
+        (
+            [
+                [(0, 1, 2.0), (1, 2, 3.0), (2, 4, 1.0), (3, 5, 1.0)],
+                [(0, 1, 5.0), (1, 3, 6.0), (2, 4, 2.0), (3, 6, 2.0)],
+            ],
+            [],
+        ),
+    ],
+)
+def test_parameters_in_no_wrapper(ranks: list[list[tuple[int, int, float]]], found: list[str]) -> None:
+    steps = [[alone(*one) for one in at] for at in zip(*ranks, strict=True)]
+    assert codes(judge_unsynchronized(steps, [], wrapped=False)) == found
+
+
+@pytest.mark.parametrize(("after", "found"), [(16, ["DDP306"]), (6, [])])
+def test_parameters_that_are_averaged_now_and_then_until_they_are_not(after: int, found: list[str]) -> None:
+    def of_rank(rank: int) -> list[OptimizerStep]:
+        marks = tuple(n if n % 4 == 0 and n <= 8 else 100 * rank + n for n in range(8 + after))
+        return [replace(alone(0, 1, 2.0), marks=()), replace(alone(1, 10 + rank, 3.0 + rank), marks=marks)]
+
+    assert codes(judge_unsynchronized(list(zip(of_rank(0), of_rank(1), strict=True)), [], wrapped=False)) == found
+
+
+def test_parameters_that_a_wrapper_does_not_know_of_are_told_by_their_names_in_it() -> None:
+    of_ranks = [[(0, 1, 2.0), (1, 2, 3.0)], [(0, 1, 5.0), (1, 3, 6.0)]]
+    steps = [[alone(*one, name="0/head.w") for one in at] for at in zip(*of_ranks, strict=True)]
+    (found,) = judge_unsynchronized(steps, [], wrapped=True)
+    assert (found.code, found.subjects) == ("DDP503", ("head.w",))
+
+
+def test_what_ranks_add_to_gradients_that_are_reduced_is_not_told_as_no_reduction() -> None:
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, n, 1.0 + n) for n in (2, 3)]]
+    (never,) = judge_unsynchronized(steps, [], wrapped=False)
+    reduced = [[replace(one, collectives=3 + 2 * one.count) for one in of_ranks] for of_ranks in steps]
+    (later,) = judge_unsynchronized(reduced, [], wrapped=False)
+    assert "by nothing" in never.message and "after the collectives of a step" in later.message
+
+
+def test_what_an_optimizer_that_reduces_in_its_step_leaves_out_is_told_as_that() -> None:
+    def steps_of(*values: tuple[int, int]) -> list[list[OptimizerStep]]:
+        return [[alone(n, at[rank], 2.0 + rank) for rank in range(2)] for n, at in enumerate(values)]
+
+    reduced, own, idle = steps_of((1, 1), (2, 2)), steps_of((1, 1), (2, 3)), steps_of((1, 1), (1, 1))
+    assert [reduces_in_step(one) for one in (reduced, own, idle, [])] == [True, False, False, False]
+    assert codes(judge_unsynchronized(reduced, [], wrapped=False, in_step=True)) == []
+    (found,) = judge_unsynchronized(own, [], wrapped=False, in_step=True)
+    assert found.code == "DDP501" and found.fix.startswith("Have the step reduce every gradient")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (lambda rank, count: count, ["DDP505"]),
+        (lambda rank, count: 10 * rank + count, []),
+        (lambda rank, count: rank if count == 1 else count, []),  # in one step they are not
+        (lambda rank, count: 7, []),  # nothing changes
+    ],
+)
+def test_gradients_that_are_the_same_before_they_are_averaged(given: Any, found: list[str]) -> None:
+    steps = [[replace(alone(n, n, 1.0), given=(given(rank, n),)) for rank in range(2)] for n in range(4)]
+    assert codes(judge_equal_gradients(steps)) == found
+    assert not judge_equal_gradients(steps[:2])
+
+
+def test_gradients_of_parts_that_are_reduced_as_if_they_were_replicas() -> None:
+    own = [
+        replace(alone(n, n, 1.0), parts_reduced=("Tables.t.0.weight",), parts_reduced_at=OTHER_LINE) for n in range(3)
+    ]
+    (found,) = judge_parts_reduced([[one, one] for one in own])
+    assert (found.code, found.location, found.subjects) == ("DDP521", OTHER_LINE, ("Tables.t.0.weight",))
+    assert not judge_parts_reduced([[one, alone(1, 1, 1.0)] for one in own])
+
+
+def test_gradients_that_are_averaged_by_hand_and_clipped_on_one_rank() -> None:
+    def of_ranks(factor: float, *, turned: float = 1.0) -> tuple[OptimizerStep, OptimizerStep]:
+        gradients = {"body": [2.0, -1.0], "head": [1.0, 4.0]}
+        scaled = {name: [factor * a, turned * factor * b] for name, (a, b) in gradients.items()}
+        both = [replace(alone(1, 1, 1.0), alone=dict.fromkeys(gradients, 1), gradients=g) for g in (gradients, scaled)]
+        return both[0], both[1]
+
+    (found,) = judge_scaled_by_hand([of_ranks(1.0), of_ranks(0.2)])
+    assert (found.code, found.subjects, found.location) == ("DDP301", ("body", "head"), LINE)
+    clips = [[GradientsClipped(0, 5.0, OTHER_LINE, 1, limit=limit)] for limit in (9.0, 1.0)]
+    assert judge_scaled_by_hand([of_ranks(0.2)], clips)[0].location == OTHER_LINE
+    written = [replace(one, changed_at=OTHER_LINE) for one in of_ranks(0.2)]
+    assert judge_scaled_by_hand([written])[0].location == OTHER_LINE
+    assert not judge_scaled_by_hand([of_ranks(1.0)]) and not judge_scaled_by_hand([of_ranks(0.2, turned=3.0)])
+
+
+def test_what_is_clipped_by_the_norm_of_what_is_not_averaged_is_not_told_with_it() -> None:
+    """All gradients differ then; those that are averaged are the same but for one factor of each rank."""
+    own = {name: index + 2.0 for index, name in enumerate(("never", "body", "head"))}
+    gradients = ({name: [2.0, -n] for name, n in own.items()}, {name: [3.0, -1.5 * n] for name, n in own.items()})
+    gradients[1]["never"] = [5.0, 1.0]
+    steps = [
+        [
+            replace(
+                alone(count, 0, 0.0),
+                alone=dict.fromkeys(own, rank * count),
+                marks=(rank * count,),
+                gradients=of_rank,
+                collectives=count,
+            )
+            for rank, of_rank in enumerate(gradients)
+        ]
+        for count in range(2)
+    ]
+    (found,) = judge_unsynchronized(steps, [], wrapped=False)
+    assert found.subjects == ("never",)
+
+
+def test_a_parameter_that_is_never_averaged_where_the_others_are_now_and_then() -> None:
+    def looks_at(rank: int) -> list[OptimizerStep]:
+        values = [
+            {"a": 0, "b": 0},
+            {"a": 1 + rank, "b": 1 + rank},
+            {"a": 3, "b": 4 + rank},
+            {"a": 5 + rank, "b": 7 + rank},
+        ]
+        gradients = {name: [1.0 + rank] for name in "ab"}
+        return [
+            replace(alone(count, 0, 0.0), alone=held, gradients=gradients, marks=(held["b"],))
+            for count, held in enumerate(values)
+        ]
+
+    (found,) = judge_unsynchronized(list(zip(looks_at(0), looks_at(1), strict=True)), [], wrapped=False)
+    assert found.subjects == ("b",) and "is never averaged, while the others are" in found.message
+
+
+def test_gradients_that_are_reduced_after_the_step_that_uses_them() -> None:
+    late = Location("train.py", 32)
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [replace(alone(1, n, 1.0 + n), late_sum_at=late) for n in (2, 3)]]
+    for wrapped in (False, True):
+        (found,) = judge_unsynchronized(steps, [], wrapped=wrapped)
+        assert (found.code, found.location) == ("DDP501", late) and "after the optimizer's step" in found.message
+
+
+def test_an_optimizer_of_tensors_that_no_module_has() -> None:
+    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    assert codes(judge_stale(steps, {"0/w": False}, set())) == ["DDP504"]
+    made = [[replace(one, made=Location("train.py", 12)) for one in of_ranks] for of_ranks in steps]
+    assert judge_stale(made, {"0/w": False}, set())[0].location == Location("train.py", 12)
+    assert not judge_stale(steps, {"0/w": True}, set())  # master copies, written back
+    assert not judge_stale([[step(), step()]], {"0/w": False}, set())
+
+
+def test_which_of_two_models_it_is_that_never_moves() -> None:
+    made = [SimpleNamespace(module=name, location=f"train.py:{line}") for name, line in (("Net", 4), ("Other", 5))]
+    wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
+    facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
+    steps = [[step(unknown=("? 0 (4,)",)), step()]]
+    (found,) = _with_model(judge_stale(steps, facts.moved, {"0/w"}), facts)
+    assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
+    facts.wrappers = wrappers[:1]
+    assert _with_model([found], facts) == [found]
+
+
+def test_metrics_zeroing_and_reductions() -> None:
+    assert codes(judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.6, LINE)]])) == ["DDP518"]
+    assert not judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.5, LINE)]])
+    saves = MetricUsed(0, 0, 0.5, LINE, user="ModelCheckpoint", metric="val_loss")
+    (found,) = judge_metrics([[saves, replace(saves, count=1)], [replace(saves, value=0.6)] * 2])
+    assert found.subjects == ("ModelCheckpoint", "val_loss") and "sync_dist=True" in found.fix
+    assert not judge_metrics([[saves], [replace(saves, value=0.500001)]])  # of the same samples on another device
+    assert not judge_metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]])
+    assert codes(judge_zeroed([GradientsZeroed(0, 3, LINE)])) == ["DDP517"]
+    assert not judge_zeroed([])
+
+
+@pytest.mark.parametrize(
+    ("use", "accumulates", "found"),
+    [
+        (ReducedInPlace("all_reduce", LINE, 1, 0.5), False, ["DDP309"]),
+        (ReducedInPlace("all_reduce", LINE, 1, 0.5), True, []),  # it may be divided by its micro-batches
+        (ReducedInPlace("all_reduce", LINE, 1, 1.0), False, []),  # logged before backward
+        (ReducedInPlace("all_reduce", LINE, 16), True, ["DDP309"]),  # activations
+    ],
+)
+def test_backward_through_what_a_collective_has_overwritten(
+    use: ReducedInPlace, accumulates: bool, found: list[str]
+) -> None:
+    assert codes(judge_reduced_in_place([[use], [use]], world_size=2, accumulates=accumulates)) == found
+
+
+@pytest.mark.parametrize(
+    ("gradients", "average", "severity"),
+    [
+        ((7, 7), False, Severity.WARNING),  # the loss of Barlow Twins: a factor is all
+        ((7, 7), True, None),
+        ((7, 8), False, Severity.ERROR),
+        ((7, 8), True, Severity.ERROR),
+        ((0, 0), False, Severity.ERROR),  # a broadcast
+        ((7,), False, Severity.ERROR),  # the other rank has no such pass
+    ],
+)
+def test_what_all_ranks_compute_the_same_of_a_sum_is_off_by_a_factor(
+    gradients: tuple[int, ...], average: bool, severity: Severity | None
+) -> None:
+    uses = [[ReducedInPlace("all_reduce", LINE, 16, None, gradient, average)] for gradient in gradients]
+    found = judge_reduced_in_place([*uses, *[[]] * (2 - len(uses))], world_size=2, accumulates=False)
+    assert [one.severity for one in found] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("norms", "gradient", "found"),
+    [
+        ((1.0, 2.0), 3.0, ["DDP310"]),
+        ((1.0, 1.0), 3.0, []),
+        ((1.0, 2.0), None, []),  # averaged by nothing: DDP501
+    ],
+)
+def test_clipping_before_gradients_are_averaged(
+    norms: tuple[float, float], gradient: float | None, found: list[str]
+) -> None:
+    clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
+    steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
+    assert codes(judge_clips(clips, [steps])) == found
+
+
+# Losses
+
+
+def loss(count: int, *terms: ScaledTerm, **more: Any) -> LossDifferentiated:
+    return replace(LossDifferentiated(count, 0, terms, LINE, wrappers=(0,)), **more)
+
+
+def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDifferentiated]]:
+    return [[loss(count, *terms, **more) for count in range(3)] for terms in by_rank]
+
+
+MEAN, TWICE, HALF = (ScaledTerm("mean", factor, 4) for factor in (1.0, 2.0, 0.5))
+DIVIDED = replace(HALF, divisors=(2.0,))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (losses([TWICE], [TWICE], scaled=LINE), ["DDP303"]),
+        (losses([HALF], [HALF], scaled=LINE), ["DDP303"]),
+        (losses([HALF], [HALF]), []),  # half of the squared error
+        (losses([HALF], [HALF], scaled=LINE, number=1), []),  # of two micro-batches
+        (losses([HALF], [HALF], scaled=LINE, number=3), ["DDP303"]),  # of four: 2 / 4
+        (losses([MEAN], [MEAN], scaled=LINE, number=1), []),  # not divided, or by the micro-batches
+        (losses([ScaledTerm("sum", 2.0, 4)], [ScaledTerm("sum", 2.0, 4)], scaled=LINE), []),
+        (losses([MEAN, HALF], [MEAN, HALF], scaled=LINE), []),
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 8, 9, divisors=(4, 2))]] * 2, scaled=LINE), ["DDP303"]),
+        (losses(*[[DIVIDED, ScaledTerm("sum", 1 / 4, 9, divisors=(4,))]] * 2, scaled=LINE), []),  # not the whole loss
+        (losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)]), ["DDP305"]),
+        (losses([ScaledTerm("sum", 1 / 6, 9)], [ScaledTerm("sum", 1 / 6, 9)]), []),  # of all ranks
+        (losses([ScaledTerm("sum", 0.31, 9)], [ScaledTerm("sum", 0.47, 9)]), []),  # no numbers
+        (losses([ScaledTerm("sum", 1 / 569.31, 48)], [ScaledTerm("sum", 1 / 945.47, 48)]), []),
+        (losses([ScaledTerm("sum", 1 / 1269287, 48)], [ScaledTerm("sum", 1 / 1069, 48)]), []),  # not known
+        (losses([ScaledTerm("sum", 1 / 20011, 30000)], [ScaledTerm("sum", 1 / 24001, 30000)]), ["DDP305"]),
+        (losses([ScaledTerm("mean", 1.0, 9, chosen=True)], [ScaledTerm("mean", 1.0, 7, chosen=True)]), ["DDP305"]),
+        (losses([ScaledTerm("mean", 9 / 8, 9, chosen=True)], [ScaledTerm("mean", 7 / 8, 7, chosen=True)]), []),
+        (losses([ScaledTerm("mean", 1.0, 9)], [ScaledTerm("mean", 1.0, 7)]), []),  # batches of other sizes
+    ],
+)
+def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
+    assert codes(judge_losses(given)) == found
+    assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
+    assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
+
+
+@pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
+def test_terms_of_single_samples_that_are_each_divided_by_what_the_sample_has(own: Sequence[int], found: list[str]):
+    ranks = [[ScaledTerm("sum", 1 / (4 * count), 9, head=0) for count in counts] for counts in (own, (5, 5))]
+    assert codes(judge_losses(losses(*ranks))) == found
+
+
+def test_the_line_of_the_term_that_is_divided_by_own_counts() -> None:
+    other = Location("train.py", 5)
+
+    def judged(*lines: Location | None) -> Location | None:
+        terms = [[MEAN, *(ScaledTerm("sum", 1 / count, 9, location=line) for line in lines)] for count in (7, 5)]
+        (finding,) = judge_losses(losses(*terms))
+        return finding.location
+
+    assert judged(other) == other and judged(None) == judged(other, LINE) != other
+
+
+@pytest.mark.parametrize(("weights", "found"), [((5.0, 2.0), ["DDP305"]), ((0.37, 1.9), [])])
+def test_terms_of_several_that_are_divided_by_own_counts(weights: tuple[float, float], found: list[str]) -> None:
+    ranks = [
+        [loss(n, *(ScaledTerm("sum", weight / count, 48) for weight in weights)) for n, count in enumerate(counts)]
+        for counts in ((24, 31, 17, 40), (19, 33, 25, 11))
+    ]
+    assert codes(judge_losses(ranks)) == found
+    if found:
+        (finding,) = judge_losses(ranks)
+        assert any("by 24 on rank 0, by 19 on rank 1" in line for line in finding.evidence)
+
+
+def test_each_loss_of_a_script_is_judged_by_itself() -> None:
+    """Passes of a discriminator, whose loss is a mean, come between those of a generator."""
+    of_generator = losses([ScaledTerm("sum", 1 / 7, 9)], [ScaledTerm("sum", 1 / 5, 9)])
+    judged = losses([MEAN], [MEAN], location=Location("train.py", 7), step=20)
+    judged = [[replace(one, step=20 + n) for n, one in enumerate((*of_rank, *of_rank))] for of_rank in judged]
+    both = [[*one, *other] for one, other in zip(of_generator, judged, strict=True)]
+    assert codes(judge_losses(both)) == ["DDP305"] and not judge_losses(judged)
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ([(0.5, 0.8)] * 3, ["DDP305"]),  # of each rank's own part of the data
+        ([(0.5, 0.5)] * 3, []),
+        ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 9)], ["DDP305"]),  # adapted to a rank's own samples
+        ([(0.5 * 1.05**n, 0.5 * 0.97**n) for n in range(1, 8)], []),  # too few
+        ([(0.5 * 1.05**n, 0.5 * 1.05**n * (1 + n / 2000)) for n in range(9)], []),  # of hardly any effect
+        ([(0.3, 0.7), (0.9, 0.2), (0.4, 0.6), (0.1, 0.8)] * 3, []),  # drawn for each batch
+        ([(0.1, 0.9), (0.6, 0.7), (0.2, 0.8), (0.5, 0.6)] * 3, []),  # likewise, and always more on one rank
+    ],
+)
+def test_a_number_of_each_rank_by_which_it_multiplies_its_loss(
+    weights: list[tuple[float, float]], found: list[str]
+) -> None:
+    def of_rank(rank: int, *, known: bool = True, size: bool = False) -> list[LossDifferentiated]:
+        rows = [round(1e6 * own[rank]) if size else 4 for own in weights]
+        terms = [
+            ScaledTerm("mean", own[rank], count, multipliers=(own[rank],) * known)
+            for own, count in zip(weights, rows, strict=True)
+        ]
+        return [loss(n, MEAN, term) for n, term in enumerate(terms)]
+
+    assert codes(judge_losses([of_rank(0), of_rank(1)])) == found
+    assert not judge_losses([of_rank(0, known=False), of_rank(1, known=False)])  # made by the model itself
+    assert not judge_losses([of_rank(0, size=True), of_rank(1, size=True)])  # what it weighs is its part of the batch
+
+
+def shared(count: int, *own: float, total: float = 0.0, weight: float = 1.0, **more: Any) -> list[LossDifferentiated]:
+    """A backward pass of each rank: a sum, times a weight, divided by what the ranks' own numbers add up to."""
+    by = total or sum(own)
+    term = ScaledTerm("sum", weight / by, 24, divisors=(by,), multipliers=(weight,))
+    return [loss(count, term, reduced=(NumberReduced(number, LINE),), **more) for number in own]
+
+
+def weighed(count: int, *own: float, more: tuple[float, ...] = ()) -> list[LossDifferentiated]:
+    """Likewise a mean of each rank, times its own number."""
+    by, times = sum(own), math.prod(more)
+    return [
+        loss(
+            count,
+            ScaledTerm("mean", times * number / by, 24, divisors=(by,), multipliers=(number, *more)),
+            reduced=(NumberReduced(number, LINE),),
+        )
+        for number in own
+    ]
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        ([weighed(0, 30, 34), weighed(1, 20, 11), weighed(2, 9, 40)], ["DDP303"]),
+        ([weighed(0, 30, 34, more=(2.0,)), weighed(1, 20, 11, more=(2.0,)), weighed(2, 9, 40, more=(2.0,))], []),
+        ([weighed(0, 30, 34), weighed(1, 20, 11), [replace(one, reduced=()) for one in weighed(2, 9, 40)]], []),
+        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40)], ["DDP303"]),
+        ([shared(0, 30, 34, weight=2), shared(1, 20, 11, weight=2), shared(2, 9, 40, weight=2)], []),  # the world size
+        ([shared(0, 30, 34, weight=5), shared(1, 20, 11, weight=5), shared(2, 9, 40, weight=5)], ["DDP303"]),
+        ([shared(0, 30, 34), shared(1, 20, 11), shared(2, 9, 40, total=32)], []),  # another number by then
+        ([shared(0, 30, 34), shared(1, 20, 11)], []),  # too few
+        ([shared(0, 30, 34, hooked=True), shared(1, 20, 11), shared(2, 9, 40)], []),  # a hook may multiply gradients
+        ([shared(0, 0.5, 0.5), shared(1, 0.25, 0.5), shared(2, 0.5, 0.25)], []),  # no number of elements
+    ],
+)
+def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferentiated]], found: list[str]) -> None:
+    assert codes(judge_losses(list(zip(*passes, strict=True)))) == found
+    besides = [[replace(one, terms=(*one.terms, MEAN)) for one in of_ranks] for of_ranks in passes]
+    assert codes(judge_losses(list(zip(*besides, strict=True)))) == found
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "found"),
+    [
+        (2.0, {"together": 2}, ["DDP303"]),  # two ranks of a model, of which one is here
+        (2.0, {}, []),  # another number
+        (0.5, {"together": 2}, []),  # right, for an average of two
+        (1.0, {"together": 3}, ["DDP303"]),  # averaged once more
+        (1.7, {"together": 2}, []),
+        (1.0, {"together": 2, "summed": True}, []),  # right, for a sum
+        (2.0, {"together": 2, "summed": True}, ["DDP303"]),
+    ],
+)
+def test_a_sum_that_counts_elements_for_each_rank_of_a_model(
+    times: float, options: dict[str, Any], found: list[str]
+) -> None:
+    counts = ((24, 31), (17, 40), (19, 33))
+    passes = [
+        [loss(number, ScaledTerm("sum", 1 / (times * sum(each)), n)) for n in each]
+        for number, each in enumerate(counts)
+    ]
+    assert codes(judge_losses(list(zip(*passes, strict=True)), **options)) == found
+
+
+def test_a_mean_that_is_divided_by_the_ranks_of_a_model() -> None:
+    third = losses(*[[ScaledTerm("mean", 1 / 3, 4)]] * 2, scaled=LINE)
+    assert codes(judge_losses(third, together=3)) == ["DDP303"] and not judge_losses(third)
+    assert codes(judge_losses(third[:1], together=3)) == ["DDP303"]
+    assert not judge_losses(losses([MEAN], scaled=LINE), together=3)
+    assert not judge_losses(losses([MEAN], scaled=LINE))  # one rank
+
+
+def test_gradients_that_are_summed_by_hand() -> None:
+    def steps(**more: Any) -> list[list[OptimizerStep]]:
+        return [[step(count, **{"summed": ("w",), **more}) for _ in range(2)] for count in range(3)]
+
+    means = losses([MEAN], [MEAN], wrappers=())
+    assert codes(judge_sums(steps(), means)) == ["DDP303"]
+    assert not judge_sums(steps(summed=()), means)
+    assert not judge_sums(steps(), losses([HALF], [HALF], wrappers=()))
+    several = [ScaledTerm("mean", -1.0, 4), HALF]
+    assert codes(judge_sums(steps(), losses(several, several, wrappers=()))) == ["DDP303"]
+    assert not judge_sums(steps(options={"class": "AdamW"}), means)  # the scale does not matter
+
+
+@pytest.mark.parametrize(
+    ("used", "unclipped", "kind", "found"),
+    [
+        ((2.0, 6.0), None, "SGD", [Severity.ERROR]),  # the sum of what the ranks have
+        ((1.0, 3.0), None, "SGD", []),  # the average
+        ((0.1, 0.3), None, "SGD", []),  # something else: less of the average, or clipped by hand
+        ((0.1, 0.3), (2.0, 6.0), "SGD", [Severity.ERROR]),  # clipped
+        ((0.1, 0.3), (1.0, 3.0), "SGD", []),
+        ((2.0, 6.0), None, "Adam", []),  # which takes the same steps
+        ((0.1, 0.3), (2.0, 6.0), "Adam", [Severity.WARNING]),  # but for the clip
+        ((0.1, 0.3), (1.0, 3.0), "Adam", []),
+        ((2.0, 5.0), None, "SGD", []),  # another direction
+    ],
+)
+def test_gradients_that_are_summed_in_one_buffer(
+    used: tuple[float, ...], unclipped: tuple[float, ...] | None, kind: str, found: list[Severity]
+) -> None:
+    local = (2.0, 2.0), (0.0, 4.0)
+    more = {} if unclipped is None else {"unclipped": {"w": unclipped}}
+    options = {"class": kind, "module": "torch.optim"}
+    steps = [
+        [step(count, local={"w": own}, gradients={"w": used}, options=options, summed_at=LINE, **more) for own in local]
+        for count in range(1, 4)
+    ]
+    findings = judge_sums([[step(0), step(0)], *steps], losses([MEAN], [MEAN], wrappers=()))
+    assert [(one.code, one.severity, one.location) for one in findings] == [("DDP303", one, LINE) for one in found]
+
+
+def test_gradients_that_are_summed_by_hand_after_the_average() -> None:
+    def steps(**more: Any) -> list[list[OptimizerStep]]:
+        return [[step(count, **{"summed": ("0/w",), **more}) for _ in range(2)] for count in range(3)]
+
+    assert codes(judge_summed_again(steps(), 2)) == ["DDP303"]
+    assert not judge_summed_again(steps(averaged=False), 2)  # by hand alone
+    assert not judge_summed_again(steps(summed=("criterion.w",)), 2)  # of what no wrapper averages
+    assert not judge_summed_again([*steps(), [step(3), step(3)]], 2)  # now and then
+
+
+@pytest.mark.parametrize(
+    ("factors", "more", "found"),
+    [
+        ((0.5, 0.5, 0.5), {}, ["DDP303"]),
+        ((2.0, 2.0, 2.0), {}, ["DDP303"]),
+        ((1.0, 1.0, 1.0), {}, []),
+        ((0.5, 0.5, 0.4), {}, []),  # a clip
+        ((0.25, 0.25, 0.25), {}, []),  # nothing that the number of ranks explains
+        ((0.5, 0.5), {}, []),  # too few
+        ((0.5, 0.5, 0.5), {"scaled": LINE}, []),  # the loss is multiplied by it
+        ((0.5, 0.5, 0.5), {"line": None}, []),  # half of a gradient may be meant otherwise
+        ((0.5, 0.5, 0.5), {"name": "AdamW"}, []),  # whose steps do not depend on the scale
+        ((0.5, 0.5, 0.5), {"elements": 65}, []),  # of whose norm the sketch is an estimate
+    ],
+)
+def test_averaged_gradients_that_are_divided_once_more(
+    factors: Sequence[float], more: dict[str, Any], found: list[str]
+) -> None:
+    numbers, options = [1.0] * more.get("elements", 9), {"class": more.get("name", "SGD")}
+    of_loss = {name: value for name, value in more.items() if name == "scaled"}
+    state = ReplicaState(ModuleDescription(), DdpStepEvidence(0, 0))
+    used = [
+        (
+            step(
+                count, options=options, rescaled_at=more.get("line", LINE), norms={"0/w": factor * math.hypot(*numbers)}
+            ),
+            ReplicaCaptured(0, count, state, averaged={"w": numbers}),
+        )
+        for count, factor in enumerate(factors)
+    ]
+    assert codes(judge_rescaled([used, used], losses([MEAN], [MEAN], **of_loss), 2)) == found
+
+
+# Models beside the wrappers
+
+
+def looks(*values: int, **more: Any) -> list[StateHeld]:
+    plain = StateHeld(0, 0, "ema", "Net", {}, copies=True, used=False, location=LINE)
+    return [replace(plain, **{"count": count, "values": {"w": value}, **more}) for count, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ([looks(1, 2, 3), looks(4, 5, 6)], ["DDP306"]),
+        ([looks(1, 2, 3), looks(4, 2, 3)], []),  # the same in the end
+        ([looks(1, 2, 3), []], []),  # on rank 0 only
+        ([looks(1, 2, 3), looks(9, 9, 9)], []),  # rank 1 does nothing with it
+        ([looks(1, 2, 3), looks(9, 9, 9, used=True)], ["DDP306"]),
+        ([looks(1, 2, 3, copies=False), looks(4, 5, 6, copies=False)], ["DDP214"]),
+        ([looks(1, 2, 3), looks(4, 5, 6, values={"a part": 4})], []),  # a copy of what another wrapper holds
+    ],
+)
+def test_models_that_are_held_beside_the_wrappers(ranks: list[list[StateHeld]], found: list[str]) -> None:
+    assert codes(judge_states(ranks)) == found
+
+
+def test_a_copy_that_a_collective_brings_together_now_and_then() -> None:
+    ranks = [looks(1, 2, 3, 4), looks(1, 5, 6, 7)]
+    assert codes(judge_states(ranks)) == ["DDP306"]
+    assert not judge_states([[replace(one, together=one.count // 2) for one in of_rank] for of_rank in ranks])
+
+
+# Files
+
+
+def write(began: int, ended: int) -> FileUsed:
+    return FileUsed("/data/last.pt", True, began, ended, LINE)
+
+
+OPENED = replace(write(5, 5), by_torch=False)
+
+
+def used(writes: bool, began: int, collectives: int) -> FileUsed:
+    return FileUsed("/data/last.pt", writes, began, began + collectives, LINE)
+
+
+def read(began: int, **more: Any) -> FileUsed:
+    return replace(FileUsed("/data/last.pt", False, began, began, LINE, mapped=True), **more)
+
+
+def test_states_that_ranks_have_loaded_from_other_files() -> None:
+    apart = [[read(0, path="/run/2.pt")], [read(0, path="/run/1.pt")]]
+    state, left = make_finding("DDP306", ("momentum",), "It differs.", steps=(0,)), make_finding("DDP405", (), "Left.")
+    later = replace(state, steps=(4,))
+    told, ended, same = locate_restored_file([state, left, later], apart)
+    assert told.location == LINE and "rank 0: run/2.pt; rank 1: run/1.pt" in told.message and same == later
+    assert ended.message == "Left." and "run/2.pt" in ended.evidence[-1]
+    assert locate_restored_file([state], [[read(0)], [read(0)]]) == [state] == locate_restored_file([state], [[], []])
+    another = read(0, path="/run/all.pt", location=Location("train.py", 3))  # of random states, then
+    assert locate_restored_file([state], [[*of_rank, another] for of_rank in apart]) == [state]
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ([[write(5, 5)], [write(5, 5)]], ["DDP512"]),
+        ([[write(5, 5)], [write(6, 6)]], []),  # a collective is between
+        ([[write(5, 5)], [read(5)]], ["DDP512"]),
+        ([[write(5, 5)], [read(6)]], []),
+        ([[read(0), write(5, 5)], [read(0)]], []),  # what was left by the last run
+        ([[write(5, 5)], [replace(read(5), path="/data/other.pt")]], []),
+        ([[write(5, 5), read(6)], []], []),
+        ([[write(5, 5), write(9, 9)], [write(5, 5), write(9, 9)]], ["DDP512"]),  # once a line
+        ([[write(5, 5), OPENED], [write(6, 6), OPENED]], []),  # opened for torch.save
+        ([[OPENED], [OPENED]], ["DDP512"]),
+    ],
+)
+def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
+    assert codes(judge_files(uses)) == found
+
+
+@settings(deadline=None)  # the first example on a busy machine
+@given(
+    some.lists(
+        some.lists(some.builds(used, some.booleans(), some.integers(0, 8), some.integers(0, 3)), max_size=6), max_size=4
+    )
+)
+def test_uses_are_paired_as_all_with_all(uses: list[list[FileUsed]]) -> None:
+    ranked = [(rank, use) for rank, of_rank in enumerate(uses) for use in of_rank]
+    together = [
+        (one, use, another, other)
+        for one, use in ranked
+        for another, other in ranked
+        if one != another and use.writes and use.began <= other.ended and other.began <= use.ended
+    ]
+    found = list(_at_the_same_time(uses))
+    assert len(found) == len(together)
+    assert all(pair in together for pair in found)
+
+
+def opened(name: str, began: int, *, writes: bool = False, **more: Any) -> FileUsed:
+    return replace(FileUsed(f"/data/{name}", writes, began, began, LINE, by_torch=False), **more)
+
+
+CACHE = opened("x.npy", 2, writes=True)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "found"),
+    [
+        ([CACHE], [opened("x.npy", 2)], ["DDP512"]),
+        ([CACHE, opened("x.npy", 2)], [opened("x.npy", 2)], ["DDP512"]),  # the writer reads it, too
+        ([CACHE], [opened("x.npy", 3)], []),  # a collective is between
+        ([CACHE], [opened("x.npy", 2, waited=True)], []),  # a lock, say
+        ([CACHE, opened("x.npy", 2)], [], []),
+        ([opened("x.tmp", 2, writes=True)], [opened("x.npy", 2)], []),  # put in its place when it is complete
+        ([CACHE, opened("done", 2, writes=True)], [opened("x.npy", 2)], []),  # for which the reader may have waited
+        ([CACHE, opened("done", 2, waited=True)], [opened("x.npy", 2)], []),  # likewise: it is touched
+        ([CACHE, opened("y.npy", 2, writes=True)], [opened("x.npy", 2), opened("y.npy", 2)], ["DDP512"]),
+        ([CACHE, opened("log.txt", 9, writes=True)], [opened("x.npy", 2)], ["DDP512"]),  # later
+    ],
+)
+def test_files_that_one_rank_makes_and_another_reads(
+    writer: list[FileUsed], reader: list[FileUsed], found: list[str]
+) -> None:
+    assert codes(judge_files([writer, reader])) == found
+
+
+def test_a_file_that_is_only_touched_is_no_race() -> None:
+    for touched in ([opened("done", 2, writes=True)], [opened("done", 2)]):
+        assert codes(judge_files([[opened("done", 2, writes=True)], touched])) == ["DDP512"]
+        assert not judge_files([[opened("done", 2, writes=True)], touched], {"/data/done"})
+        assert codes(judge_files([[CACHE], [CACHE]], {"/data/done"})) == ["DDP512"]
+
+
+def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
+    own: dict[str, Any] = {"devices": ("cuda:1",), "device": "cuda:1"}
+    other = {**own, "devices": ("cuda:0",)}
+    assert codes(judge_files([[], [read(6, mapped=False, **other)]])) == ["DDP512"]
+    assert not judge_files([[], [read(6, **other)]])
+    assert not judge_files([[], [read(6, mapped=False, **own)]])
+
+
+def saved(*shards: int) -> list[list[FileUsed]]:
+    """By rank of three, what saves its shard of two; negative of a rank that saves something else."""
+    return [[replace(write(5, 5), shard=(shard, 2) if shard >= 0 else None)] for shard in shards]
+
+
+def test_shards_that_some_ranks_alone_save() -> None:
+    (found,) = judge_shards_saved([*saved(0, -1), []])
+    assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
+    assert codes(judge_shards_saved(saved(1, 1, -1))) == ["DDP521"]
+    assert judge_shards_saved(saved(0, 1, -1)) == judge_shards_saved(saved(-1, -1, -1)) == []
+
+
+def test_parameters_in_no_group_of_shards() -> None:
+    steps = [[alone(0, 1, 2.0), alone(0, 1, 5.0)], [alone(1, 2, 3.0), alone(1, 3, 6.0)]]
+    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE)
+    assert (found.code, found.location) == ("DDP111", LINE) and "DistributedDataParallel" not in found.message
+    (name,) = steps[0][0].alone
+    assigned = ModuleChanged(0, "module", "head", (name,), Location("train.py", 77))
+    (found,) = judge_unsynchronized(steps, [], wrapped=True, sharded_at=LINE, assigned=[assigned])
+    assert found.location == assigned.location and "and replaces a sharded module" in found.evidence[0]
+    (found,) = judge_unsynchronized(
+        steps, [], wrapped=True, sharded_at=LINE, assigned=[replace(assigned, names=("other",))]
+    )
+    assert found.location == LINE
+
+
+ADAM = {"0/w: step": 12.0, "0/w: exp_avg": 0.5, "0/w: exp_avg_sq": 0.1}
+FRESH: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(
+    ("states", "restored", "code"),
+    [
+        ([ADAM, FRESH], [LINE, None], "DDP306"),
+        ([ADAM, {**ADAM, "0/w: step": 1.0}], [LINE, None], "DDP306"),
+        ([ADAM, ADAM], [LINE, LINE], "DDP521"),
+        ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, LINE], ""),
+        ([ADAM, {**ADAM, "0/w: exp_avg": 0.4}], [LINE, None], ""),  # steps were counted alike
+        ([ADAM, ADAM], [None, None], ""),  # never loaded
+        ([{"0/w: sum": 0.2}, {"0/w: sum": 0.2}], [LINE, LINE], ""),  # as it is filled at first, say
+    ],
+)
+def test_the_state_of_an_optimizer_of_shards_is_loaded_on_every_rank_for_its_own_parts(
+    states: list[dict[str, float]], restored: list[Location | None], code: str
+) -> None:
+    steps = [
+        OptimizerStep(0, 0, {}, LINE, shards=1, shard_states=state, restored_at=where)
+        for state, where in zip(states, restored, strict=True)
+    ]
+    assert codes(judge_shard_states([steps])) == [code] * bool(code)
+
+
+def test_gradients_that_float32_rounds_coarsely_are_the_same() -> None:
+    coarse = [(2.8e-45, 7e-45), (4.2e-45, 5.6e-45)]
+    assert are_near(coarse) and are_close([2.8e-45, 4.2e-45])
+    assert not are_near([[value * 1e40 for value in of_rank] for of_rank in coarse])
+    assert not are_close([2.8e-5, 4.2e-5])

@@ -1,0 +1,175 @@
+"""DDP306 of evaluated copies, and DDP523: uses and loads that are a fault, and what is written down of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
+from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
+from ddpcheck.rules.replicas.copies import judge_states, judge_uses
+
+MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
+HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)
+
+
+WRITTEN = Location("train.py", 20)
+WRITES = ModuleChanged(OF_A_COPY, "written", "lerp_", ("ema",), WRITTEN)
+
+
+def looks(*values: int) -> list[StateHeld]:
+    return [replace(HELD, count=1 << number, values={"w": one}, used=True) for number, one in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "writes", "line", "step"),
+    [
+        ((5, 6, 7), (1, 2, 3), ([WRITES], [WRITES]), MADE, 1),  # from other weights
+        ((1, 2, 3), (1, 1, 1), ([WRITES], []), WRITTEN, 2),
+        ((1, 1, 2, 3), (1, 1, 4, 5), ([WRITES], [WRITES]), WRITTEN, 4),
+        ((1, 2, 3), (1, 1, 1), ([WRITES, replace(WRITES, location=LOADED)], [WRITES]), LOADED, 2),
+        ((1, 2, 3), (1, 4, 5), ([WRITES, replace(WRITES, location=LOADED)],) * 2, MADE, 2),  # who knows which
+        ((1, 2, 3), (1, 4, 5), ([], []), MADE, 2),
+    ],
+)
+def test_a_copy_is_at_fault_where_it_was_made_or_where_it_is_written(
+    here: Any, there: Any, writes: Any, line: Location, step: int
+) -> None:
+    (finding,) = judge_states([looks(*here), looks(*there)], writes)
+    assert (finding.code, finding.location, finding.steps) == ("DDP306", line, (step,))
+    alone = line != MADE and writes[0] != writes[1]  # then only rank 0 comes to that line
+    assert finding.ranks == ((0,) if alone else ())
+
+
+def test_a_module_beside_the_wrappers_that_training_calls_and_that_stays_as_it_is() -> None:
+    def teacher(*values: int) -> list[StateHeld]:
+        return [replace(one, copies=False, other=True) for one in looks(*values)]
+
+    (finding,) = judge_states([teacher(1, 1), teacher(2, 2)])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("ema",), MADE)
+    assert "no wrapper" in finding.message
+    assert not judge_states([teacher(1, 1), teacher(1, 1)])
+    assert not judge_states([teacher(1, 3), teacher(2, 4)])  # trained by hand
+    assert not judge_states([teacher(1), teacher(2)])
+
+
+def use(digest: int, **more: Any) -> StateUsed:
+    return replace(StateUsed(12, "ema", ("train.py:60",), digest, wrapped=False, loaded=False, location=MADE), **more)
+
+
+def test_a_copy_that_one_rank_updates_and_all_evaluate() -> None:
+    moves = [HELD, replace(HELD, count=8, values={"w": 2})]
+    stays = [HELD, replace(HELD, count=8)]
+    (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays])
+    assert (finding.code, finding.location, finding.severity.value) == ("DDP306", MADE, "warning")
+    assert "in the training loop it has changed on rank 0, not on rank 1" in finding.evidence
+    (finding,) = judge_uses([[use(3)], [use(1)]], [moves, stays], [[WRITES], []])
+    assert (finding.location, finding.ranks) == (WRITTEN, (0,))
+
+
+def test_statistics_that_each_rank_has_estimated_on_its_own_part() -> None:
+    def judged(*statistics: tuple[float, ...]) -> list[str]:
+        uses = [[use(3, statistics=one, estimated_at=LOADED, wrapped=True)] for one in statistics]
+        return [f"{one.code} {one.location}" for one in judge_uses(uses, [[] for _ in uses])]
+
+    assert judged((0.0, 1.0, 4.0, 1.0), (0.2, 1.0, 4.0, 1.0)) == [f"DDP214 {LOADED}"]
+    assert not judged((0.0, 1.0, 4.0, 1.0), (0.02, 1.0, 4.0, 1.0))  # of shuffled samples
+    assert not judged((), ()) and not judged((0.0, 1.0), ()) and not judged((0.0, 1.0))
+
+
+def test_statistics_are_written_down_where_they_were_estimated_again() -> None:
+    written: list[StateUsed] = []
+    run = Recording(written.append)
+    recorder = UseRecorder(run, list)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    recorder.follow(model, "ema", MADE)
+    model[1].reset_running_stats()  # before training
+    run.steps = 4
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 2))
+
+    model.eval()
+    evaluate()
+    model[1].reset_running_stats()
+    model.train()
+    evaluate()
+    model.eval()
+    run.steps = 5
+    evaluate()
+    model.load_state_dict(model.state_dict())
+    run.steps = 6
+    evaluate()
+    assert [len(one.statistics) for one in written] == [0, 0, 6, 0]  # while they are estimated, none
+    assert written[2].estimated_at is not None and written[2].estimated_at.path.endswith("test_script_states.py")
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ([use(3)], []),  # on rank 0 only
+        ([use(3)], [use(3)]),  # broadcast before, or updated alike
+        ([use(3)], [use(1, lines=("train.py:70",))]),  # from a line of its own
+        ([use(3)], [use(1, step=8)]),
+        ([use(3, wrapped=True)], [use(1, wrapped=True)]),  # training has left it so: another finding, if any
+    ],
+)
+def test_uses_that_are_no_fault(here: list[StateUsed], there: list[StateUsed]) -> None:
+    assert not judge_uses([here, there], [[], []])
+
+
+def test_a_wrapped_module_into_which_what_was_kept_is_put_back() -> None:
+    here, there = use(3, name="Net", wrapped=True), use(digest_of_values([1]), name="Net", wrapped=True)
+    (finding,) = judge_uses([[replace(here, location=None)], [there]], [[], [HELD]])
+    assert finding.location == MADE
+    (finding,) = judge_uses([[here], [replace(there, loaded=True, location=LOADED)]], [[], []])
+    assert finding.location == LOADED
+
+
+def test_the_uses_of_a_copy_that_are_written_down() -> None:
+    written: list[StateUsed] = []
+    run, held = Recording(written.append), list[torch.Tensor]()
+    recorder = UseRecorder(run, lambda: held)
+    copy = nn.Linear(2, 1)
+    outer = nn.Sequential(copy)
+    recorder.follow(outer, "ema", MADE)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            copy(torch.ones(1, 2))
+
+    evaluate()
+    assert not written  # nothing has been trained
+    run.steps = 3
+    copy(torch.ones(1, 2))
+    assert not written  # it trains
+    for _ in range(3):
+        evaluate()
+    assert [one.step for one in written] == [3]  # one from this line
+    run.steps, held[:] = 4, list(copy.parameters())
+    evaluate()
+    assert len(written) == 1  # an optimizer of its own has it
+
+
+@pytest.mark.parametrize(
+    ("loads", "ranks", "words"),
+    [
+        ([[], []], None, ""),
+        ([[NothingLoaded("Net", LOADED, "module.", True, 4)]] * 2, (), "keys of the state begin with 'module.'"),
+        ([[], [NothingLoaded("Net", LOADED, "_orig_mod.", False, 4)]], (1,), "of the module begin with '_orig_mod.'"),
+    ],
+)
+def test_states_that_load_nothing(loads: list[list[NothingLoaded]], ranks: tuple[int, ...] | None, words: str) -> None:
+    found = judge_loads(loads)
+    assert [one.ranks for one in found] == ([] if ranks is None else [ranks])
+    assert all(words in one.message and one.location == LOADED for one in found)

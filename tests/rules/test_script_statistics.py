@@ -1,0 +1,446 @@
+"""DDP217: running statistics of a rank's own samples, and by what they are told from all that only looks like them."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpcheck.findings.evidence.replicas import RunningStatistic
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
+from ddpcheck.record.source.source_scope import updating_line, writing_line
+from ddpcheck.rules.replicas.copies import judge_statistics
+
+LINE = Location("train.py", 8)
+UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])
+
+
+def looks(*values: float, equations: int = 5, exchanged: int = 0) -> list[RunningStatistic]:
+    return [
+        RunningStatistic(0, forward, "norm.mean", (value, 1.0), (2.0, 1.0), equations, LINE, exchanged)
+        for forward, value in enumerate(values, 1)
+    ]
+
+
+def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
+    (finding,) = judge_statistics([looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)])
+    assert (finding.code, finding.subjects, finding.location) == ("DDP217", ("norm.mean",), LINE)
+    assert "by 0.25 times the divisor" in finding.evidence[0] and "3 calls" in finding.evidence[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        looks(1.0, 2.0, 3.0),  # the same samples, or those of all ranks
+        looks(1.5, 2.0, 3.5),  # brought together in between
+        looks(1.5, 2.5, 3.5, exchanged=1),
+        looks(1.5, 2.5, 3.5, equations=0),  # only held
+        looks(1.5, 2.5, equations=1),  # by chance
+        looks(1.5, equations=9),  # seen once
+        [],
+    ],
+)
+def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[RunningStatistic]) -> None:
+    assert not judge_statistics([looks(1.0, 2.0, 3.0), other]) and not judge_statistics([looks(1.0, 2.0, 3.0)])
+
+
+def test_variables_that_fit_by_chance_now_and_then() -> None:
+    def samples(start: float) -> list[RunningStatistic]:
+        held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)
+        return [replace(one, equations=int(one.forward in (1, 4, 8))) for one in held]
+
+    assert not judge_statistics([samples(1.0), samples(1.5)])
+
+
+def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:
+    run = Recording(found.append)
+    run.samples = samples
+    made = StatisticsRecorder(run)
+    made.follow(module, 0)
+    return made
+
+
+class Running:
+    def __init__(self) -> None:
+        self.mean, self.var, self.count = torch.zeros(6), torch.ones(6), 0
+        self.log = torch.zeros(6)
+
+    def update(self, x: Tensor) -> None:
+        self.count += 1
+        self.mean = self.mean + (x.mean(0) - self.mean) / (self.count + 1)
+        self.var = self.var + (x.var(0) - self.var) / (self.count + 1)
+
+
+def running_mean_and_variance() -> Callable[[Tensor], Tensor]:
+    running = Running()
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        return (x - running.mean) / (running.var + 1e-5).sqrt()
+
+    return normalised
+
+
+def average_of_numpy() -> Callable[[Tensor], Tensor]:
+    state: dict[str, Any] = {"m": np.zeros(6), "q": np.ones(6)}
+
+    def normalised(x: Tensor) -> Tensor:
+        rows = x.numpy().astype(np.float64)
+        out = (rows - state["m"]) / np.sqrt(np.maximum(state["q"] - state["m"] ** 2, 1e-8))
+        state["m"] = 0.9 * state["m"] + 0.1 * rows.mean(0)
+        state["q"] = 0.9 * state["q"] + 0.1 * (rows**2).mean(0)
+        return torch.from_numpy(out).float()
+
+    return normalised
+
+
+def sums_and_a_count() -> Callable[[Tensor], Tensor]:
+    state = SumState()
+
+    def normalised(x: Tensor) -> Tensor:
+        state.total, state.squares, state.seen = state.total + x.sum(0), state.squares + (x**2).sum(0), state.seen + 16
+        mean = state.total / state.seen
+        return (x - mean) / (state.squares / state.seen - mean**2 + 1e-6).sqrt()
+
+    return normalised
+
+
+class SumState:
+    def __init__(self) -> None:
+        self.total, self.squares, self.seen = torch.zeros(6), torch.zeros(6), 0
+
+
+def of_the_batch_alone() -> Callable[[Tensor], Tensor]:
+    running = Running()
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        return (x - x.mean(0)) / x.std(0)
+
+    return normalised
+
+
+def constants_beside_a_log() -> Callable[[Tensor], Tensor]:
+    running, total = Running(), [torch.zeros(6), torch.zeros(6)]
+
+    def normalised(x: Tensor) -> Tensor:
+        running.update(x)
+        given = (x - UNITS) / UNITS
+        total[0] += given.sum(0)
+        total[1] += given.square().sum(0)
+        running.log = 0.9 * running.log + 0.1 * given.mean(0)
+        return given
+
+    return normalised
+
+
+def train(normalised: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    torch.manual_seed(1)
+    for _ in range(10):
+        module(normalised(UNITS * (torch.randn(16, 6) + 1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (running_mean_and_variance, {"running.mean"}),
+        (average_of_numpy, {"state['m']"}),
+        (sums_and_a_count, {"state.total / normalised.state.seen"}),
+        (of_the_batch_alone, set()),
+        (constants_beside_a_log, set()),
+    ],
+)
+def test_it_is_known_by_the_inputs_alone(make: Callable[[], Callable[[Tensor], Tensor]], names: set[str]) -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    train(make(), module)
+    assert kept and {one.name.partition(".")[2] for one in found if one.equations} == names
+    assert not names or sum(one.equations == 5 for one in found) >= 4
+
+
+def test_variables_of_all_kinds_are_passed_over() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Identity()
+    kept = recorder(found, module)
+    flags, chars = torch.zeros(6, dtype=torch.bool), torch.zeros(6, dtype=torch.complex64)
+    swapped, reversed_ = np.zeros(6, ">f8"), np.arange(6.0)[::-1]
+    sparse, meta, small = (
+        torch.eye(6).to_sparse(),
+        torch.zeros(6, device="meta"),
+        torch.zeros(6, dtype=torch.float8_e5m2),
+    )
+    numbers = [1.0, float("nan"), 10**400, True, None]
+    for given in (torch.zeros(0, 6), torch.zeros(()), small, torch.full((3, 6), float("nan")), torch.randn(2, 6, 6, 6)):
+        module(given)
+        module(given)
+    assert kept and not found
+    del flags, chars, swapped, reversed_, sparse, meta, numbers
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_rollout_of_which_forward_is_given_parts(of_all: bool) -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    running = Running()
+    torch.manual_seed(1)
+    for _ in range(8):
+        observed = UNITS * (torch.randn(32, 6) + 1)
+        running.update(observed)
+        if of_all:
+            observed = (observed - running.mean) / running.var.sqrt()
+        for part in torch.randperm(32).view(2, 16):
+            x = observed[part]
+            module(x if of_all else (x - running.mean) / running.var.sqrt())
+    assert kept and {one.name for one in found} == {"running.mean"} and sum(one.equations == 5 for one in found) > 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Sequential(nn.Linear(6, 2)), nn.Sequential(nn.Linear(6, 1))
+
+    def act(self, x: Tensor) -> Tensor:
+        out: Tensor = self.actor(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.actor(x).sum(1) + self.critic(x)[:, 0]
+        return out
+
+
+class Welford:
+    """As many write it: one row after the other, normalised to at most 5."""
+
+    def __init__(self) -> None:
+        self.n, self.centre, self.spread = 0, np.zeros(6), np.zeros(6)
+
+    def see(self, rows: Any) -> None:
+        for row in rows:
+            self.n += 1
+            way = row - self.centre
+            self.centre = self.centre + way / self.n
+            self.spread = self.spread + (way * (row - self.centre) - self.spread) / self.n
+
+    def __call__(self, rows: Any) -> Tensor:
+        scaled = (rows - self.centre) / np.sqrt(self.spread + 1e-8)
+        return torch.from_numpy(np.clip(scaled, -5, 5)).float()
+
+
+def observed(count: int) -> Tensor:
+    return UNITS * (torch.randn(count, 6) + 1)
+
+
+def acts_with_a_part(ddp: DistributedDataParallel) -> None:
+    state = {"mu": torch.zeros(6), "square": torch.ones(6)}
+    for _ in range(6):
+        rollout = []
+        for _ in range(9):
+            x = observed(8)
+            state["mu"].mul_(0.9).add_(x.mean(0), alpha=0.1)
+            state["square"].mul_(0.9).add_(x.square().mean(0), alpha=0.1)
+            x = ((x - state["mu"]) / (state["square"] - state["mu"].square()).clamp_min(1e-6).sqrt()).clamp(-2, 2)
+            with torch.no_grad():
+                ddp.module.act(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+
+
+def acts_then_trains_on_raw_rows(ddp: DistributedDataParallel) -> None:
+    norm, replay = Welford(), np.zeros((0, 6))
+    for _ in range(40):
+        row = observed(1).numpy()
+        norm.see(row)
+        with torch.no_grad():
+            ddp.module(norm(row))
+        replay = np.concatenate([replay, row])
+        if len(replay) > 8:
+            ddp(norm(replay[torch.randint(len(replay) - 2, (16,)).numpy()])).sum().backward()
+
+
+def updates_before_it_trains(ddp: DistributedDataParallel) -> None:
+    norm, replay = Welford(), []
+    for _ in range(40):
+        norm.see(rows := observed(2).numpy())
+        if len(replay) > 8:
+            ddp(torch.cat(replay)[torch.randint(len(replay) - 2, (16,))]).sum().backward()
+        replay.append(norm(rows))
+        with torch.no_grad():
+            ddp.module(replay[-1])
+
+
+def acts_by_the_wrapper_and_updates_later(ddp: DistributedDataParallel) -> None:
+    seen, middle, power = 0, torch.zeros(6), torch.ones(6)
+    for _ in range(6):
+        rollout = []
+        for _ in range(10):
+            raw = observed(8)
+            x = ((raw - middle) / (power - middle.square()).clamp_min(1e-8).sqrt()).clamp(-4, 4)
+            with torch.no_grad():
+                ddp(x)
+            rollout.append(x)
+            seen += 1
+            middle = middle + (raw.mean(0) - middle) / seen
+            power = power + (raw.square().mean(0) - power) / seen
+        for part in torch.cat(rollout)[torch.randperm(80)].split(20):
+            ddp(part).sum().backward()
+
+
+def acts_on_constants_beside_a_log(ddp: DistributedDataParallel) -> None:
+    norm = Welford()
+    for _ in range(6):
+        rollout = []
+        for _ in range(9):
+            raw = observed(8).numpy()
+            norm.see(raw)
+            assert norm(raw).isfinite().all()  # a score that is shown, say
+            x = torch.from_numpy(raw) / UNITS - 1
+            with torch.no_grad():
+                ddp.module(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+
+
+def replaced_after_training(ddp: DistributedDataParallel) -> None:
+    """By that of all ranks, of which only sums were given to a collective: here, some others."""
+    norm, total = Welford(), torch.zeros(6)
+    for number in range(6):
+        rollout = []
+        for _ in range(9):
+            raw = observed(8)
+            norm.see(raw.numpy())
+            total += raw.sum(0) + observed(8).sum(0)
+            x = norm(raw.numpy())
+            with torch.no_grad():
+                ddp.module(x)
+            rollout.append(x)
+        for part in torch.cat(rollout)[torch.randperm(72)].split(24):
+            ddp(part).sum().backward()
+        norm.centre = total.double().numpy() / (144 * (number + 1))
+
+
+def evaluates_by_statistics_of_its_own(ddp: DistributedDataParallel) -> None:
+    norm = Welford()
+    for _ in range(6):
+        for _ in range(9):
+            rows = observed(8).numpy()
+            norm.see(rows)
+            with torch.no_grad():
+                ddp.module(norm(rows))
+        for _ in range(4):
+            ddp(torch.randn(24, 6)).sum().backward()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("trains", "name"),
+    [
+        (acts_with_a_part, "state['mu']"),
+        (acts_then_trains_on_raw_rows, "norm.centre"),
+        (updates_before_it_trains, "norm.centre"),
+        (acts_by_the_wrapper_and_updates_later, "middle"),
+        (acts_on_constants_beside_a_log, None),
+        (replaced_after_training, None),
+        (evaluates_by_statistics_of_its_own, None),
+    ],
+)
+def test_it_moves_in_each_step_of_a_rollout(trains: Callable[[DistributedDataParallel], None], name: str) -> None:
+    found: list[RunningStatistic] = []
+    ddp = DistributedDataParallel(Policy())
+    kept = recorder(found, ddp)
+    torch.manual_seed(1)
+    trains(ddp)
+    assert kept
+    others = [replace(one, values=tuple(2 * value + 1 for value in one.values)) for one in found]
+    subjects = [finding.subjects for finding in judge_statistics([found, others])]
+    assert subjects == ([(name,)] if name else [])
+
+
+def test_the_line_that_updates_is_in_the_class_and_makes_the_new_value_of_the_old_one() -> None:
+    def text(path: str, holder: type) -> str:
+        line = updating_line(path, holder)
+        assert line is not None
+        return linecache.getline(line.path, line.line).strip()
+
+    assert text("self.norm.mean", Running).startswith("self.mean = self.mean + (x")
+    assert text("state['q']", dict).startswith('state["q"] = 0.9 *')
+    assert text("state.seen", SumState).startswith("state.total, state.squares, state.seen = state.total")
+    assert text("mean", NoneType) == "mean += 0.1 * (x.mean().item() - mean)"
+    assert updating_line("nowhere.set_to_anything", Running) is None
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2))  # which another class of this file has, too
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return x - self.mean
+
+
+def test_a_buffer_is_written_by_its_own_module_or_a_function() -> None:
+    outer = nn.Sequential(Counted())
+    line = writing_line(outer, "0.rows")
+    assert line is not None and "self.rows += len(x)" in linecache.getline(line.path, line.line)
+    assert writing_line(outer, "0.mean") is None and writing_line(outer, "0.inner.running_mean") is None
+
+
+def test_one_number_is_known_by_the_samples_from_which_it_is_subtracted() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    torch.manual_seed(1)
+    mean = 0.0
+    for _ in range(6):
+        x = torch.randn(16, 6) + 1
+        mean += 0.1 * (x.mean().item() - mean)
+        module(x - mean)
+    assert kept and {one.name for one in found} == {"mean"} and sum(one.equations for one in found) >= 4
+    line = found[0].location
+    assert line is not None and line.path.endswith("test_script_statistics.py")
+
+
+def test_a_statistic_that_a_collective_is_given() -> None:
+    found: list[RunningStatistic] = []
+    module = nn.Linear(6, 1)
+    kept = recorder(found, module)
+    running = Running()
+    torch.manual_seed(1)
+    for number in range(6):
+        x = UNITS * (torch.randn(16, 6) + 1)
+        running.update(x)
+        if number == 4:
+            sums = torch.cat([torch.ones(1), 64 * running.mean])
+            kept.note_collective(Call("all_reduce", "", (0,)), {"tensor": torch.randn(9)})  # of no other rank
+            kept.note_collective(CALL, {"tensor": torch.randn(9)})
+            kept.note_collective(CALL, {"tensor": sums})
+        module((x - running.mean) / running.var.sqrt())
+    assert [one.exchanged for one in found] == [0, 0, 0, 1, 1]
+
+
+CALL = Call("all_reduce", "", (0, 1))

@@ -1,0 +1,292 @@
+"""Judges of modules that `fully_shard` has sharded, on evidence made by hand."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.modules import ModuleDescription, ShardedFacts
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent, ShardedStep, StepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import Severity
+from ddpcheck.findings.wording import Names
+from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
+from ddpcheck.rules.gradients.reducer import judge_loaded_state, judge_sharded, judge_wrapper_error, why_not_updated
+from ddpcheck.rules.gradients.wrappers import judge_meshes
+from ddpcheck.rules.parameters.contribution import judge_parameters
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_shard_scales
+from ddpcheck.rules.replicas.watched_steps import judge_captured
+from ddpcheck.stream.entries import PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_report import ReplicaState, WatchContext
+from ddpcheck.trace.check_context import JudgeContext
+from ddpcheck.trace.script_facts import WatchedWrapper
+
+SHARDED = ShardedFacts(is_ddp=False)
+KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
+EQUAL = Difference("w", error=0.0, tolerance=1e-6)
+MISSING = Difference("w", error=1.0, tolerance=1e-6, residual=1.0)
+OFF = LoopEvent("set_requires_gradient_sync", "train.py:7", synchronises=False)
+ON = LoopEvent("set_requires_gradient_sync", "train.py:9", synchronises=True)
+
+
+def steps(*gradients: int, found: Difference = EQUAL, events: tuple[LoopEvent, ...] = ()) -> list[DdpStepEvidence]:
+    """One step, by the fingerprint of each rank's gradient of `w`, which is `found` so far from the average."""
+    return [
+        DdpStepEvidence(rank, 0, gradients={"w": gradient}, against_local=(found,), events=events)
+        for rank, gradient in enumerate(gradients)
+    ]
+
+
+def only(found: list[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def test_gradients_that_are_the_average_are_no_finding_whatever_was_switched() -> None:
+    assert judge_sharded(steps(1, 1), KNOWN) == []
+    assert judge_sharded(steps(1, 1, events=(OFF,)), KNOWN) == []
+
+
+def test_a_reduction_that_was_left_switched_off_is_told_at_the_call() -> None:
+    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(ON, OFF)), KNOWN))
+    assert (finding.code, finding.location) == ("DDP502", Location("train.py", 7))
+
+
+def test_a_reduction_that_was_switched_on_again_is_not_the_cause() -> None:
+    finding = only(judge_sharded(steps(0, 0, found=MISSING, events=(OFF, ON)), KNOWN))
+    assert finding.code == "DDP302"
+    assert finding.message.startswith("Under fully_shard, the gradients of") and "communication hook" not in finding.fix
+
+
+def test_replicas_that_were_not_reduced_with_each_other_differ() -> None:
+    off = LoopEvent("set_requires_all_reduce", "train.py:8", synchronises=False)
+    assert only(judge_sharded(steps(1, 2, events=(off,)), KNOWN)).location == Location("train.py", 8)
+    finding = only(judge_sharded(steps(1, 2), KNOWN))
+    assert finding.code == "DDP301" and not any("no DistributedDataParallel" in line for line in finding.evidence)
+
+
+def test_a_parameter_in_no_group_is_told_as_that_and_not_as_gradients_that_differ() -> None:
+    known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"w"})))
+    assert only(judge_sharded(steps(1, 2, found=MISSING), known)).code == "DDP111"
+    assert judge_sharded(steps(1, 1), known) == []
+
+
+def test_an_update_of_shards_that_is_not_that_of_the_whole_is_told_where_gradients_are_right() -> None:
+    bad = Difference("w", error=0.4, tolerance=0.1)
+    given: dict[str, Any] = {"gradients": {"w": 1}, "against_local": (EQUAL,), "against_whole": (bad,)}
+    where = Location("train.py", 7)
+    updated = [ShardedStep(rank, 1, **given, against_shard=(EQUAL,), updated_at=where) for rank in (0, 1)]
+    first = [ShardedStep(rank, 0, {"w": 1}, against_local=(EQUAL,), against_whole=(EQUAL,)) for rank in (0, 1)]
+    finding = only(judge_sharded(updated, KNOWN))
+    assert (finding.code, finding.subjects, finding.location) == ("DDP306", ("w",), where)
+    assert only(judge_sharded([*first, *updated], KNOWN)).steps == (1,)
+    assert judge_sharded(first, KNOWN) == []
+    rounded = [ShardedStep(rank, 1, **given, against_shard=(bad if rank else EQUAL,)) for rank in (0, 1)]
+    assert judge_sharded(rounded, KNOWN) == []
+    assert why_not_updated(rounded[1]).startswith("in w, ") and not why_not_updated(first[0])
+    wrong = [replace(item, gradients={"w": 0}, against_local=(MISSING,), events=(OFF,)) for item in updated]
+    assert only(judge_sharded(wrong, KNOWN)).code == "DDP502"
+
+
+def test_parts_of_different_models_are_told_and_values_that_one_rank_hands_out_are_not() -> None:
+    built = [{"a": 1, "b": 5}, {"a": 2, "b": 5}]
+    finding = only(judge_values_before_sharding(built, {"a": 3, "b": 5}))
+    assert (finding.code, finding.subjects, finding.severity) == ("DDP208", ("a",), Severity.ERROR)
+    assert judge_values_before_sharding(built, {"a": 1, "b": 5}) == []
+    assert judge_values_before_sharding([{}, {"a": 2}], {"a": 3}) == []
+
+
+def test_a_parameter_that_some_ranks_do_not_use_stops_the_reduction_unless_zeros_stand_for_it() -> None:
+    evidence = [
+        StepEvidence(rank, 0, {"w": "contributes", "v": state}) for rank, state in enumerate(("contributes", "missing"))
+    ]
+    finding = only(judge_parameters(evidence, SHARDED, Names()))
+    assert finding.code == "DDP104" and "set_reduce_scatter_unused_params(True)" in finding.fix
+    reducing = ShardedFacts(is_ddp=False, reduces_unused=True)
+    assert judge_parameters(evidence, reducing, Names()) == []
+
+
+def test_a_parameter_that_no_rank_uses_does_no_harm_but_that_nothing_trains_it() -> None:
+    unused = [StepEvidence(rank, step, {"w": "contributes", "v": "missing"}) for rank in (0, 1) for step in (0, 1)]
+    finding = only(judge_parameters(unused, SHARDED, Names()))
+    assert finding.severity is Severity.WARNING and "find_unused_parameters" not in finding.fix
+    in_turn = [
+        StepEvidence(rank, step, {"w": "contributes", "v": "missing" if step else "contributes"})
+        for rank in (0, 1)
+        for step in (0, 1)
+    ]
+    assert judge_parameters(in_turn, SHARDED, Names()) == []
+
+
+def test_shards_that_meet_tensors_in_the_loss_are_a_forward_that_was_bypassed() -> None:
+    message = "RuntimeError: aten.addmm.default got mixed torch.Tensor and DTensor"
+    failures = [
+        RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward", location="loss.py:3")
+        for rank in (0, 1)
+    ]
+    finding = only(judge_wrapper_error(failures, {}, KNOWN))
+    assert (finding.code, finding.location) == ("DDP501", Location("loss.py", 3))
+    in_optimizer = [RankFailure(rank, "raised", message, 0.0, place="step 0: optimizer") for rank in (0, 1)]
+    assert judge_wrapper_error(in_optimizer, {}, KNOWN) == []
+
+
+def test_a_plain_parameter_that_wrap_has_put_in_the_place_of_a_shard() -> None:
+    message = "rank 0 raised AttributeError: 'Parameter' object has no attribute '_local_tensor'"
+    failures = [RankFailure(rank, "raised", message, 0.0, place="step 0: fully_shard forward") for rank in (0, 1)]
+    known = replace(KNOWN, wrapper=ShardedFacts(is_ddp=False, ignored=frozenset({"head.weight"})))
+    finding = only(judge_wrapper_error(failures, {}, known))
+    assert (finding.code, finding.subjects, finding.evidence) == ("DDP503", ("head.weight",), (message,))
+    assert judge_wrapper_error(failures, {}, KNOWN) == []  # every parameter is a shard
+
+
+def of_optimizer(*scales: dict[str, float]) -> list[OptimizerStep]:
+    where = Location("train.py", 9)
+    return [OptimizerStep(0, 3, {}, where, shards=2, shard_scales=of_rank) for of_rank in scales]
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        ({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.5, "0/b": 0.50001}),  # clipped by the norm of the whole
+        ({"0/w": 0.5, "0/b": 0.7}, {"0/w": 0.2, "0/b": 0.9}),  # each element by itself
+        ({"0/w": 0.5}, {"0/w": 0.2}),  # of one shard nothing is known
+        ({"0/w": 0.5, "0/b": 0.5}, {}),
+        ({"0/w": math.inf, "0/b": math.inf}, {"0/w": 1.0, "0/b": 1.0}),
+    ],
+)
+def test_gradients_that_ranks_do_not_scale_each_by_its_own_factor_are_no_finding(
+    scales: tuple[dict[str, float], ...],
+) -> None:
+    assert judge_shard_scales([of_optimizer(*scales)]) == []
+
+
+def test_a_factor_of_each_rank_for_all_its_shards_is_that_of_their_norm() -> None:
+    alike = of_optimizer({"0/w": 1.0, "0/b": 1.0}, {"0/w": 1.0, "0/b": 1.0})
+    apart = of_optimizer({"0/w": 0.5, "0/b": 0.5}, {"0/w": 0.2, "0/b": 0.2})
+    finding = only(judge_shard_scales([alike, apart]))
+    assert (finding.code, finding.steps, finding.location) == ("DDP306", (3,), Location("train.py", 9))
+
+
+@pytest.mark.parametrize(
+    ("states", "found"),
+    [
+        ([(0.5, 0.2), (0.5, 0.2)], ["DDP521"]),
+        ([(0.5, 0.2), (0.4, 0.3)], []),  # of each rank
+        ([(0.5, 0.5), (0.5, 0.5)], []),  # what parts of two parameters have alike may be a constant
+        ([(), ()], []),
+        ([(0.5, 0.2)], []),
+    ],
+)
+def test_a_state_that_is_that_of_one_rank_before_the_first_step(states: Sequence[Any], found: list[str]) -> None:
+    given = [
+        {f"{n}.weight: exp_avg": size for n, size in enumerate(sizes)} | {"0.weight: step": 3.0} for sizes in states
+    ]
+    evidence = [ShardedStep(rank, 0, loaded=loaded) for rank, loaded in enumerate(given)]
+    assert [one.code for one in judge_loaded_state(evidence)] == found
+
+
+def test_steps_without_a_gradient_are_told_at_the_switch_that_is_off() -> None:
+    passes = (LoopEvent("forward"), LoopEvent("backward", "train.py:7"), LoopEvent("step", "train.py:8"))
+    loop = [DdpStepEvidence(rank, 0, events=(OFF, *passes)) for rank in (0, 1)]
+    finding = only(judge_switched_off(loop))
+    assert (finding.code, str(finding.location), finding.ranks) == ("DDP502", OFF.location, ())
+    assert "in every backward pass" in finding.message
+    in_turn = only(judge_switched_off([DdpStepEvidence(0, 0, events=(ON, OFF, *passes))]))
+    assert "in the last backward pass of a step" in in_turn.message and in_turn.location == finding.location
+    unknown = only(judge_switched_off([DdpStepEvidence(0, 0, events=passes)]))
+    assert str(unknown.location) == "train.py:8"
+    reduced = (LoopEvent("forward", synchronises=True), *passes[1:])
+    assert judge_switched_off([DdpStepEvidence(0, 0, events=(OFF, ON, *reduced))]) == []
+
+
+def captured(rank: int, shard: int, value: int, *, own: Sequence[float], reduced: Sequence[float]) -> ReplicaCaptured:
+    """One of four ranks, two of which hold each shard of `w`; `own`: a number of its gradient for each of them."""
+    values = DdpStepEvidence(rank, 2, {"w": 10 + shard}, {"w": value}, buffers={"seen": 1})
+    parts = {f"{number}/w": Sketch("f", [one]) for number, one in enumerate(own)}
+    left, eps = {"w": Sketch("f", reduced)}, {"w": 1e-7}
+    return ReplicaCaptured(0, 2, ReplicaState(ModuleDescription(), values), parts, left, eps, shard=shard)
+
+
+def judged(*ranks: ReplicaCaptured) -> list[Finding]:
+    context = WatchContext(Names(), SHARDED, 4, trainable=("w",))
+    made = WrapperMade("Net", (0, 1, 2, 3), context, None, by_library=False, classes={})
+    return judge_captured(made, 2, ranks, first=True)
+
+
+OWN = ((1.0, 5.0), (2.0, 6.0), (3.0, 7.0), (4.0, 8.0))  # their average is 2.5 and 6.5
+
+
+def test_what_is_reduced_onto_a_shard_is_the_average_of_that_part_on_all_ranks() -> None:
+    right = [captured(n, n % 2, n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)]
+    assert judged(*right) == []
+    summed = [captured(n, n % 2, n % 2, own=own, reduced=[(10.0, 26.0)[n % 2]]) for n, own in enumerate(OWN)]
+    assert only(judged(*summed)).code == "DDP303"
+
+
+def test_replicas_of_one_shard_that_differ_are_told_by_their_ranks() -> None:
+    apart = [
+        captured(n, n % 2, 7 if n == 2 else n % 2, own=own, reduced=[(2.5, 6.5)[n % 2]]) for n, own in enumerate(OWN)
+    ]
+    finding = only(judged(*apart))
+    assert (finding.code, finding.subjects) == ("DDP306", ("w",)) and set(finding.ranks) <= {0, 2}
+
+
+def shard_of(
+    rank: int, shard: int, step: int = 0, *, parts: tuple[str, ...] = ("w",), **values: int
+) -> ReplicaCaptured:
+    state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, step, parameters=values))
+    return ReplicaCaptured(0, step, state, shard=shard, parts=parts)
+
+
+def test_ranks_that_all_hold_the_same_shard_are_told() -> None:
+    finding = only(judge_repeated([shard_of(0, 0, w=7, one=1), shard_of(1, 1, w=7, one=1)]))
+    assert (finding.code, finding.subjects) == ("DDP521", ("w",))
+    several = ("w", "v")
+    healthy = [
+        [shard_of(0, 0, w=7), shard_of(1, 1, w=8)],
+        [shard_of(0, 0, w=7), shard_of(1, 0, w=7)],  # replicas
+        [shard_of(0, 0, parts=(), w=7), shard_of(1, 1, parts=(), w=7)],  # zeros, say
+        [shard_of(n, n, parts=several, w=7, v=n) for n in (0, 1)],  # one parameter is made of equal blocks
+        [shard_of(0, 0, w=7), shard_of(1, 1, parts=(), w=8)],
+    ]
+    assert not any(map(judge_repeated, healthy))
+
+
+def meshes(
+    *last: int,
+    first: tuple[int, ...] = (1, 2, 1, 2),
+    sharded: ShardedFacts | None = SHARDED,
+    others: tuple[Entry, ...] = (),
+) -> list[Finding]:
+    """Four ranks with a mesh for each two of them, by their values of `w` before the first step and the last one."""
+    wrappers = []
+    for ranks in ((0, 1), (2, 3)):
+        context = WatchContext(Names(), SHARDED, 2, trainable=("w",), sharded=sharded)
+        made = WrapperMade("Net", ranks, context, Location("train.py", 3), by_library=False, classes={})
+        logs = [
+            WatchedRank(
+                RankStarted(n, 4, "gloo"),
+                [made, shard_of(n, n % 2, 0, w=first[n]), shard_of(n, n % 2, 8, w=last[n]), *others],
+                [],
+            )
+            for n in ranks
+        ]
+        wrappers.append(WatchedWrapper(0, made, logs))
+    return judge_meshes(wrappers, 4)
+
+
+def test_meshes_that_train_one_model_apart_are_a_warning() -> None:
+    finding = only(meshes(3, 4, 5, 6))
+    assert (finding.code, finding.severity, str(finding.location)) == ("DDP301", Severity.WARNING, "train.py:3")
+    assert meshes(3, 4, 3, 4) == []  # averaged in another way
+    assert meshes(3, 4, 5, 6, first=(1, 2, 8, 9)) == []  # two models
+    assert meshes(3, 4, 5, 6, others=(PeerReceived(),)) == []  # stages of one model, of the same seed

@@ -1,0 +1,156 @@
+"""Threads that an exception has ended, and ranks whose main thread waits for one."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+
+import pytest
+
+from ddpcheck.findings.evidence.endings import RankAtEnd
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, own_stack, program_threads
+from ddpcheck.findings.wording import one_finding
+from ddpcheck.rules.collectives.rank_failure import (
+    judge_interleaving,
+    judge_left_by_thread,
+    judge_threads,
+    told_of_threads,
+)
+from ddpcheck.trace.collectives import EndedThread
+from ddpcheck.worlds import failures
+from ddpcheck.worlds.failures import described
+
+OTHER = failures.stuck(0, 0.0, "", "", "barrier at train.py:41")
+
+
+def ended(error: Exception, waits_in: str = "get() at train.py:25", rank: int = 1) -> EndedThread:
+    raised = failures.raised(rank, {**described(error, "", ""), "location": "data.py:7"})
+    return EndedThread("producer", raised, waits_in)
+
+
+def test_an_exception_in_a_thread_for_which_its_rank_waits_is_the_cause() -> None:
+    (finding,) = judge_threads([ended(ValueError("bad sample"))], [OTHER], 2)
+    assert (finding.code, finding.ranks, finding.location) == ("DDP401", (1,), Location("data.py", 7))
+    assert "(producer)" in finding.message and finding.message.endswith("another thread in get() at train.py:25.")
+    assert "rank 0: waits in barrier at train.py:41" in finding.evidence
+    (both,) = judge_threads([ended(ValueError("bad sample"), rank=rank) for rank in (0, 1)], [OTHER], 2)
+    assert both.ranks == () and both.message.startswith("Ranks 0 and 1 raised ValueError: bad sample")
+
+
+def test_one_that_its_rank_does_not_wait_for_is_evidence_only() -> None:
+    logger = ended(ValueError("no disk"), "")
+    assert judge_threads([logger], [OTHER], 2) == []
+    assert told_of_threads([logger]) == [
+        "before that, rank 1 raised ValueError: no disk in a thread (producer) at data.py:7"
+    ]
+    lost = ended(RuntimeError("Connection closed by peer"))  # another rank is the cause
+    assert judge_threads([lost], [OTHER], 2) == told_of_threads([lost]) == []
+
+
+def test_a_line_at_which_a_thread_was_left_is_no_skipped_step() -> None:
+    (skipped,) = one_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
+    (cause,) = judge_left_by_thread([ended(ValueError("bad sample"), "")], skipped)
+    assert (cause.code, cause.ranks, cause.location) == ("DDP401", (1,), Location("data.py", 7))
+    assert "Rank 1 skips." in cause.evidence and cause.message.endswith("has ended a thread (producer).")
+    assert not judge_left_by_thread([ended(ValueError("bad sample"), "")], replace(skipped, ranks=(0,)))
+    assert not judge_left_by_thread([ended(ValueError(""), "")], replace(skipped, location=Location("data.py", 8)))
+
+
+IN_QUEUE = f"""Current thread 0x1 (most recent call first):
+  File "{threading.__file__}", line 327 in wait
+  File "{queue.__file__}", line 171 in get
+  File "/home/me/train.py", line 25 in <module>
+"""
+IN_BARRIER = """Current thread 0x1 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/train.py", line 41 in main
+"""
+
+
+@pytest.mark.parametrize(("dump", "words"), [(IN_QUEUE, "get() at train.py:25"), (IN_BARRIER, ""), ("", "")])
+def test_what_a_main_thread_waits_in_for_another_thread(dump: str, words: str) -> None:
+    assert lock_waited_for(own_stack(dump)) == words
+
+
+def test_a_thread_of_the_program_may_still_have_the_main_one_go_on() -> None:
+    torchs = 'Thread 0x2:\n  File "/x/site-packages/torch/utils/data/_utils/pin_memory.py", line 7 in loop\n\n'
+    programs = 'Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n'
+    assert len(program_threads(programs + IN_QUEUE)) == 1 and not program_threads(torchs + IN_QUEUE)
+
+
+@pytest.mark.parametrize(
+    ("dump", "known", "told"),
+    [
+        (IN_QUEUE, True, True),
+        (IN_QUEUE, False, False),
+        (IN_BARRIER, True, False),
+        ('Thread 0x2:\n  File "/home/me/train.py", line 7 in produce\n\n' + IN_QUEUE, True, False),
+    ],
+)
+def test_a_rank_of_a_test_that_waits_for_a_thread_is_told_by_what_has_ended_that(
+    dump: str, known: bool, told: bool
+) -> None:
+    error = json.dumps(["feeder", {**described(ValueError("bad sample"), "", ""), "exception": None}]) if known else ""
+    failure = failures.in_thread(1, dump, error)
+    assert (failure is not None) is told
+    words = "rank 1 waits in get() at train.py:25 for a thread (feeder) that raised ValueError: bad sample"
+    assert failure is None or (failure.message, failure.kind) == (words, "raised")
+
+
+def test_collectives_of_other_threads_are_told() -> None:
+    assert collectives_of_threads(IN_BARRIER.replace("Current thread", "Thread") + "\n" + IN_QUEUE) == [
+        "barrier at train.py:41"
+    ]
+    assert collectives_of_threads(IN_BARRIER) == []
+    library = 'Thread 0x2:\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n\n'
+    assert collectives_of_threads(library + IN_QUEUE) == ["all_reduce"]  # without a line of the program
+
+
+STEP = Call("all_reduce", "0", (0, 1), "float32 of shape (9,)", location="train.py:30", callers=("train.py:30",))
+END = Call("barrier", "0", (0, 1), location="train.py:41", callers=("train.py:41",))
+WORDS = {"group_words": "the default process group"}
+
+
+def of_thread(name: str = "Writer-1", operation: str = "gather_object", group: str = "0") -> Call:
+    return Call(operation, group, (0, 1), location="save.py:7", callers=("save.py:7",), thread=name, **WORDS)
+
+
+def at_end(*logs: list[Call], waiting: tuple[int, ...] = ()) -> list[RankAtEnd]:
+    return [
+        RankAtEnd(rank, log, doing="waits", in_threads=("gather_object",) if rank in waiting else ())
+        for rank, log in enumerate(logs)
+    ]
+
+
+def test_two_threads_of_a_rank_that_use_one_group_are_the_cause_of_another_order() -> None:
+    rank_0, rank_1 = [STEP, of_thread(), END], [STEP, END, of_thread("Writer-2")]
+    (finding,) = judge_interleaving(at_end(rank_0, rank_1))
+    assert (finding.code, finding.ranks, finding.location) == ("DDP403", (), Location("save.py", 7))
+    assert finding.message.startswith("A thread (Writer) calls gather_object at save.py:7 in the default process group")
+    assert "the main thread calls barrier at train.py:41" in finding.message and "its own process group" in finding.fix
+
+
+def test_two_threads_that_began_alike_and_both_wait() -> None:
+    log = [STEP, of_thread(), END]
+    assert judge_interleaving(at_end(log, log, waiting=(1,))) and not judge_interleaving(at_end(log, log))
+    later = [*log, STEP, of_thread("Writer-2"), END]  # the first step went well, and its thread has another name
+    (finding,) = judge_interleaving(at_end(later, later, waiting=(1,)))
+    assert "the main thread calls barrier at train.py:41" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1"),
+    [
+        ([STEP, of_thread(group="3"), END], [STEP, END, of_thread(group="3")]),  # of a group of its own
+        ([STEP, of_thread(), END], [STEP, END]),  # of one rank alone
+        ([STEP, STEP, of_thread()], [STEP, of_thread(), END]),  # a rank has made a step less before it
+        ([STEP, of_thread(), STEP], [STEP, END, of_thread()]),  # the main threads part
+        ([of_thread("a"), of_thread("a")], [of_thread("a")]),  # in one thread
+    ],
+)
+def test_threads_that_are_not_the_cause(rank_0: list[Call], rank_1: list[Call]) -> None:
+    assert not judge_interleaving(at_end(rank_0, rank_1, waiting=(0,)))
