@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ddpcheck.findings.errors import UsageError
 
@@ -43,27 +43,12 @@ class Severity(Enum):
         return self.rank <= threshold.rank
 
 
-When = Literal[
-    "always",
-    "an error",
-    "same subjects",
-    "only the loss",
-    "made in forward",
-    "its statistics",
-    "by steps",
-    "a note",
-    "none is there",
-    "of gradients",
-    "of a cut file",
-]
-
-
 @dataclass(frozen=True, slots=True)
 class Explains:
     """Consequence of a defect, not reported beside it."""
 
     codes: tuple[str, ...]
-    when: When = "always"  # condition, see `judge.causes`
+    when: str = "always"  # a condition of `rules.causes`, or a tag of the cause or the consequence
     quietly: bool = False  # not even as evidence
 
 
@@ -82,40 +67,45 @@ class Rule:
     reports: tuple[str, ...] = ()  # public threads, as OWNER/REPOSITORY#NUMBER
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
+    checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
     takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
     spreads: bool = False  # if findings on more and more tensors are one defect
     by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
+    stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
 
 
-_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Explains|Reports|Example):", re.MULTILINE)
+_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Checks|Explains|Reports|Example):", re.MULTILINE)
 
 
 def parse_rule(docstring: str) -> Rule:
     """Parse the docstring of a rule's file.
 
     The first line has code, name, severity and flags that are set. The summary and labelled fields follow. `Explains`
-    lists codes, separated by semicolons: "quietly" before the codes, "if" and a condition after them. Code of
-    `Example` is indented by 4.
+    lists codes, separated by semicolons: "quietly" before the codes, "if" and a condition after them. `Checks` lists
+    check lines by command ("report wrapping; run replicas, optimizers"). Code of `Example` is indented by 4.
     """
     head, _, text = docstring.strip().partition("\n")
     named, _, rest = head.partition(": ")
     (code, name), (severity, *flags) = named.split(), rest.split(", ")
     summary, *parts = _FIELD.split(text)
     texts = {label.lower(): value for label, value in zip(parts[::2], parts[1::2], strict=True)}
-    fields: dict[str, Any] = {field: " ".join(value.split()) for field, value in texts.items()}
+    fields: dict[str, Any] = {label: " ".join(value.split()) for label, value in texts.items()}
     if "example" in texts:
         fields["example"] = re.sub("^    ", "", texts["example"].strip("\n"), flags=re.MULTILINE) + "\n"
     fields["reports"] = tuple(fields.get("reports", "").split())
     fields["explains"] = tuple(map(_parse_explains, filter(None, fields.get("explains", "").split("; "))))
+    checks = (part.split(" ", 1) for part in filter(None, fields.get("checks", "").split("; ")))
+    fields["checks"] = {command: tuple(lines.split(", ")) for command, lines in checks}
     fields.update(dict.fromkeys(flags, True))
     return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields)
 
 
 def _parse_explains(text: str) -> Explains:
     codes, _, when = text.partition(" if ")
-    case: Any = when or "always"
-    return Explains(tuple(codes.removeprefix("quietly ").split()), case, quietly=codes.startswith("quietly "))
+    return Explains(
+        tuple(codes.removeprefix("quietly ").split()), when or "always", quietly=codes.startswith("quietly ")
+    )
 
 
 def _read_rules() -> Mapping[str, Rule]:
@@ -126,6 +116,11 @@ def _read_rules() -> Mapping[str, Rule]:
 
 
 RULES = _read_rules()
+
+
+def rules_of_check(command: str, check: str) -> list[str]:
+    """Return the codes of the rules whose findings a check line of a command shows."""
+    return [rule.code for rule in RULES.values() if check in rule.checks.get(command, ())]
 
 
 def consequences_of(rule: Rule) -> list[str]:

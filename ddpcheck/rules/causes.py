@@ -8,13 +8,9 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.rules import RULES, Explains, When
-from ddpcheck.rules.collectives.rank_failure import OF_A_CUT_FILE
-from ddpcheck.rules.replicas.values import RUNNING_STATISTICS
-from ddpcheck.trace.check_context import ALL_MISSING
-from ddpcheck.trace.collectives import ON_GRADIENTS
+from ddpcheck.findings.rules import RULES, Explains
 from ddpcheck.trace.losses import BY_NORMALISATION
-from ddpcheck.trace.parameters import MADE_IN_FORWARD
+from ddpcheck.trace.replicas import RUNNING_STATISTICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +72,22 @@ def _goes_before(cause: Finding, effect: Finding) -> bool:
 
 def _explains(cause: Finding, effect: Finding) -> Explains | None:
     return next(
-        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _WHEN[rel.when](cause, effect)), None
+        (rel for rel in RULES[cause.code].explains if effect.code in rel.codes and _applies(rel.when, cause, effect)),
+        None,
     )
 
 
-_WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
+def _applies(when: str, cause: Finding, effect: Finding) -> bool:
+    """Return True if a condition of `Explains` holds; conditions without an entry in `_WHEN` are tags."""
+    return _WHEN[when](cause, effect) if when in _WHEN else when in cause.tags or when in effect.tags
+
+
+_WHEN: Mapping[str, Callable[[Finding, Finding], bool]] = {
     "always": lambda _cause, _effect: True,
     "an error": lambda cause, _effect: cause.severity is Severity.ERROR,
     "same subjects": lambda cause, effect: set(effect.subjects) <= set(cause.subjects),
     # the loss is known to differ between ranks, its input data is not
     "only the loss": lambda _cause, effect: effect.subjects == ("loss",),
-    # created after DDP's constructor ran, so initial values differ between ranks
-    "made in forward": lambda cause, _effect: MADE_IN_FORWARD in cause.tags,
     # running statistics of normalisation layers that couple samples
     "its statistics": lambda cause, effect: (
         BY_NORMALISATION in cause.tags and all(n.rpartition(".")[2] in RUNNING_STATISTICS for n in effect.subjects)
@@ -95,11 +95,8 @@ _WHEN: Mapping[When, Callable[[Finding, Finding], bool]] = {
     "a note": lambda _cause, effect: effect.severity is Severity.NOTE,
     # fewer backward passes are averaged
     "by steps": lambda _cause, effect: "step" in effect.subjects,
-    # every gradient is missing, none is zero
-    "none is there": lambda _cause, effect: ALL_MISSING in effect.tags,
-    "of gradients": lambda cause, _effect: ON_GRADIENTS in cause.tags,
     # raised by the ranks that read the truncated file
-    "of a cut file": lambda cause, effect: OF_A_CUT_FILE in effect.tags and {*cause.ranks} <= {*effect.ranks},
+    "of a cut file": lambda cause, effect: "of a cut file" in effect.tags and {*cause.ranks} <= {*effect.ranks},
 }
 
 

@@ -68,11 +68,6 @@ _FEWEST_STEPS = 4  # enough steps to tell always from sometimes
 _MOST_RUNS = 1024  # recording limit, reached only without a regular pace
 
 
-_REPLICAS_PART = (
-    *("DDP208", "DDP301", "DDP306", "DDP501", "DDP502", "DDP503", "DDP504", "DDP508", "DDP515", "DDP518"),
-)
-
-
 def _compared(findings: Sequence[Finding], words: str, times: int) -> Verdict:
     """Return a verdict whose subject exists only if `times` is not zero."""
     return Verdict(findings, words if times else "")
@@ -263,7 +258,7 @@ def _statistics(facts: ScriptFacts) -> Verdicts:
 
 
 def _copies(facts: ScriptFacts) -> Verdicts:
-    """Judge models outside the wrappers, unless wrapped parameters or gradients differ."""
+    """Judge models outside the wrappers."""
     states = facts.of(script.StateHeld)
     whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
     if not whole or facts.model_groups:
@@ -274,63 +269,32 @@ def _copies(facts: ScriptFacts) -> Verdicts:
     faults = judge_states(states, written) or judge_uses(uses, states, written)
     if faults and faults[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
         return {"replicas": Verdict(lacking=_ROUNDED)}
-    return {"replicas": Verdict(faults)}
+    return {"replicas": Verdict([replace(fault, tags=(*fault.tags, "of a copy")) for fault in faults])}
 
 
 _ROUNDED = "copies not compared: the parameters that are copied differ between ranks by rounding"
 
 
-_OF_A_WATCH = (
-    *("DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP106", "DDP107", "DDP108", "DDP109", "DDP111", "DDP112"),
-    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP208", "DDP209"),
-    *("DDP211", "DDP212", "DDP213", "DDP214", "DDP215", "DDP216", "DDP221", "DDP222"),
-    *("DDP301", "DDP302", "DDP303", "DDP305", "DDP306", "DDP310"),
-    *("DDP501", "DDP502", "DDP503", "DDP508", "DDP509", "DDP513", "DDP514", "DDP515", "DDP517", "DDP521"),
-)
-
-
-_OF_OPTIMIZERS = (
-    *("DDP111", "DDP208", "DDP223", "DDP301", "DDP303", "DDP305", "DDP306", "DDP501", "DDP503", "DDP504", "DDP507"),
-    *("DDP508", "DDP521"),
-)
-
-
-_OF_MODULES = (
-    *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
-    *("DDP211", "DDP212", "DDP213", "DDP221"),
-)
-
-
-_OF_OTHER_MODULES = (*_OF_MODULES, "DDP101", "DDP102", "DDP103", "DDP104", "DDP105", "DDP222", "DDP511", "DDP513")
-
-
-_OF_PARTS = ("DDP208", "DDP301", "DDP306", "DDP504", "DDP516")
-
-
 ROWS: tuple[Row[ScriptFacts], ...] = (
-    Row(judge_states_of_optimizers, ("optimizers",), ("DDP306",)),
-    Row(_works, ("collectives",), ("DDP408",), over_ranks=False),
-    Row(judge_constructions, ("replicas", "collectives"), (*_OF_MODULES, "DDP403")),
-    Row(judge_all_of_wrappers, tuple(PARTS), _OF_A_WATCH, yields=("DDP306",), over_ranks=False),
-    Row(compare_groups, ("replicas", "data"), _OF_PARTS, yields=_OF_PARTS),
-    Row(compare_hand_split, ("replicas",), ("DDP301",), unless=("DDP301",)),
-    Row(_losses, ("loss",), ("DDP303", "DDP305", "DDP309", "DDP514"), yields=("DDP305", "DDP514")),
-    Row(judge_all_clips, ("optimizers",), ("DDP301", "DDP303", "DDP310"), yields=("DDP301",)),
-    Row(judge_all_of_optimizers, ("optimizers",), _OF_OPTIMIZERS, yields=("DDP301", "DDP305")),
-    Row(judge_metrics_used, ("optimizers",), ("DDP518",)),
-    Row(_loop, ("loop",), ("DDP309", "DDP501", "DDP508", "DDP517", "DDP520")),
-    Row(_compilations, ("loop",), ("DDP522",)),
-    Row(_graphs, ("loop",), ("DDP522",), unless=_OF_OTHER_MODULES),
-    Row(_data, ("data",), ("DDP505", "DDP506", "DDP510", "DDP516", "DDP519"), yields=("DDP505", "DDP516")),
-    Row(_statistics, ("replicas",), ("DDP217",)),
-    Row(_files, ("files",), ("DDP512", "DDP521", "DDP523")),
-    Row(
-        _evaluation,
-        ("evaluation",),
-        ("DDP516", "DDP801", "DDP802", "DDP803", "DDP804", "DDP805", "DDP806"),
-    ),
-    Row(judge_parameters_unheld, ("optimizers",), ("DDP504",), unless=("DDP504",)),
-    Row(_copies, ("replicas",), ("DDP214", "DDP306"), unless=_REPLICAS_PART),
+    Row(judge_states_of_optimizers, ("optimizers",)),
+    Row(_works, ("collectives",), over_ranks=False),
+    Row(judge_constructions, ("replicas", "collectives")),
+    Row(judge_all_of_wrappers, tuple(PARTS), over_ranks=False),
+    Row(compare_groups, ("replicas", "data")),
+    Row(compare_hand_split, ("replicas",)),
+    Row(_losses, ("loss",)),
+    Row(judge_all_clips, ("optimizers",)),
+    Row(judge_all_of_optimizers, ("optimizers",)),
+    Row(judge_metrics_used, ("optimizers",)),
+    Row(_loop, ("loop",)),
+    Row(_compilations, ("loop",)),
+    Row(_graphs, ("loop",)),
+    Row(_data, ("data",)),
+    Row(_statistics, ("replicas",)),
+    Row(_files, ("files",)),
+    Row(_evaluation, ("evaluation",)),
+    Row(judge_parameters_unheld, ("optimizers",)),
+    Row(_copies, ("replicas",)),
 )
 """Rows in order of evaluation, most specific first."""
 

@@ -42,10 +42,6 @@ class Row(Generic[Facts]):
 
     judge: Callable[[Facts], Verdicts]
     headings: tuple[str, ...]  # headings of the verdicts
-    codes: tuple[str, ...]  # rules that the row can report
-    # findings of these codes are dropped if an earlier (more specific) row found any of these codes
-    yields: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()  # skip the row if an earlier row found any of these codes
     over_ranks: bool = True  # if the row compares all ranks
 
 
@@ -58,7 +54,7 @@ class Judged:
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
     found: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
-    reported: Sequence[tuple[str, Finding]]  # (heading, finding) dropped by `Row.yields`
+    reported: Sequence[tuple[str, Finding]]  # (heading, finding) of rules that an earlier row found
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
@@ -74,27 +70,27 @@ class Judged:
 
 
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
-    """Run rows in order, dropping headings in `but`; record exceptions of judges."""
+    """Run rows in order, dropping headings in `but`; record exceptions of judges.
+
+    An earlier row is more specific: later findings of the same rule are repeats.
+    """
     findings: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
     reported: list[tuple[str, Finding]] = []
     for row in rows:
         known_codes = {finding.code for _, finding in findings}
-        if not known_codes.isdisjoint(row.unless):
-            continue
         try:
             row_verdicts = row.judge(facts)
         except Exception as error:
             errors |= dict.fromkeys(row.headings, error)
             continue
-        dropped = () if known_codes.isdisjoint(row.yields) else row.yields
         for heading, verdict in row_verdicts.items():
             if heading in but:
                 continue
             verdicts.setdefault(heading, []).append(verdict)
-            findings += ((heading, finding) for finding in verdict.findings if finding.code not in dropped)
-            reported += ((heading, finding) for finding in verdict.findings if finding.code in dropped)
+            findings += ((heading, finding) for finding in verdict.findings if finding.code not in known_codes)
+            reported += ((heading, finding) for finding in verdict.findings if finding.code in known_codes)
     return _by_causes(findings, verdicts, errors, reported)
 
 

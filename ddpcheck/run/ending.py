@@ -15,7 +15,7 @@ from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.findings.program_blocks import Block, ProgramSource, blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import Severity
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.source_lines import call_of, exits_raised
 from ddpcheck.findings.stacks import (
     CONSTRUCTOR,
@@ -57,17 +57,6 @@ from ddpcheck.trace.positions import described_call, lines_of
 from ddpcheck.worlds import failures
 
 _TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # if no rank failed on its own
-_MAY_END = (
-    "DDP1",
-    "DDP2",
-    "DDP403",
-    "DDP405",
-    "DDP406",
-    "DDP502",
-    "DDP503",
-    "DDP509",
-    "DDP513",
-)  # findings that can explain a failed or hung run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ def judge_ending(
         return judge_meeting(ending.hang.joining, ending.hang.seconds)
     if not ranks:
         return judge_unmet(ending.unmet)
-    known = [finding for finding in known if finding.severity is Severity.ERROR and finding.code.startswith(_MAY_END)]
+    known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
     failed = failures_of(ranks, ending)
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here

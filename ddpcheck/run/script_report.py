@@ -22,6 +22,7 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.files import is_own_folder
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, Severity
+from ddpcheck.findings.rules import rules_of_check
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
@@ -30,7 +31,7 @@ from ddpcheck.report.settings import Settings
 from ddpcheck.rules.gradients.wrapper_lines import not_here
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
 from ddpcheck.rules.program.restored_state import locate_restored_file
-from ddpcheck.rules.script_table import HEADINGS, ROWS, rows_of
+from ddpcheck.rules.script_table import HEADINGS, rows_of
 from ddpcheck.rules.verdict import Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
@@ -110,7 +111,7 @@ def report_on_script(
             if rest and ";" not in rest and heading in equal:
                 check = "passed", before + equal[heading]
         if check is not None:
-            codes = {code for row in ROWS if heading in row.headings for code in row.codes} or {"DDP314"}
+            codes = rules_of_check("run", heading)
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
     world: dict[str, Any] = {

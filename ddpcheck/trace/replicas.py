@@ -25,6 +25,8 @@ from ddpcheck.trace.check_context import JudgeContext
 
 MODE = "training mode"  # differing attribute in DDP222 messages on train() versus eval()
 
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's normalisation layers
+
 
 def judge_tensors(
     records: Sequence[tuple[TensorRecord, ...]], noun: str, set_code: str, order_code: str, explained: set[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain
@@ -13,31 +13,15 @@ from typing import Any
 from ddpcheck import __version__
 from ddpcheck.findings.evidence.steps import ShardedStep
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
-from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules import RULES, rules_of_check
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.rules.replicas.ddp306_state_diverged import steps_that_end_alike
 from ddpcheck.rules.verdict import Verdict, status_of
 
-HEADINGS: Mapping[str, tuple[str, ...]] = {
-    "model": (),
-    "consistency": (
-        *("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209"),
-        *("DDP211", "DDP212", "DDP213", "DDP216", "DDP222", "DDP110"),
-    ),
-    "wrapping": ("DDP208", "DDP214", "DDP215", "DDP221", "DDP223", "DDP503", "DDP515"),
-    "parameters": ("DDP10", "DDP112", "DDP403", "DDP405", "DDP406", "DDP407", "DDP503", "DDP513"),
-    "reducer": (
-        *("DDP301", "DDP302", "DDP303", "DDP111", "DDP501", "DDP502", "DDP504", "DDP306", "DDP311", "DDP508", "DDP509"),
-        *("DDP213", "DDP214", "DDP215", "DDP216", "DDP515", "DDP517", "DDP521", "DDP522"),
-    ),
-    "parity": (
-        *("DDP303", "DDP304", "DDP305", "DDP307", "DDP308", "DDP309", "DDP310", "DDP312"),
-        *("DDP216", "DDP505", "DDP510", "DDP514", "DDP516", "DDP519"),
-    ),
-}
-"""Codes, or prefixes of codes, by check of a report."""
+HEADINGS = ("model", "consistency", "wrapping", "parameters", "reducer", "parity")
+"""Names of the checks, in display order."""
 
 _WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
 _ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
@@ -107,13 +91,13 @@ def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
 
 def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Return True if any rule of a check is selected and not ignored."""
-    codes = [code for code in RULES if code.startswith(HEADINGS[name])]
+    codes = rules_of_check("report", name)
     return not codes or is_any_selected(codes, select=select, ignore=ignore)
 
 
 def _heading_of(part: str, finding: Finding) -> str:
     """Return the heading of a finding: its own part if allowed, else the first."""
-    names = [name for name, codes in HEADINGS.items() if finding.code.startswith(codes)]
+    names = RULES[finding.code].checks.get("report", ())
     return part if part in names else next(iter(names), "")
 
 

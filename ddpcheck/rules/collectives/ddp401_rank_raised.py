@@ -8,6 +8,7 @@ Fix: Fix the exception shown. The ranks that are listed below it failed as a con
 Detected: ddpcheck records when each rank ends. It reports the first exception that is not a consequence of another
     rank's failure, with its traceback.
 Ignore: Never.
+Checks: run collectives
 Example:
     def loss(model, batch):
         return cross_entropy(model(batch["x"]), batch["label"])   # KeyError; right: a key that the batch has

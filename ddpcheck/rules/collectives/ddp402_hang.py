@@ -14,6 +14,7 @@ Detected: DDP402 is reported if no rank has failed and some ranks do not finish 
     rank for which the others wait. It also says why: this rank stopped calling collectives, came late, left no dump,
     or its GPU has not completed a collective that others have completed.
 Ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
+Checks: run collectives
 Reports: Lightning-AI/pytorch-lightning#10947
 Example:
     if dist.get_rank() == 0:

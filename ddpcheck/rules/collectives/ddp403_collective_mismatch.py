@@ -1,4 +1,4 @@
-"""DDP403 collective-mismatch: error
+"""DDP403 collective-mismatch: error, stops_run
 
 Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
 
@@ -10,6 +10,7 @@ Detected: Each rank logs every collective before the call, with its operation, s
     the logs of each process group by sequence number. It reports the first collective that differs. `ddpcheck hang`
     does the same with Flight Recorder dumps.
 Ignore: Never, if the operations differ. A difference in lines alone is reported only if a rank hangs because of it.
+Checks: report parameters; run collectives
 Reports: alan-turing-institute/autocast#386
 Example:
     if dist.get_rank() == 0:

@@ -10,6 +10,7 @@ Fix: Read the signal and the last output: for SIGKILL use less memory or fewer r
 Detected: DDP404 is reported if the process of a rank ends by a signal or with an exit code, but without a Python
     exception.
 Ignore: Never.
+Checks: run collectives
 Example:
     os._exit(3)                              # right: raise an exception
 """

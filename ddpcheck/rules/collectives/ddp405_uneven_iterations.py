@@ -1,4 +1,4 @@
-"""DDP405 uneven-iterations: error
+"""DDP405 uneven-iterations: error, stops_run
 
 Ranks run different numbers of synchronising iterations.
 
@@ -9,6 +9,7 @@ Fix: Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join
 Detected: ddpcheck compares which ranks have samples in a step, and how many batches the loader of each rank has. A
     difference is reported if ranks hang or fail because of it.
 Ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
+Checks: report parameters; run collectives
 Explains: DDP507
 Reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
 Example:

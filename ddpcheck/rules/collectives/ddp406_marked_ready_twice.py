@@ -1,4 +1,4 @@
-"""DDP406 marked-ready-twice: error, stops_ddp
+"""DDP406 marked-ready-twice: error, stops_ddp, stops_run
 
 A parameter's gradient is marked ready twice in one backward pass.
 
@@ -10,6 +10,7 @@ Fix: Use checkpoint(..., use_reentrant=False), call shared modules inside forwar
 Detected: ddpcheck counts how often the gradient of each parameter arrives in one backward pass. If DDP raises, the
     names of the parameters come from its message.
 Ignore: If static_graph=True is set: DDP then handles a second arrival.
+Checks: report parameters; run collectives
 Explains: DDP301 DDP302
 Reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
 Example:

@@ -13,6 +13,7 @@ Detected: ddpcheck follows the handles that the script's own calls return. It re
     it as a gradient. It also reports a tensor that the program writes before wait() returns. For tensors on a GPU,
     unused handles are not reported. For views, writes are not reported.
 Ignore: If nothing ever reads the tensor.
+Checks: run collectives
 Explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 Example:
     for parameter in model.parameters():

@@ -15,6 +15,7 @@ Detected: ddpcheck records what each rank compiles in training, and which guard 
     ranks. Functions with graph breaks are not compared for the third case.
 Ignore: If the recompilations end soon: this rank has already met all its shapes, and the others will meet theirs
     later.
+Checks: report reducer; run loop
 Example:
     model = DistributedDataParallel(torch.compile(net, dynamic=False))
     for tokens in loader:                    # lengths that vary on one rank
@@ -84,6 +85,7 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
         f"ranks: they have a different number of {join_names(names)}.",
         ranks=ranks,
         location=entry.defined,
+        tags=("of graphs",),
         evidence=[
             f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:_MOST_NAMES])}"
             for rank, graph in enumerate(graphs[:_MOST_SHOWN])

@@ -11,6 +11,7 @@ Detected: `ddpcheck run` records the order of indices that each sampler gives. F
     trained on. Training continues from the state of an optimizer that has already seen the data, but the sampler is
     at epoch 0.
 Ignore: If one order is intended, for example to compare two runs.
+Checks: run data
 Reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 Example:
     for epoch in range(epochs):

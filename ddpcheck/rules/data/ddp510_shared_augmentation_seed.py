@@ -13,6 +13,7 @@ Detected: When ranks draw random numbers for their samples, ddpcheck compares th
     number for each sample, or for each element of an input of forward. `ddpcheck run` also reports noise added to a
     loader's batches if every rank adds the same noise. It does not report dropout and other noise within forward.
 Ignore: If less variety is acceptable, or if the same noise is intended on every rank.
+Checks: report parity; run data
 Reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 Example:
     def forward(self, x):

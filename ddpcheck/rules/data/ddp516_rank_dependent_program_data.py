@@ -14,6 +14,7 @@ Detected: If a rank's gradients differ from those of a single process on the sam
     (parallelize_module) should take the same samples. If these ranks take different samples, this is reported.
 Ignore: If ranks should hold different data, for example a table of each rank's neighbours, or samples that each rank
     has augmented once.
+Checks: report parity; run data, evaluation
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 """

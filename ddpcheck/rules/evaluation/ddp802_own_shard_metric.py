@@ -17,6 +17,7 @@ Detected: After a pass over a loader without backward, `ddpcheck run` reads the 
     several ranks. Only the first three passes over a loader are covered. A loop without a DataLoader is not covered.
     If a schedule gets such a metric, see DDP518.
 Ignore: If the number is intended as the metric of one rank, and is labelled so.
+Checks: run evaluation
 Reports: Lightning-AI/pytorch-lightning#379
 Example:
     accuracy = correct / total               # right: dist.all_reduce of correct and total first

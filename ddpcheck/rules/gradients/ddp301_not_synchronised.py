@@ -11,7 +11,8 @@ Detected: After a backward pass that synchronises, the ranks compare each gradie
     bit-identical, so there is no tolerance. If a rule for the cause applies (DDP101, DDP501, DDP503 and others), that
     rule is reported instead.
 Ignore: If each rank changes its gradients on purpose after they were averaged.
-Explains: DDP306
+Checks: report reducer; run replicas, optimizers
+Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
 Example:
     output = ddp.module(x)                   # right: output = ddp(x)

@@ -1,4 +1,4 @@
-"""DDP502 no-sync-misuse: error
+"""DDP502 no-sync-misuse: error, stops_run
 
 no_sync is not entered, never left, or does not enclose the forward pass.
 
@@ -11,7 +11,8 @@ Detected: ddpcheck records the order of no_sync, forward and backward passes, an
     in which no backward pass was averaged. It also reports a step that uses gradients which a backward pass has added
     to averaged ones. A no_sync without effect is reported as a warning.
 Ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
-Explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps
+Checks: report reducer; run loop
+Explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps; quietly DDP214 if of a copy
 Reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
 Example:
     loss = ddp(x).sum()

@@ -11,7 +11,8 @@ Detected: ddpcheck compares how many backward passes and optimizer steps each ra
     at least two ranks skip different passes. If the numbers vary much, or more than three passes in a row are
     skipped, nothing is reported.
 Ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
-Explains: DDP306
+Checks: report reducer; run loop, optimizers
+Explains: DDP306; quietly DDP214 if of a copy
 Reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
 Example:
     if torch.isfinite(loss):                 # right: all_reduce the decision first

@@ -1,4 +1,4 @@
-"""DDP509 backward-without-forward-pairing: error
+"""DDP509 backward-without-forward-pairing: error, stops_run
 
 The wrapper's forward and backward passes do not come in pairs.
 
@@ -10,6 +10,7 @@ Fix: Call forward once and backward once a step; add losses up before backward; 
 Detected: ddpcheck records the wrapper's forward and backward passes in order. It reports a second backward pass
     without its own forward, if an optimizer uses its gradients. It also reports a second pass that makes DDP raise.
 Ignore: If the gradients of the second pass are only inspected, and no optimizer uses them.
+Checks: report reducer; run loop
 Explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
 Example:
     one, other = ddp(a).mean(), ddp(b).mean()

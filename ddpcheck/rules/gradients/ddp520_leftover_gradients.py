@@ -10,6 +10,7 @@ Fix: Call zero_grad of an optimizer right before the backward pass of its loss, 
 Detected: `ddpcheck run` inspects one gradient of each optimizer between a step and the next backward pass. DDP520 is
     reported if this gradient is still not zero, in three steps in a row, and backward adds to it.
 Ignore: If gradients of several losses should be added up over several steps.
+Checks: run loop
 Example:
     loss_of_generator.backward()             # reaches the discriminator too
     generator_optimizer.step()

@@ -19,6 +19,7 @@ Detected: `ddpcheck run` reports torch.save of a model's shards if only some ran
     (experts, embedding tables) belong to one rank each. An all_reduce of their gradients over all ranks is reported.
 Ignore: If the file is for inspection only, or if shards are equal at the start on purpose, as in a model of identical
     blocks.
+Checks: report reducer; run loop, optimizers, files
 Example:
     fully_shard(model)
     if rank == 0:

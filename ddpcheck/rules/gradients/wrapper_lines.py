@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.rules.gradients.wrappers import judge_begun, judge_wrappers, sums_rightly
 from ddpcheck.rules.program.restored_state import locate_restored_file
@@ -23,17 +24,12 @@ _NOT_REDUCED = (
 )
 
 
-PARTS = {  # by heading: prefixes of rule codes, and what was compared
-    "parameters": (("DDP1",), "every trainable parameter contributed to the loss in {steps}"),
-    "replicas": (
-        ("DDP2", "DDP301", "DDP306"),
-        "modules, parameters, buffers and gradients match between ranks, {times}",
-    ),
-    "reducer": (("DDP302", "DDP303", "DDP310"), "gradients equal the average of the ranks' own, {times}"),
-    "loop": (("DDP305", "DDP5"), "forward, backward, no_sync and optimizer steps had a valid order in {steps}"),
+PARTS = {  # what was compared, by heading
+    "parameters": "every trainable parameter contributed to the loss in {steps}",
+    "replicas": "modules, parameters, buffers and gradients match between ranks, {times}",
+    "reducer": "gradients equal the average of the ranks' own, {times}",
+    "loop": "forward, backward, no_sync and optimizer steps had a valid order in {steps}",
 }
-
-
 _OF_SHARDS = {
     "replicas": "modules and buffers{built} match between ranks, {times}",
     "loop": "forward, backward, reduction switches and optimizer steps had a valid order in {steps}",
@@ -53,7 +49,7 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
     verdicts = {}
     sharded = [wrapper.made.context.sharded for wrapper in facts.wrappers]
     reports = [entry.report for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(StepsReported))]
-    for heading, (families, text) in PARTS.items():
+    for heading, text in PARTS.items():
         if sharded and all(sharded):
             is_known = all(
                 values.keys() >= {*wrapper.made.context.trainable}
@@ -63,7 +59,7 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
             built = ", and values before fully_shard," if is_known else ""
             text = _OF_SHARDS.get(heading, text).replace("{built}", built)
         count = averaged_times if heading == "reducer" else times
-        selected = [finding for finding in findings if finding.code.startswith(families)]
+        selected = [finding for finding in findings if _heading_of(finding) == heading]
         if heading == "parameters" and any(r.missing or r.sometimes_missing or r.never_used for r in reports):
             text += ", except those that may be unused"
         if heading == "reducer" and selected:
@@ -85,6 +81,10 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
             passed, lacking = passed if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
         verdicts[heading] = Verdict(selected, "" if missing else passed, lacking) if facts.steps else Verdict(selected)
     return verdicts
+
+
+def _heading_of(finding: Finding) -> str:
+    return next((name for name in RULES[finding.code].checks.get("run", ()) if name in PARTS), "loop")
 
 
 def not_here(missing: Sequence[int]) -> str:

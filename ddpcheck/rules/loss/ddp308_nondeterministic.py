@@ -11,6 +11,7 @@ Detected: ddpcheck runs one step twice on a rank, from the same state and with t
     the gradients differ by more than rounding.
 Ignore: If the randomness is intended and cannot be seeded. ddpcheck still withholds the verdicts that need equal
     runs.
+Checks: report parity
 Example:
     def batch(step):
         generator = numpy.random.default_rng()             # right: numpy.random.default_rng(step)

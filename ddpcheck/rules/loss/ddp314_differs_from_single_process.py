@@ -20,6 +20,7 @@ Detected: `ddpcheck run --check-parity` runs the script on the ranks, and again 
     acts as rank 1. So code that depends on the rank number is not blamed. If a finding of another rule may explain
     the difference, DDP314 is not reported. The line of this check in the report then names the other rule.
 Ignore: If the value should cover the rank's own samples only, as the negatives of a contrastive loss may.
+Checks: run parity
 Example:
     weights = errors.detach().exp()
     loss = (weights / weights.mean() * errors).mean()   # right: all_reduce weights.mean() (AVG) first

@@ -1,4 +1,4 @@
-"""DDP223 optimizer-options: error
+"""DDP223 optimizer-options: error, stops_run
 
 The optimizer, its options or its parameter groups differ between ranks.
 
@@ -9,6 +9,7 @@ Fix: Construct the optimizer from the same options and the same order of paramet
 Detected: Before training and at the optimizer's steps, the ranks compare the class, the options and the parameter
     groups of the optimizer.
 Ignore: If the optimizer holds parameters that only one rank trains.
+Checks: report wrapping; run optimizers
 Explains: DDP306
 Example:
     SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank

@@ -9,6 +9,8 @@ Detected: ddpcheck compares the tensors of the optimizer with the parameters of 
     gradients is reported if no optimizer holds it and it does not change. Also reported: parameters that a custom
     optimizer (not from torch.optim) holds but never changes, while it does change others.
 Ignore: If code other than an optimizer updates the parameters.
+Checks: report reducer; run replicas, optimizers
+Explains: quietly DDP214 DDP306 if of a copy
 Example:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.head = nn.Linear(8, 3)             # right: replace the head first, then make the optimizer

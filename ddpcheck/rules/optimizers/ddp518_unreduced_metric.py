@@ -9,7 +9,8 @@ Detected: `ddpcheck run` records the values passed to ReduceLROnPlateau, and the
     EarlyStopping and ModelCheckpoint decide. Values that differ between ranks are reported. Other decisions, and
     metrics that are only logged, are not covered.
 Ignore: If the schedule follows one rank on purpose, and its result is broadcast.
-Explains: DDP223 DDP306 DDP507
+Checks: run optimizers
+Explains: DDP223 DDP306 DDP507; quietly DDP214 if of a copy
 Reports: Lightning-AI/pytorch-lightning#379 karpathy/llm.c#551
 Example:
     schedule.step(evaluate(ddp, local_data))  # right: all_reduce the sum and the count, then divide

@@ -1,4 +1,4 @@
-"""DDP102 non-contributing-parameter: error, stops_ddp
+"""DDP102 non-contributing-parameter: error, stops_ddp, stops_run
 
 A parameter is used in the forward pass, but its result does not reach the loss.
 
@@ -11,7 +11,8 @@ Detected: An operation of the forward pass reads the parameter, but the autograd
     loss. The path is not cut by detach, no_grad or the like (that is DDP103): the result is simply not used.
 Ignore: If find_unused_parameters=True is set, and the output is left out of the loss on purpose. It is better to
     freeze the parameters.
-Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there
+Checks: report parameters; run parameters
+Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#57473
 Example:
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""DDP104 rank-dependent-parameter: error, stops_ddp, by_family
+"""DDP104 rank-dependent-parameter: error, stops_ddp, by_family, stops_run
 
 A parameter contributes to the loss on some ranks of a step and not on others.
 
@@ -11,7 +11,9 @@ Fix: Make the branch the same on every rank (decide it from the step or a shared
 Detected: In each step, before the first all-reduce, the ranks compare which parameters backward will reach. A
     parameter is reported if backward will reach it on some ranks only. The finding appears before the job hangs.
 Ignore: Never. With find_unused_parameters=True, DDP handles such parameters, and ddpcheck does not report them.
-Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the loss
+Checks: report parameters; run parameters
+Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the
+    loss; quietly DDP522 if of graphs
 Reports: lhotse-speech/lhotse#554
 Example:
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""DDP105 step-dependent-parameter: error, stops_ddp, by_family
+"""DDP105 step-dependent-parameter: error, stops_ddp, by_family, stops_run
 
 A parameter contributes to the loss in some steps only.
 
@@ -10,7 +10,9 @@ Detected: ddpcheck compares from step to step which parameters backward reaches.
     reaches it in some of the checked steps, but on no rank in others. The finding names the steps without the
     parameter.
 Ignore: Never. With find_unused_parameters=True, ddpcheck does not report such parameters.
-Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
+Checks: report parameters; run parameters
+Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
+    if of graphs
 Reports: Yuanhy1997/SeqDiffuSeq#25
 Example:
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""DDP106 unregistered-parameter: error
+"""DDP106 unregistered-parameter: error, stops_run
 
 A leaf tensor receives a gradient, but is not a parameter of the wrapped module.
 
@@ -10,6 +10,7 @@ Fix: Register it before wrapping: nn.ModuleList, nn.ModuleDict, nn.ParameterList
 Detected: ddpcheck compares the leaf tensors that receive a gradient in backward with the parameters of the wrapped
     module. A leaf tensor that is not a parameter is reported.
 Ignore: If you average the gradient yourself, or if the tensor is an input and its gradient is only inspected.
+Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP303 DDP306 DDP515 if same subjects; quietly DDP516 if only the loss; DDP301 DDP302 DDP303
     DDP305 DDP306 if made in forward; quietly DDP304 DDP312 if made in forward
 Example:

@@ -1,4 +1,4 @@
-"""DDP108 missing-gradient: error
+"""DDP108 missing-gradient: error, stops_run
 
 Backward reaches a parameter, and the gradient that it computes is None.
 
@@ -9,6 +9,7 @@ Fix: Return the gradient for that input from backward of the Function named in t
 Detected: Backward reaches the parameter, but no gradient arrives in .grad. Hooks show which custom autograd Function
     returned None.
 Ignore: Never. Freeze the parameter if it needs no gradient.
+Checks: report parameters; run parameters
 Explains: DDP307 if none is there
 Example:
     class Scale(torch.autograd.Function):

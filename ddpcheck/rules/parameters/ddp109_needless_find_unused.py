@@ -1,4 +1,4 @@
-"""DDP109 needless-find-unused: note
+"""DDP109 needless-find-unused: note, stops_run
 
 find_unused_parameters=True is set, and every parameter contributed in every step.
 
@@ -8,6 +8,7 @@ Why: DDP then walks the autograd graph after every forward pass and all-reduces 
 Fix: Remove find_unused_parameters=True; ddpcheck reports when it is needed again.
 Detected: find_unused_parameters=True is set, and backward reached every parameter in every step on every rank.
 Ignore: If a later phase of training leaves parameters out. ddpcheck has not checked the steps of that phase.
+Checks: report parameters; run parameters
 Reports: speechbrain/speechbrain#701
 Example:
     DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)

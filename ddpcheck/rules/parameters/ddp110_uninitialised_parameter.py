@@ -1,4 +1,4 @@
-"""DDP110 uninitialised-parameter: error
+"""DDP110 uninitialised-parameter: error, stops_run
 
 A lazy parameter is wrapped before its shape is known.
 
@@ -8,6 +8,7 @@ Fix: Run one forward pass with a batch of the right shape (under no_grad) on eve
 Detected: ddpcheck inspects the parameters of the module right before wrapping. A parameter without a known shape is
     reported.
 Ignore: Never. DDP refuses such a module.
+Checks: report consistency
 Example:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
     DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first

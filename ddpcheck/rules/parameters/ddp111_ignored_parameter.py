@@ -1,4 +1,4 @@
-"""DDP111 ignored-parameter: error
+"""DDP111 ignored-parameter: error, stops_run
 
 A parameter is trained, but the wrapper is configured to ignore it.
 
@@ -9,6 +9,7 @@ Detected: ddpcheck reads the list of ignored names from the module. A parameter 
     gradient differs between ranks. Parameters that belong to one rank only, such as experts of a mixture, are not
     reported. ddpcheck recognises them: they reach the loss only through an all_to_all that autograd differentiates.
 Ignore: If you average its gradient yourself, or if each rank should train its own copy.
+Checks: report reducer; run parameters, optimizers
 Explains: DDP208 DDP301 DDP306
 Example:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])

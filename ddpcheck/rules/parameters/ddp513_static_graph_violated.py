@@ -1,4 +1,4 @@
-"""DDP513 static-graph-violated: error, stops_ddp, by_family
+"""DDP513 static-graph-violated: error, stops_ddp, by_family, stops_run
 
 static_graph=True is set, and the set of used parameters or their order changes.
 
@@ -9,7 +9,9 @@ Fix: Remove static_graph=True and use find_unused_parameters=True, or make every
 Detected: DDP513 is reported if static_graph=True is set, and backward reaches different parameters in different
     steps. It is also reported if DDP itself raises because the graph has changed.
 Ignore: Never. DDP relies on the first iteration.
-Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss
+Checks: report parameters; run loop
+Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
+    if of graphs
 Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288
 """
 

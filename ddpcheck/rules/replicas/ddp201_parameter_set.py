@@ -1,4 +1,4 @@
-"""DDP201 parameter-set: error
+"""DDP201 parameter-set: error, stops_run
 
 The set of parameters differs between ranks.
 
@@ -9,6 +9,8 @@ Why: DDP matches parameters by position. At construction DDP compares how many p
 Fix: Build the same module on every rank: the constructor must not depend on the rank, its data or its environment.
 Detected: Before DDP's first collective, the ranks compare the names of their parameters.
 Ignore: Never. Ranks with different parameters cannot train one model.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Reports: pytorch/pytorch#102438 huggingface/accelerate#1481 NJU-PCALab/STAR#44
 Example:
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DDP203 parameter-shape: error
+"""DDP203 parameter-shape: error, stops_run
 
 The shape of a parameter differs between ranks.
 
@@ -8,6 +8,8 @@ Fix: Give the parameter the same size on every rank: compute the size once (voca
     broadcast it, or configure it.
 Detected: Before DDP's first collective, the ranks compare the shapes of parameters with the same name.
 Ignore: Never.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks
     self.head = nn.Linear(8, classes)

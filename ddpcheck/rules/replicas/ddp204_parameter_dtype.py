@@ -1,4 +1,4 @@
-"""DDP204 parameter-dtype: error
+"""DDP204 parameter-dtype: error, stops_run
 
 The dtype of a parameter differs between ranks.
 
@@ -8,6 +8,8 @@ Why: DDP does not compare dtypes. If the element sizes differ, the process abort
 Fix: Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local device.
 Detected: Before DDP's first collective, the ranks compare the dtypes of parameters with the same name.
 Ignore: Never.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
 """

@@ -1,4 +1,4 @@
-"""DDP205 parameter-stride: error
+"""DDP205 parameter-stride: error, stops_run
 
 The memory layout (strides) of a parameter differs between ranks.
 
@@ -8,6 +8,8 @@ Why: DDP reduces flat memory, so all ranks must lay out a tensor in the same way
 Fix: Apply memory_format=torch.channels_last (or a transposed weight) on every rank or on none, before wrapping.
 Detected: Before DDP's first collective, the ranks compare the strides of parameters with the same name.
 Ignore: Never. DDP refuses the module, or averages elements of different positions.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     if torch.cuda.is_available():            # true on some machines only
         model = model.to(memory_format=torch.channels_last)   # right: on every rank

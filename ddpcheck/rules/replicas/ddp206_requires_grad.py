@@ -1,4 +1,4 @@
-"""DDP206 requires-grad: error
+"""DDP206 requires-grad: error, stops_run
 
 A parameter requires grad on one rank and is frozen on another.
 
@@ -9,6 +9,8 @@ Fix: Freeze the same parameters on every rank, before wrapping.
 Detected: Before DDP's first collective, the ranks compare requires_grad of each parameter. After a forward pass that
     may change requires_grad, the ranks compare it again.
 Ignore: Never. Freeze the same parameters on every rank.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank
 """

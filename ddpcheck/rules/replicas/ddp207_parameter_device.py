@@ -1,4 +1,4 @@
-"""DDP207 parameter-device: error
+"""DDP207 parameter-device: error, stops_run
 
 The device type of a parameter differs between ranks, or within a rank.
 
@@ -9,6 +9,8 @@ Fix: Move the module with module.to(device) on every rank before wrapping; make 
 Detected: Before DDP's first collective, the ranks compare the device types of their parameters. Each rank also
     compares the device types of all its parameters.
 Ignore: Never.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
     DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing

@@ -1,4 +1,4 @@
-"""DDP208 parameter-value: error
+"""DDP208 parameter-value: error, stops_run
 
 The value of a parameter differs between ranks.
 
@@ -12,7 +12,8 @@ Detected: Right after the wrapper is constructed, the ranks compare the values o
     script averages gradients by hand, without a wrapper, `ddpcheck run` compares the initial values of these
     parameters.
 Ignore: If the ranks train different models on purpose.
-Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
+Checks: report wrapping; run replicas, optimizers
+Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
     torch.manual_seed(dist.get_rank())       # every rank starts from other weights
     model = DistributedDataParallel(Net(), init_sync=False)   # right: leave init_sync at True

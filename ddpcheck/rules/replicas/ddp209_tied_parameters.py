@@ -1,4 +1,4 @@
-"""DDP209 tied-parameters: error
+"""DDP209 tied-parameters: error, stops_run
 
 Parameters are one tensor under several names on one rank, and separate tensors on another.
 
@@ -7,7 +7,8 @@ Why: DDP counts a tied parameter once. If only some ranks tie, the lists of para
 Fix: Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, loading).
 Detected: Before DDP's first collective, the ranks compare which names share one tensor.
 Ignore: Never.
-Explains: DDP516 if only the loss
+Checks: report consistency; run replicas
+Explains: DDP516 if only the loss; quietly DDP522 if of graphs
 Example:
     if os.path.exists(checkpoint):           # true on one machine only
         model.head.weight = model.embedding.weight   # right: on every rank

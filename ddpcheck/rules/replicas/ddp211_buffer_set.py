@@ -1,4 +1,4 @@
-"""DDP211 buffer-set: error
+"""DDP211 buffer-set: error, stops_run
 
 The set of buffers differs between ranks.
 
@@ -8,6 +8,8 @@ Why: DDP broadcasts buffers by position. If a rank has one buffer fewer, all lat
 Fix: Register the same buffers on every rank, before wrapping.
 Detected: Before DDP's first collective, the ranks compare the names of their buffers.
 Ignore: If broadcast_buffers=False is set and the buffer is local on purpose. Make the buffer a plain attribute then.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:
         model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute

@@ -1,4 +1,4 @@
-"""DDP212 buffer-order: error
+"""DDP212 buffer-order: error, stops_run
 
 The same buffers are registered in a different order on different ranks.
 
@@ -7,6 +7,8 @@ Why: DDP broadcasts buffers by position, not by name. For example, rank 0's runn
 Fix: Register buffers in a fixed order, never in the order of a set or of a directory listing.
 Detected: Before DDP's first collective, the ranks compare the order of the buffers that all ranks have.
 Ignore: Never. DDP broadcasts buffers by position.
+Checks: report consistency; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")
         self.register_buffer(name, torch.zeros(8))

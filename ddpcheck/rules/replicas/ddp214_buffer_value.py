@@ -1,4 +1,4 @@
-"""DDP214 buffer-value: warning, takes_severity, spreads
+"""DDP214 buffer-value: warning, takes_severity, spreads, stops_run
 
 A buffer has drifted: its value differs between ranks.
 
@@ -13,6 +13,7 @@ Detected: If the wrapper does not broadcast buffers, the ranks compare the value
     outside the wrapper. If several ranks evaluate a model after `update_bn`, `ddpcheck run` compares their BatchNorm
     statistics.
 Ignore: If each rank should keep its own statistics, as plain BatchNorm does with broadcast_buffers=False.
+Checks: report wrapping, reducer; run replicas
 Explains: DDP304 DDP312; DDP516 if only the loss
 Reports: pytorch/pytorch#13711 open-mmlab/mmdetection#4582 open-mmlab/mmpose#998
 Example:

@@ -1,4 +1,4 @@
-"""DDP215 buffer-overwritten: warning, takes_severity, spreads
+"""DDP215 buffer-overwritten: warning, takes_severity, spreads, stops_run
 
 A buffer that a rank computed is discarded: the broadcast replaces it with rank 0's.
 
@@ -11,6 +11,7 @@ Detected: After each step, the ranks compare the values of their buffers. A buff
     and the wrapper broadcasts rank 0's values before the next forward.
 Ignore: If rank 0's samples represent the data well enough. Most people accept this for the running statistics of
     BatchNorm.
+Checks: report wrapping, reducer; run replicas
 Explains: DDP516 if only the loss
 Reports: huggingface/pytorch-image-models#110 facebookresearch/moco#41
 Example:

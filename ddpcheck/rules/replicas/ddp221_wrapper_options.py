@@ -1,4 +1,4 @@
-"""DDP221 wrapper-options: error
+"""DDP221 wrapper-options: error, stops_run
 
 The options of DistributedDataParallel differ between ranks.
 
@@ -8,6 +8,8 @@ Why: If find_unused_parameters differs, the ranks hang. If static_graph differs,
 Fix: Pass the same options on every rank; take them from one configuration that all ranks read.
 Detected: Before DDP's first collective, the ranks compare the arguments of DistributedDataParallel.
 Ignore: Never. The options decide which collectives run.
+Checks: report wrapping; run replicas
+Explains: quietly DDP522 if of graphs
 Example:
     DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
 """

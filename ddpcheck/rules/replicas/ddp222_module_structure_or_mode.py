@@ -1,4 +1,4 @@
-"""DDP222 module-structure-or-mode: error
+"""DDP222 module-structure-or-mode: error, stops_run
 
 The classes of the modules, or their mode (train or eval), differ between ranks.
 
@@ -8,7 +8,8 @@ Fix: Build the same structure on every rank, and call train() or eval() on every
 Detected: Before DDP's first collective, the ranks compare their modules by name: the class, the options and the mode
     (train or eval). In later steps, the ranks compare the mode again.
 Ignore: If modules of different ranks compute different functions on purpose.
-Explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516
+Checks: report consistency; run replicas
+Explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516; quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:
         evaluate(model)                      # calls model.eval() and does not go back; right: model.train() after it

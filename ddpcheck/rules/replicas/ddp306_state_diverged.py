@@ -12,7 +12,8 @@ Detected: After the optimizer's step, the ranks compare parameters and optimizer
     training loop calls and does not change, such as a frozen teacher.
 Ignore: If ranks diverge on purpose between averages, as in local SGD. In this case, compare the ranks right after an
     average.
-Explains: DDP516 if only the loss
+Checks: report reducer; run replicas, optimizers
+Explains: DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
     if loss.item() < threshold:              # decided from local data: some ranks step, others do not
         optimizer.step()                     # right: all_reduce the decision first

@@ -1,4 +1,4 @@
-"""DDP503 changed-after-wrapping: error, stops_ddp, spreads
+"""DDP503 changed-after-wrapping: error, stops_ddp, spreads, stops_run
 
 A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.
 
@@ -10,8 +10,9 @@ Fix: Finish the module first, wrap it last; wrap again after any such change.
 Detected: ddpcheck compares the module's parameters with those at the construction of the wrapper. It compares
     identity, dtype, device and requires_grad.
 Ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
+Checks: report wrapping, parameters; run loop, optimizers
 Explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306;
-    DDP516 if only the loss
+    DDP516 if only the loss; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#104336 Lightning-AI/pytorch-lightning#17937
 Example:
     ddp = DistributedDataParallel(model)

@@ -10,7 +10,9 @@ Detected: ddpcheck computes checksums of the parameters when the wrapper is cons
     before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` records the lines that write
     parameters before the first forward pass. It reports lines that only some ranks have reached.
 Ignore: If the values are restored before the optimizer steps, as in sharpness-aware minimisation.
-Explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss
+Checks: report wrapping, reducer; run loop
+Explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a
+    copy
 Example:
     ddp = DistributedDataParallel(model)
     if dist.get_rank() == 0:

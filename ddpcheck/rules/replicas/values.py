@@ -11,10 +11,7 @@ from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_new_state, j
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_never_averaged
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_parameters_before_optimizer
 from ddpcheck.trace.check_context import JudgeContext, group_by_step
-from ddpcheck.trace.replicas import ReplicaFacts
-
-RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names of the buffers of torch's normalisation layers."""
+from ddpcheck.trace.replicas import RUNNING_STATISTICS, ReplicaFacts
 
 
 def judge_state(
