@@ -64,6 +64,7 @@ class Rule:
     fix: str  # advice, as a command
     detected: str  # what is compared or recorded, and what makes a finding of it
     ignore: str  # when it is no defect
+    line: str = ""  # which line is the location of a finding
     reports: tuple[str, ...] = ()  # public threads, as OWNER/REPOSITORY#NUMBER
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
@@ -75,7 +76,7 @@ class Rule:
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
 
 
-_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Checks|Explains|Reports|Example):", re.MULTILINE)
+_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Explains|Reports|Example):", re.MULTILINE)
 
 
 def parse_rule(docstring: str) -> Rule:
@@ -142,6 +143,7 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
         ("Why it matters", rule.why),
         ("Fix", rule.fix),
         ("How it is detected", rule.detected),
+        *([("Location", rule.line)] if rule.line else ()),
         ("When to ignore it", rule.ignore),
         *([("Possible consequences", f"{consequences}: {as_evidence}")] if consequences else ()),
         *([("Possible root causes", f"{causes}. {instead}")] if causes else ()),
