@@ -16,7 +16,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.collectives.async_handles import judge_async_handles
-from ddpcheck.rules.compilation.compilations import judge_graphs, judge_recompilations, trained_functions
+from ddpcheck.rules.compilation.compilations import trained_functions
+from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_graphs, judge_recompilations
 from ddpcheck.rules.data.ddp505_duplicate_data import (
     judge_behind,
     judge_equal_gradients,
@@ -28,22 +29,23 @@ from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_nois
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
 from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations
-from ddpcheck.rules.evaluation.results import judge_sums_again, judge_targets
+from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
+from ddpcheck.rules.evaluation.ddp806_sum_reduced_again import judge_sums_again
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_shards_saved
-from ddpcheck.rules.gradients.training_loop import judge_shifts
 from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_reduced_in_place
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.loss.losses import judge_losses
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parameters_unheld
+from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics_used
 from ddpcheck.rules.optimizers.script_optimizers import (
     judge_all_clips,
     judge_all_of_optimizers,
-    judge_metrics_used,
-    judge_parameters_unheld,
     judge_states_of_optimizers,
 )
 from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files

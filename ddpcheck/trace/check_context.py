@@ -23,9 +23,6 @@ def values_are_close(values: Sequence[float], expected: Sequence[float]) -> bool
     return len(values) == len(expected) and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs)
 
 
-ALL_MISSING = "none is there"  # tag of DDP307: every gradient is missing, none is zero
-
-
 _ROUNDING_MULTIPLE = 3.0
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpcheck.findings.evidence.gradients import Difference
-from ddpcheck.findings.evidence.loop import HookedGradient
 from ddpcheck.findings.evidence.script import GradientsClipped
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding
@@ -111,9 +110,6 @@ def evidence_between_ranks(facts: ReducerFacts) -> list[str]:
 
 
 Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
-
-
-UNCHANGED = HookedGradient("scaled", 1.0)
 
 
 MIN_HOOKED_STEPS = 2  # steps

@@ -4,14 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 
 from ddpcheck.findings.evidence.gradients import LossTerm, relative
 from ddpcheck.findings.evidence.loop import OwnPartPutBack
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.stream.rank_report import MicroBatch
+
+
+def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
+    """Return the reduced total that divides all sums, and its line.
+
+    A mean times the rank's own addend counts as a sum. The third item is True if other terms are means.
+    """
+    size = float(len(losses))
+    if any(loss.hooked for loss in losses):
+        return None
+    for numbers in zip(*([number for number in loss.reduced if not number.members] for loss in losses), strict=False):
+        total = sum(number.value for number in numbers)
+        terms = [
+            (term, term.kind == "sum" or _is_among(number.value, term.multipliers))
+            for number, loss in zip(numbers, losses, strict=True)
+            for term in loss.terms
+            if term.factor
+        ]
+        sums = [term for term, is_sum in terms if is_sum]
+        by_size = all(size in term.multipliers for term in sums) or any(size in term.divisors for term, _ in terms)
+        if len({number.location for number in numbers}) > 1 or by_size or not all(map(_is_all_known, sums)):
+            continue
+        if total > 1 and all(_is_among(total, term.divisors) for term in sums):
+            return total, numbers[0].location, len(sums) < len(terms)
+    return None
+
+
+def _is_among(number: float, numbers: Sequence[float]) -> bool:
+    return any(map(partial(is_near, number), numbers))
+
+
+def _is_all_known(term: ScaledTerm) -> bool:
+    """Check if a term's divisors and multipliers explain its factor."""
+    known = math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf)
+    return bool(term.divisors) and is_near(abs(known), abs(term.factor))
 
 
 def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:

@@ -192,6 +192,3 @@ def describe_path_end(end: PathEnd, subjects: Sequence[str], them: str) -> tuple
         return "DDP103", message, begins if end.no_grad_location not in (None, end.location) else []
     last = f"the last operation that depends on {them} is {end.reason}{end.at}"
     return "DDP102", f"The result of {names}{end.at}{inside} does not reach the loss.", [last]
-
-
-MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed

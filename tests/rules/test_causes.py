@@ -8,10 +8,10 @@ from ddpcheck.findings.rules import RULES, Severity, When
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.rules.collectives.rank_failure import OF_A_CUT_FILE, judge_failure
-from ddpcheck.trace.check_context import ALL_MISSING
+from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING
+from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
 from ddpcheck.trace.collectives import ON_GRADIENTS
 from ddpcheck.trace.losses import BY_NORMALISATION
-from ddpcheck.trace.parameters import MADE_IN_FORWARD
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.failures import described
 

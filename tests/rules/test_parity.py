@@ -14,14 +14,14 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.gradients.reducer import judge_reducer, judge_wrapper_error
-from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
+from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING, judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import fix_without_gradient
 from ddpcheck.rules.loss.single_process import judge_single_process
+from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
 from ddpcheck.rules.replicas.values import judge_state
-from ddpcheck.trace.check_context import ALL_MISSING, JudgeContext, LocalFacts
+from ddpcheck.trace.check_context import JudgeContext, LocalFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
-from ddpcheck.trace.parameters import MADE_IN_FORWARD
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")

@@ -37,7 +37,7 @@ from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations as judge_groups
-from ddpcheck.rules.evaluation.results import judge_targets
+from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, evaluations_of
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)

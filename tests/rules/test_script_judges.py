@@ -43,6 +43,7 @@ from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
 from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_clips
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
 from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
@@ -51,9 +52,9 @@ from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_sum
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
 from ddpcheck.rules.loss.losses import judge_losses
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale
-from ddpcheck.rules.optimizers.options import judge_metrics, judge_optimizer_options, judge_pace, judge_shard_states
-from ddpcheck.rules.optimizers.script_optimizers import _with_model
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
+from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
+from ddpcheck.rules.optimizers.options import judge_optimizer_options, judge_shard_states
 from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.replicas.copies import judge_states
@@ -691,10 +692,10 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
-    (found,) = _with_model(judge_stale(steps, facts.moved, {"0/w"}), facts)
+    (found,) = with_model(judge_stale(steps, facts.moved, {"0/w"}), facts)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
-    assert _with_model([found], facts) == [found]
+    assert with_model([found], facts) == [found]
 
 
 def test_metrics_zeroing_and_reductions() -> None:

@@ -19,10 +19,9 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules import Severity
-from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed, judge_hooked
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
-from ddpcheck.rules.gradients.hooks import judge_hooked
-from ddpcheck.rules.gradients.training_loop import judge_shifts
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_without_optimizer, judge_unchanged_params

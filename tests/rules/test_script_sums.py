@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Location
-from ddpcheck.rules.evaluation.results import judge_sums_again
+from ddpcheck.rules.evaluation.ddp806_sum_reduced_again import judge_sums_again
 
 LINE = Location("train.py", 30)
 

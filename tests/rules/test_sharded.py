@@ -16,10 +16,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
-from ddpcheck.rules.gradients.reducer import judge_loaded_state, judge_sharded, judge_wrapper_error, why_not_updated
-from ddpcheck.rules.gradients.wrappers import judge_meshes
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_loaded_state, judge_repeated
+from ddpcheck.rules.gradients.reducer import judge_sharded, judge_wrapper_error, why_not_updated
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_shard_scales

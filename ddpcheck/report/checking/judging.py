@@ -13,7 +13,8 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by, without_prefix
 from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.rules.compilation.compilations import judge_compilations, judge_recompilations, trained_functions
+from ddpcheck.rules.compilation.compilations import trained_functions
+from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from ddpcheck.rules.gradients.reducer import (
     judge_compiled,

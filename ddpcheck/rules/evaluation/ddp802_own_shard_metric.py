@@ -28,11 +28,7 @@ Example:
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from statistics import correlation
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 from ddpcheck.findings.evidence.evaluation import MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -40,58 +36,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, make_finding, one_finding
 from ddpcheck.rules.evaluation.ddp801_padded_evaluation import judge_padded
-from ddpcheck.rules.evaluation.ddp803_order_of_gathered_results import misplaced_finding
+from ddpcheck.rules.evaluation.ddp803_order_of_gathered_results import judge_order
 from ddpcheck.rules.evaluation.ddp805_mean_of_ranks_means import judge_mean_of_means
-from ddpcheck.trace.evaluation import (
-    Evaluated,
-    Gathered,
-    are_other_data,
-    exchange_line,
-    first_shown,
-    gathered_labels,
-    is_close,
-    is_shown,
-    numbers_shown,
-    shows,
-)
-from ddpcheck.trace.metrics import FEWEST_BITS, OF_NUMBERS, OF_SCORES, Evaluation, Metric, RankMetric, Row
-
-
-def places_of(evals: Sequence[Evaluated]) -> list[list[int]]:
-    """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
-    subset = evals[0].subset
-    common_value = all(list(ev.subset) == list(subset) for ev in evals)
-    indices = {index: i for i, index in enumerate(subset)} if common_value else {}
-    return [[indices.get(index, index) for index in ev.loader.indices] for ev in evals]
-
-
-def given_by_loader(
-    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
-) -> dict[int, Row]:
-    """Return the loader's label or target by dataset position, or {} if incomplete."""
-    loader_values = [getattr(ev.loader, kind) for ev in evals]
-    if any(len(values) != ev.samples for values, ev in zip(loader_values, evals, strict=True)):
-        return {}
-    pairs = zip(itertools.chain(*indices), itertools.chain(*loader_values), strict=True)
-    return {index: (float(value),) for index, value in pairs}
-
-
-_ROUNDING = 1e-9
-
-
-def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """Return the fraction of equal pairs."""
-    return sum(row == label for row, label in pairs) / len(pairs)
-
-
-def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if `numbers` are an affine function of `others`."""
-    if len(numbers) != len(others) or len(set(others)) < 2:
-        return False
-    try:
-        return abs(correlation(numbers, others)) > 1 - _ROUNDING
-    except (ArithmeticError, ValueError):
-        return False
+from ddpcheck.trace.evaluation import Evaluated, exchange_line, gathered_labels, is_close, numbers_shown, shows
+from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, RankMetric
 
 
 def judge_evaluations(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -117,119 +65,6 @@ def _in_one(findings: Sequence[Finding]) -> list[Finding]:
             evidence = (*first.evidence, f"also {', '.join(finding.subjects)}: {finding.message}")
             first = replace(first, subjects=(*first.subjects, *finding.subjects), evidence=evidence)
     return [first]
-
-
-_DIFFERENT_ORDER = 1e-4  # relative difference of metrics
-
-
-_DIGITS = 4  # printed digits needed to identify one of many metrics by its text
-
-
-def judge_order(evals: Sequence[Evaluated]) -> list[Finding]:
-    """DDP803: results gathered rank by rank, compared with labels in dataset order."""
-    if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals):
-        return []
-    if are_other_data(evals):
-        return []
-    indices = places_of(evals)
-    labels, numbers = _references(evals, indices)
-    gathered = gathered_labels(evals)
-    for call in gathered:
-        classes = [[(float(row),) for row in rank_rows] for rank_rows in call.rows]
-        kinds = [
-            (classes, labels, {"accuracy": accuracy}, 0),
-            (call.values, labels, OF_SCORES, _DIGITS),
-            (call.values, numbers, OF_NUMBERS, _DIGITS),
-        ]
-        for rows, references, metrics, digits in kinds:
-            if any(len(values) != len(positions) for values, positions in zip(rows, indices, strict=False)) or not rows:
-                continue
-            for name, reference in references.items():
-                are_labels = all(reference.get(p) == r for p, r in zip(chain(*indices), chain(*rows), strict=True))
-                if are_labels and len(gathered) > 1:
-                    continue  # the gathered rows are the labels
-                mismatch = _compared(evals, call, rows, indices, reference, metrics, digits)
-                if mismatch is not None:
-                    return misplaced_finding(evals[0], call, name, *mismatch)
-    return []
-
-
-def _references(
-    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]]
-) -> tuple[dict[str, Mapping[int, Row]], dict[str, Mapping[int, Row]]]:
-    """Return possible labels and float targets by name, each by dataset position."""
-    labels: dict[str, Mapping[int, Row]] = {}
-    numbers: dict[str, Mapping[int, Row]] = {}
-    for ev in evals:
-        for name, values in ev.held.references.items():
-            labels[f"{name} of the dataset"] = {index: (float(label),) for index, label in enumerate(values)}
-        for name, floats in ev.held.numbers_of.items():
-            width = len(floats) // max(1, ev.loader.size)
-            rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(ev.loader.size))
-            numbers[f"{name} of the dataset"] = dict(enumerate(rows))
-    by_loader = "those that the loader gives"
-    labels[by_loader] = given_by_loader(evals, indices, "classes")
-    numbers[by_loader] = given_by_loader(evals, indices, "targets")
-    return labels, numbers
-
-
-def _compared(
-    evals: Sequence[Evaluated],
-    call: Gathered,
-    rows: Sequence[Sequence[Row]],
-    indices: Sequence[Sequence[int]],
-    reference: Mapping[int, Row],
-    metrics: Mapping[str, Metric],
-    digits: int,
-) -> tuple[str, str] | None:
-    """Return the shown metric or comparison of wrong pairs, in words, and evidence."""
-    everywhere = list(zip(chain(*indices), chain(*rows), strict=True))
-    by_index = dict(everywhere)
-    if not by_index or not by_index.keys() <= reference.keys():
-        return None  # references are not known
-    first = dict(reversed(everywhere))
-    right = [[(row, reference[index]) for index, row in seq] for seq in (by_index.items(), first.items(), everywhere)]
-    if len({len(row) for pair in right[2] for row in pair}) != 1:
-        return None
-    correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
-    if any(is_shown(evals, value, digits) for values in correct.values() for value in values):
-        return None  # the shown value is right
-    for order in call.orders:
-        joined = [(indices[rank][number], rows[rank][number]) for rank, number in order[: len(by_index)]]
-        if any(index not in reference for index in range(len(joined))):
-            continue
-        if all(index == actual for index, (actual, _) in enumerate(joined)):
-            continue  # in the right order
-        wrong = [(row, reference[index]) for index, (_, row) in enumerate(joined)]
-        for name, metric in metrics.items():
-            value = metric(wrong)
-            if math.isfinite(value) and abs(value - correct[name][0]) > _DIFFERENT_ORDER * max(
-                abs(value), abs(correct[name][0])
-            ):
-                if (seen := first_shown(evals, value, *correct[name], digits=digits)) is not None:
-                    return (
-                        f"the {value:.6g} that is {seen.how} would be {correct[name][0]:.6g}, if each were compared "
-                        "with its own label",
-                        f"it is {seen.how} at {seen.location}: the {name}",
-                    )
-        is_other_order = [row for _, row in joined] != [row for _, row in sorted(by_index.items())]
-        if is_other_order and (line := _met(evals, wrong)) is not None:
-            moved = sum(index != actual for index, (actual, _) in enumerate(joined))
-            return (
-                f"{moved} of {len(joined)} results are compared with the label of another sample",
-                f"they are compared at {line}",
-            )
-    return None
-
-
-def _met(evals: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
-    """Return the line at which the script compares the pairs, as is or scaled."""
-    rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
-    for comparison in chain.from_iterable(ev.compared for ev in evals):
-        for a, b in ((comparison.one, comparison.other), (comparison.other, comparison.one)):
-            if is_scaled(a, rows) and is_scaled(b, labels):
-                return comparison.location
-    return None
 
 
 _APART = 1e-4  # relative difference of values that differ between ranks

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
+from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding
 
@@ -47,3 +48,37 @@ def wrong_targets_finding(
             ),
         ],
     )
+
+
+def judge_targets(
+    uses: Sequence[Sequence[GatheredTargets]], losses: Sequence[Sequence[LossDifferentiated]]
+) -> list[Finding]:
+    """DDP804: targets that index rows of another rank; arguments by rank, in order.
+
+    Each rank has its own row offset among the classes, and the targets are equal on all ranks, or consecutive:
+    on some ranks the targets index another rank's samples as positives. No fault if each rank puts its own rows first,
+    or counts targets from the offset.
+    """
+    members = sorted({use.members for rank_uses in uses for use in rank_uses})
+    for group in members:
+        group_uses = [[use for use in uses[rank] if use.members == group] for rank in group if rank < len(uses)]
+        if len(group_uses) < len(group):
+            continue
+        for step_uses in zip(*group_uses, strict=False):
+            keys = {(use.step, use.location, use.rows, use.classes) for use in step_uses}
+            comparable = len({use.targets for use in step_uses}) == 1 or all(
+                # consecutive: an offset, maybe wrong
+                max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows
+                for use in step_uses
+            )
+            if len(keys) > 1 or not comparable or len({use.own for use in step_uses}) < len(step_uses):
+                continue
+            wrong = [
+                rank
+                for rank, use in zip(group, step_uses, strict=True)
+                if not any(use.own <= target < use.own + use.rows for target in use.targets)
+            ]
+            if wrong and len(wrong) < len(group):
+                loss_lines = {loss.step: loss.made for loss in losses[group[0]] if loss.made is not None}
+                return wrong_targets_finding(wrong, group, step_uses, loss_lines.get(step_uses[0].step))
+    return []

@@ -19,9 +19,13 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import one_finding
+
+_MIN_EQUAL = 4.0  # largest ratio between the amounts of two batches
 
 
 def repeated_sum_finding(sums: SumsReduced, world_size: int) -> list[Finding]:
@@ -34,3 +38,24 @@ def repeated_sum_finding(sums: SumsReduced, world_size: int) -> list[Finding]:
         location=sums.location,
         evidence=[f"the sums were {text}", f"before the second all_reduce, this rank had {sums.given[1][0]:.6g}"],
     )
+
+
+def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
+    """DDP806: all_reduce of an earlier all_reduce result; one finding per line, `reduced` by rank.
+
+    Each rank adds about the same amount since the last sum, while the sums grow by the world size or more: numbers that
+    merely grow do not do both.
+    """
+    world_size, findings = len(reduced), []
+    for first in reduced[0]:
+        at_line = [sums for rank_sums in reduced for sums in rank_sums if sums.location == first.location]
+        if len(at_line) == world_size and all(sums.left == first.left for sums in at_line):
+            if any(all(_is_added(sums, number) for sums in at_line) for number in range(len(first.left[0]))):
+                findings += repeated_sum_finding(first, world_size)
+    return findings
+
+
+def _is_added(sums: SumsReduced, number: int) -> bool:
+    """Return True if each call adds a similar amount to the previous sum."""
+    added = [inputs[number] - result[number] for inputs, result in zip(sums.given[1:], sums.left, strict=False)]
+    return min(sums.left[0][number], *added) > 0 and max(added) <= _MIN_EQUAL * min(added)

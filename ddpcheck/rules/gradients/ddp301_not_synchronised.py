@@ -44,7 +44,7 @@ from ddpcheck.findings.wording import (
     told_by_rank,
     unless_all,
 )
-from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.check_context import group_by_step
 from ddpcheck.trace.gradients import (
@@ -382,3 +382,24 @@ def _draw_apart(steps: Sequence[PartSteps]) -> bool:
     states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
     moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:MIN_PART_STEPS]))
     return moves and all(len({step.random for step in rank_steps}) > 1 for rank_steps in steps)
+
+
+def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
+    """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
+
+    A warning: some scripts train several models from one start on purpose. Ranks that send tensors to each other are
+    skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
+    """
+    ranks = [wrapper.made.ranks for wrapper in wrappers]
+    if any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks):
+        return []
+    if len(wrappers) < 2 or any(w.made.context.sharded is None for w in wrappers) or sum(map(len, ranks)) < world_size:
+        return []
+    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in wrappers]
+    by_step: dict[int, list[list[ReplicaCaptured]]] = {}
+    for group, replicas in enumerate(captured):
+        for replica in replicas:
+            if replica.shard >= 0:
+                by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
+    complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
+    return judge_apart_meshes(ranks, complete, wrappers[0].made.location)

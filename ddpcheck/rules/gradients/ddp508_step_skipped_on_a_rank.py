@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
+from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
@@ -128,3 +129,48 @@ def shift_finding(
         severity=severity,
         fix="all_reduce the decision, so that each rank skips the step or none does; or multiply the loss by zero.",
     )
+
+
+def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
+    """DDP508: backward passes skipped in different steps per rank; reductions mix steps."""
+    totals = {pace.reductions for pace in paces}
+    if len(paces) < 2 or len(totals) > 1:
+        return []  # reported as a hang or a failure
+    return shift_finding(
+        paces,
+        lambda run: run.forwards,
+        "forward passes without a backward",
+        "The ranks skip the backward pass of different steps: from then on a reduction averages gradients of different "
+        "steps.",
+        None,
+    ) or shift_finding(
+        paces,
+        lambda run: run.batches,
+        "batches that are passed over",
+        "The ranks pass over different batches: from then on a reduction averages gradients of batches that are not at "
+        "the same place in the epoch.",
+        Severity.WARNING,
+    )
+
+
+def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
+    """DDP508: unequal optimizer steps per averaged backward pass between ranks."""
+    for rank_steps in steps:
+        reductions = [step.reductions for step in rank_steps]
+        if min(reductions) >= 0 and len(set(reductions)) > 1:
+            ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
+            message = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
+            label = f"averaged backward passes until step {rank_steps[0].count}"
+            return skipped_steps_finding(
+                rank_steps, ranks, message, [f"{label}: {text}" for text in group_by_value(reductions)]
+            )
+    counts = [end.count for end in ends]
+    if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
+        if len({end.reductions for end in ends}) == 1:
+            ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+            message = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
+            message += "averaged backward passes."
+            return skipped_steps_finding(
+                steps[-1], ranks, message, [f"optimizer steps: {text}" for text in group_by_value(counts)]
+            )
+    return []

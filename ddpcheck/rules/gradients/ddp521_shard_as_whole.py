@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
+from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.stream.entries import ReplicaCaptured
@@ -152,4 +153,14 @@ def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
             "a file with the shards of one rank that every rank loads leaves them so, and so do values that each "
             "rank draws for its shards from the same seed"
         ],
+    )
+
+
+def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
+    """Report a recipe's optimizer state loaded from one rank on all (DDP521)."""
+    items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
+    return state_of_one_rank(
+        [item.loaded for item in items],
+        next((item.updated_at for item in items), None),
+        ["the optimizer has it before the first step, on every rank"],
     )

@@ -24,7 +24,7 @@ from ddpcheck.rules.gradients.ddp501_forward_bypassed import (
 )
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import explain_by_switches
 from ddpcheck.rules.gradients.ddp509_backward_without_forward_pairing import explain_by_second_backward
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import state_of_one_rank
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_loaded_state
 from ddpcheck.rules.loss.ddp303_scaled_gradient import explain_by_constant_factor
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_ignored_parameters
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_updates
@@ -183,16 +183,6 @@ def judge_sharded(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
     facts = ReducerFacts.of(evidence, known)
     findings = explain_by_ignored_parameters(facts) + first_explanation(SHARDED_EXPLANATIONS, facts)
     return findings + judge_loaded_state(evidence) or judge_updates(facts)
-
-
-def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """Report a recipe's optimizer state loaded from one rank on all (DDP521)."""
-    items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
-    return state_of_one_rank(
-        [item.loaded for item in items],
-        next((item.updated_at for item in items), None),
-        ["the optimizer has it before the first step, on every rank"],
-    )
 
 
 SHARDED_EXPLANATIONS = (

@@ -5,38 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.loop import WrapperPace
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, LoopEvent
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_bypassed_forward
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_unreduced_steps, judge_useless_no_sync
-from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import shift_finding
 from ddpcheck.rules.gradients.ddp509_backward_without_forward_pairing import judge_backward_pairing
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_discarded_gradients
 from ddpcheck.stream.ledger import Ledger
-
-
-def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: backward passes skipped in different steps per rank; reductions mix steps."""
-    totals = {pace.reductions for pace in paces}
-    if len(paces) < 2 or len(totals) > 1:
-        return []  # reported as a hang or a failure
-    return shift_finding(
-        paces,
-        lambda run: run.forwards,
-        "forward passes without a backward",
-        "The ranks skip the backward pass of different steps: from then on a reduction averages gradients of different "
-        "steps.",
-        None,
-    ) or shift_finding(
-        paces,
-        lambda run: run.batches,
-        "batches that are passed over",
-        "The ranks pass over different batches: from then on a reduction averages gradients of batches that are not at "
-        "the same place in the epoch.",
-        Severity.WARNING,
-    )
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:

@@ -15,9 +15,9 @@ from ddpcheck.findings.report import Finding, Location, Severity, select_finding
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import group_by, join_names, plural_verb
 from ddpcheck.rules.causes import ReportedCauses
-from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_apart_meshes
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_hooked
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
-from ddpcheck.rules.gradients.hooks import judge_hooked
 from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.losses import are_for_sums
@@ -35,10 +35,10 @@ from ddpcheck.rules.replicas.watched_steps import (
     without_alike_later,
     without_rounding,
 )
-from ddpcheck.stream.entries import BuffersKept, PeerReceived, ReplicaCaptured, StepsReported, TrainedApart
+from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.replicas import judge_options
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, first_steps
+from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import gradients_differ
 
 _FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
@@ -92,27 +92,6 @@ def sums_rightly(wrapper: WatchedWrapper) -> bool:
     if any(loss.terms for losses in wrapper.losses for loss in losses):
         return are_for_sums(wrapper.losses, wrapper.number)
     return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
-
-
-def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
-    """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
-
-    A warning: some scripts train several models from one start on purpose. Ranks that send tensors to each other are
-    skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
-    """
-    ranks = [wrapper.made.ranks for wrapper in wrappers]
-    if any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks):
-        return []
-    if len(wrappers) < 2 or any(w.made.context.sharded is None for w in wrappers) or sum(map(len, ranks)) < world_size:
-        return []
-    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in wrappers]
-    by_step: dict[int, list[list[ReplicaCaptured]]] = {}
-    for group, replicas in enumerate(captured):
-        for replica in replicas:
-            if replica.shard >= 0:
-                by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
-    complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
-    return judge_apart_meshes(ranks, complete, wrappers[0].made.location)
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:

@@ -40,7 +40,7 @@ from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
-from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, format_term, is_near
+from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, divided_by, format_term, is_near, total_factor
 from ddpcheck.trace.unwrapped_params import are_near
 
 _TOLERANCE = 1e-3
@@ -369,3 +369,65 @@ def _losses_are_scaled(shard_losses: Sequence[float], rank_losses: Sequence[floa
         return False
     mean_log = sum(math.log(r / s) for s, r in pairs) / len(pairs)
     return abs(mean_log - math.log(ratio)) < abs(mean_log)
+
+
+def judge_scale(passes: Losses, together: int) -> list[Finding]:
+    """Report a mean scaled by the world size or model group size (DDP303)."""
+    losses = [loss for by_rank in passes for loss in by_rank]
+    kinds = {term.kind for loss in losses for term in loss.terms}
+    if not kinds or not all(loss.scaled and loss.terms for loss in losses):
+        return []
+    kind = "mean" if "mean" in kinds else "sum"
+    scales = {
+        round(abs(total_factor(t)) * (loss.number + 1), 4) for loss in losses for t in loss.terms if t.kind == kind
+    }
+    sizes = _sizes(len(passes[0]), together)
+    for size in sizes:
+        divided = {round(1.0 / size, 4), *([float(size)] if kind == "mean" else [])}  # a sum may match by chance
+        fits = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms)
+        if fits and len(scales) == 1 and scales <= divided and not any(loss.number + 1 == size for loss in losses):
+            break  # else the divisor may be the number of micro-batches
+    else:
+        return []
+    excess = max(scales) - 1
+    verb = "multiplied" if excess > 0 else "divided"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"The loss is a mean that is {verb} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
+        f"{size if excess > 0 else f'1/{size} of'} {'times ' if excess > 0 else ''}those of the mean.",
+        location=losses[0].scaled,
+        evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
+        severity=Severity.WARNING,
+        fix="Do not scale the loss: DDP averages gradients, which gives the gradient of the mean over all ranks.",
+    )
+
+
+def _sizes(replicas: int, together: int) -> dict[int, str]:
+    """Return the numbers of ranks that may scale a loss, with descriptions."""
+    words = {replicas * together: "the world size"}
+    if together > 1:
+        words.setdefault(together, "the number of ranks that compute one model together")
+        words.setdefault(replicas, "the number of models that are trained data parallel")
+    return {size: text for size, text in words.items() if size > 1}
+
+
+def judge_shared(passes: Losses) -> list[Finding]:
+    """Report sums divided by a global number, and by DDP again (DDP303)."""
+    divisors = [divided_by(by_rank) for by_rank in passes]
+    if not all(divisors):
+        return []
+    total, line, is_mixed = next(filter(None, divisors))
+    part, effect = ("A term of the loss", "it has {} of its weight relative to the other terms")
+    if not is_mixed:
+        part, effect = "The loss", "gradients are {} of those of the mean"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"{part} of each rank is a sum, divided by a number that is summed over all ranks, and DDP averages over the "
+        f"ranks again: {effect.format(f'1/{len(passes[0])}')}.",
+        location=line,
+        evidence=[f"in all {len(passes)} backward passes that were compared; in the first of them by {total:g}"],
+        severity=Severity.WARNING,
+        fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
+    )

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.gradients import LossTerm
+from ddpcheck.findings.evidence.gradients import EXACT_FIT, LossTerm
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import join_names
 from ddpcheck.trace.check_context import SingleProcessFacts
@@ -81,3 +81,13 @@ def explain_by_batch_choice(facts: SingleProcessFacts) -> list[Finding]:
         fix="Choose for each sample separately, or by a value that is the same on every rank (from the step, or "
         "reduced over ranks); if each rank should choose by its own samples, ignore DDP304.",
     )
+
+
+def explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
+    """Report coupling if per-shard batch statistics explain the ranks' gradient (DDP304).
+
+    Runs before causes that are only likely: if ranks also exchange tensors, running shards alone hides coupling.
+    """
+    fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
+    is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)
+    return judge_coupling(facts) if is_exact and module else []

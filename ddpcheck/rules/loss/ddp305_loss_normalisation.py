@@ -38,9 +38,10 @@ from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, format_ranks, make_finding, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, make_finding, one_finding, plural_verb
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.losses import (
+    FEWEST_PASSES,
     IS_SUM,
     UNEQUAL_MESSAGES,
     Losses,
@@ -49,6 +50,17 @@ from ddpcheck.trace.losses import (
     is_near,
     severity_of_weights,
 )
+
+_UNEQUAL = 0.02  # relative to the smallest count
+
+
+_WHOLE = 0.02  # distance from the nearest integer
+
+
+_LARGEST = 1e5  # largest count recognizable as an integer from a float32 inverse
+
+
+_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
 
 
 def judge_undefined_losses(
@@ -285,3 +297,44 @@ class UnequalTargets:
             "by num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)",
             severity=severity if self.code == "DDP305" else None,
         )
+
+
+def judge_counts(passes: Losses) -> list[Finding]:
+    """Report sums that each rank divides by its own number (DDP305)."""
+    for weight in _WEIGHTS:
+        all_counts = [_own_counts(by_rank, weight) for by_rank in passes]
+        unequal = [counts for counts in all_counts if counts]
+        distinct = len({tuple(counts) for counts in unequal})  # else a weight may yield integers by chance
+        if (
+            len(unequal) >= FEWEST_PASSES
+            and 2 * len(unequal) > len(passes)
+            and (weight == 1.0 or distinct >= FEWEST_PASSES)
+        ):
+            return unequal_counts_finding(passes, all_counts, unequal)
+    return []
+
+
+def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
+    """Return the integer divisors of a sum by rank, if ranks differ."""
+    sample_heads = set().union(*map(_sample_heads, losses))
+    for terms in zip(*(loss.terms for loss in losses), strict=False):
+        if any(term.head in sample_heads for term in terms):
+            continue
+        counts = [_divisor(term, weight, terms[0].factor) for term in terms]
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
+            if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
+                return counts
+    return []
+
+
+def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
+    """Return heads whose per-sample terms have different divisors."""
+    by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
+    return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
+
+
+def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
+    """Return the divisor of a sum, or of a mean relative to `factor`."""
+    if term.kind == "mean":
+        return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
+    return weight / abs(term.factor) if term.factor else 0.0

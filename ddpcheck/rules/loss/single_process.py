@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ddpcheck.findings.evidence.gradients import EXACT_FIT, LOOSEST_FIT, Difference, ShardAnalysis
+from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, ShardAnalysis
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import unless_all
@@ -15,7 +15,7 @@ from ddpcheck.rules.loss.ddp303_scaled_gradient import (
     explain_by_one_factor,
     explain_by_rank_weights,
 )
-from ddpcheck.rules.loss.ddp304_batch_coupled import explain_by_batch_choice, judge_coupling
+from ddpcheck.rules.loss.ddp304_batch_coupled import explain_by_batch_choice, explain_by_statistics, judge_coupling
 from ddpcheck.rules.loss.ddp305_loss_normalisation import (
     explain_by_batch_weights,
     judge_normalisation,
@@ -93,16 +93,6 @@ def judge_single_process(
     return [f if IS_SUM in f.tags else replace(f, severity=severities.get(f.code, f.severity)) for f in findings]
 
 
-def _explain_by_statistics(facts: SingleProcessFacts) -> list[Finding]:
-    """Report coupling if per-shard batch statistics explain the ranks' gradient (DDP304).
-
-    Runs before causes that are only likely: if ranks also exchange tensors, running shards alone hides coupling.
-    """
-    fit, module = facts.analysis.by_statistics, facts.analysis.coupling.module_class
-    is_exact = max(abs(fit.ratio - 1), fit.residual) <= max(facts.tolerance, EXACT_FIT)
-    return judge_coupling(facts) if is_exact and module else []
-
-
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
     """Report ranks whose program values or losses differ (DDP216, 516).
 
@@ -121,7 +111,7 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
 EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     explain_by_changed_gradients,
     explain_by_micro_batches,
-    _explain_by_statistics,
+    explain_by_statistics,
     explain_by_one_factor,
     _explain_by_program,
     explain_by_rank_weights,

@@ -25,9 +25,11 @@ from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb
-from ddpcheck.trace.script_facts import PartSteps
+from ddpcheck.rules.verdict import Verdict, Verdicts
+from ddpcheck.trace.script_facts import PartSteps, ScriptFacts
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
 
@@ -148,3 +150,29 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
                 fix="Call parallelize_module before the optimizer is constructed.",
             )
     return []
+
+
+def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
+    """Detect parameters that get gradients but belong to no optimizer."""
+    if not facts.wrappers:
+        return {}
+    steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
+    named = [name for step in steps for name in (*step.held, *step.idle)]
+    created_at = next((step.made for step in steps if step.held or not named), None)
+    in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
+    findings = judge_params_without_optimizer(facts.moved, named, made=created_at, in_vain=in_vain)
+    return {"optimizers": Verdict(with_model(findings, facts))}
+
+
+def with_model(findings: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
+    """Name the wrapped module in findings on parameters that never change."""
+    named = []
+    for finding in findings:
+        origins = [
+            f"of {wrapper.made.module}, which is wrapped at {wrapper.made.location}"
+            for wrapper in facts.wrappers
+            if all(facts.moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
+        ]
+        is_one_of_several = len(origins) == 1 < len(facts.wrappers)
+        named.append(replace(finding, evidence=(*origins, *finding.evidence)) if is_one_of_several else finding)
+    return named

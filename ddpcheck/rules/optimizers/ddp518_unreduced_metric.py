@@ -18,11 +18,20 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import one_finding
+from ddpcheck.rules.verdict import Verdict, Verdicts
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.unwrapped_params import are_local
+
+_OF_SCHEDULES = 1e-6  # relative tolerance of equal metrics
+
+
+_OF_CALLBACKS = 1e-4  # relative tolerance of equal metrics
 
 
 def local_metrics_finding(uses: Sequence[MetricUsed]) -> list[Finding]:
@@ -41,3 +50,23 @@ def local_metrics_finding(uses: Sequence[MetricUsed]) -> list[Finding]:
         if metric
         else "",
     )
+
+
+def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
+    """DDP518: schedule or callback with a per-rank metric; `metrics` by rank, in order."""
+    findings_by_user: dict[str, list[Finding]] = {}
+    for uses in zip(*metrics, strict=False):
+        first, values = uses[0], [use.value for use in uses]
+        if len({(use.user, use.metric, use.schedule, use.count) for use in uses}) > 1:
+            break
+        about = _OF_CALLBACKS if first.metric else _OF_SCHEDULES
+        if not all(math.isclose(value, values[0], rel_tol=about, abs_tol=1e-12) for value in values):
+            findings_by_user.setdefault(first.user, local_metrics_finding(uses))
+    return [finding for findings in findings_by_user.values() for finding in findings]
+
+
+def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
+    """Judge metrics that drive learning rate schedules and callbacks."""
+    local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
+    metrics = [[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)]
+    return {"optimizers": Verdict(judge_metrics(metrics))}

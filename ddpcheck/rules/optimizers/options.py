@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.script import MetricUsed, OptimizerEnd
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import group_by_value, make_finding, plural_verb
-from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_schedule_steps, skipped_steps_finding
+from ddpcheck.findings.wording import group_by_value, make_finding
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_schedule_steps
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import state_of_one_rank
-from ddpcheck.rules.optimizers.ddp518_unreduced_metric import local_metrics_finding
 from ddpcheck.rules.replicas.ddp306_state_diverged import loaded_on_some_finding
 from ddpcheck.trace.optimizers import LOAD_EVERYWHERE, describe_loads, restored_on_some
 from ddpcheck.trace.replicas import judge_options
 from ddpcheck.trace.unwrapped_params import Steps, are_local
-
-_OF_SCHEDULES = 1e-6  # relative tolerance of equal metrics
-
-
-_OF_CALLBACKS = 1e-4  # relative tolerance of equal metrics
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
@@ -78,29 +70,6 @@ def _rate_line(rank_steps: Steps) -> Location | None:
     return rank_steps[0].rate
 
 
-def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
-    """DDP508: unequal optimizer steps per averaged backward pass between ranks."""
-    for rank_steps in steps:
-        reductions = [step.reductions for step in rank_steps]
-        if min(reductions) >= 0 and len(set(reductions)) > 1:
-            ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
-            message = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
-            label = f"averaged backward passes until step {rank_steps[0].count}"
-            return skipped_steps_finding(
-                rank_steps, ranks, message, [f"{label}: {text}" for text in group_by_value(reductions)]
-            )
-    counts = [end.count for end in ends]
-    if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
-        if len({end.reductions for end in ends}) == 1:
-            ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
-            message = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
-            message += "averaged backward passes."
-            return skipped_steps_finding(
-                steps[-1], ranks, message, [f"optimizer steps: {text}" for text in group_by_value(counts)]
-            )
-    return []
-
-
 def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
     """DDP306 and 521: sharded optimizer state loaded on, or from, some ranks only."""
     for rank_steps in steps:
@@ -121,16 +90,3 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         if findings := state_of_one_rank(states, loaded[0], [message], [first.count]):
             return findings
     return []
-
-
-def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
-    """DDP518: schedule or callback with a per-rank metric; `metrics` by rank, in order."""
-    findings_by_user: dict[str, list[Finding]] = {}
-    for uses in zip(*metrics, strict=False):
-        first, values = uses[0], [use.value for use in uses]
-        if len({(use.user, use.metric, use.schedule, use.count) for use in uses}) > 1:
-            break
-        about = _OF_CALLBACKS if first.metric else _OF_SCHEDULES
-        if not all(math.isclose(value, values[0], rel_tol=about, abs_tol=1e-12) for value in values):
-            findings_by_user.setdefault(first.user, local_metrics_finding(uses))
-    return [finding for findings in findings_by_user.values() for finding in findings]

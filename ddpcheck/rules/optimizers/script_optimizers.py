@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ddpcheck.findings.evidence.loop import GradientsChanged, ModuleChanged
-from ddpcheck.findings.evidence.script import FileUsed, GradientsClipped, LossDifferentiated, MetricUsed, OptimizerStep
-from ddpcheck.findings.replace import replace
+from ddpcheck.findings.evidence.script import FileUsed, GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed, judge_clips
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced
 from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import (
-    judge_params_without_optimizer,
-    judge_stale,
-    judge_unchanged_params,
-)
+from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, judge_unchanged_params, with_model
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
-from ddpcheck.rules.optimizers.options import judge_metrics, judge_optimizer_options, judge_pace, judge_shard_states
+from ddpcheck.rules.optimizers.options import judge_optimizer_options, judge_shard_states
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state, judge_shard_scales
 from ddpcheck.rules.verdict import Verdict, Verdicts
 from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
-from ddpcheck.trace.unwrapped_params import any_gradient_differs, are_local, differing
+from ddpcheck.trace.unwrapped_params import any_gradient_differs, differing
 
 
 def judge_states_of_optimizers(facts: ScriptFacts) -> Verdicts:
@@ -69,7 +63,7 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
             )
             unwrapped = [f if opt.steps[0][0].broadcast_at else locate_seed(f, opt.steps[0]) for f in unwrapped]
             new += unwrapped or judge_sums(opt.steps, losses)
-        findings += new + _with_model(judge_stale(opt.steps, facts.moved, param_names), facts)
+        findings += new + with_model(judge_stale(opt.steps, facts.moved, param_names), facts)
         findings += judge_unchanged_params(opt.steps, facts.moved) + judge_parts_reduced(opt.steps)
         findings += judge_schedule(opt.ends, len(facts.ranks))
         findings += judge_summed_again(opt.steps, len(facts.ranks))
@@ -104,36 +98,3 @@ def judge_all_clips(facts: ScriptFacts) -> Verdicts:
             averaged_by_rank = [list(used_by(rank, local_steps)) for rank, local_steps in by_rank]
             findings += judge_rescaled(averaged_by_rank, facts.of(LossDifferentiated), len(facts.ranks))
     return {"optimizers": Verdict(findings)}
-
-
-def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
-    """Judge metrics that drive learning rate schedules and callbacks."""
-    local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
-    metrics = [[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)]
-    return {"optimizers": Verdict(judge_metrics(metrics))}
-
-
-def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
-    """Detect parameters that get gradients but belong to no optimizer."""
-    if not facts.wrappers:
-        return {}
-    steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
-    named = [name for step in steps for name in (*step.held, *step.idle)]
-    created_at = next((step.made for step in steps if step.held or not named), None)
-    in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
-    findings = judge_params_without_optimizer(facts.moved, named, made=created_at, in_vain=in_vain)
-    return {"optimizers": Verdict(_with_model(findings, facts))}
-
-
-def _with_model(findings: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
-    """Name the wrapped module in findings on parameters that never change."""
-    named = []
-    for finding in findings:
-        origins = [
-            f"of {wrapper.made.module}, which is wrapped at {wrapper.made.location}"
-            for wrapper in facts.wrappers
-            if all(facts.moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
-        ]
-        is_one_of_several = len(origins) == 1 < len(facts.wrappers)
-        named.append(replace(finding, evidence=(*origins, *finding.evidence)) if is_one_of_several else finding)
-    return named

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_steps, group_by, join_names, unless_all
+from ddpcheck.findings.wording import Names, format_steps, group_by, join_names
 from ddpcheck.rules.collectives.ddp406_marked_ready_twice import judge_hidden_parameters, judge_repeated_arrival
 from ddpcheck.rules.parameters.ddp103_detached_parameter import explain_always_missing
 from ddpcheck.rules.parameters.ddp104_rank_dependent_parameter import judge_rank_dependence
-from ddpcheck.rules.parameters.ddp106_unregistered_parameter import unregistered_finding
+from ddpcheck.rules.parameters.ddp106_unregistered_parameter import judge_unregistered
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import judge_zero_gradients
 from ddpcheck.rules.parameters.ddp108_missing_gradient import judge_lost_gradients
 from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
@@ -106,25 +106,3 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 
     groups = group_by(names, cause_and_place).values()
     return [finding for group in groups for finding in explain_always_missing(group, end_of(group[0]), facts)]
-
-
-def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
-    """DDP106: tensors that receive gradient but are no parameters of the wrapped module."""
-    tensors: dict[str, UnregisteredTensor] = {}
-    ranks: dict[str, set[int]] = {}
-    for item in facts.evidence:
-        for leaf in item.unregistered:
-            tensors.setdefault(leaf.name, leaf)
-            ranks.setdefault(leaf.name, set()).add(item.rank)
-
-    def holder_and_ranks(leaf: UnregisteredTensor) -> tuple[bool, str, tuple[int, ...]]:
-        name = leaf.name
-        holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
-        return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
-
-    groups = group_by(tensors.values(), holder_and_ranks)
-    return [
-        finding
-        for (_, _, on_ranks), group in groups.items()
-        for finding in unregistered_finding(group, unless_all(on_ranks, facts.world_size), facts.wrapper.named)
-    ]

@@ -25,8 +25,32 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import UnregisteredTensor
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
-from ddpcheck.trace.parameters import MADE_IN_FORWARD
+from ddpcheck.findings.wording import counted, group_by, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.trace.parameters import ParameterFacts
+
+MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed
+
+
+def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
+    """DDP106: tensors that receive gradient but are no parameters of the wrapped module."""
+    tensors: dict[str, UnregisteredTensor] = {}
+    ranks: dict[str, set[int]] = {}
+    for item in facts.evidence:
+        for leaf in item.unregistered:
+            tensors.setdefault(leaf.name, leaf)
+            ranks.setdefault(leaf.name, set()).add(item.rank)
+
+    def holder_and_ranks(leaf: UnregisteredTensor) -> tuple[bool, str, tuple[int, ...]]:
+        name = leaf.name
+        holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
+        return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
+
+    groups = group_by(tensors.values(), holder_and_ranks)
+    return [
+        finding
+        for (_, _, on_ranks), group in groups.items()
+        for finding in unregistered_finding(group, unless_all(on_ranks, facts.world_size), facts.wrapper.named)
+    ]
 
 
 def unregistered_finding(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], by: str) -> list[Finding]:

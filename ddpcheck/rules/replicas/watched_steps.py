@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence, GradientState, Pat
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_steps, group_by, join_names, plain_name, plural_verb
-from ddpcheck.rules.compilation.compilations import judge_compilations
+from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
 from ddpcheck.rules.gradients.reducer import judge_reducer
