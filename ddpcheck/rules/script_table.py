@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence import evaluation, loop, replicas, script
+from ddpcheck.findings.evidence import loop, replicas, script
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
@@ -28,14 +28,10 @@ from ddpcheck.rules.data.ddp505_duplicate_data import (
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_noise, judge_step_draws
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
 from ddpcheck.rules.data.loaders import judge_loaders
-from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations
-from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
-from ddpcheck.rules.evaluation.ddp806_sum_reduced_again import judge_sums_again
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
-from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_shards_saved
 from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_reduced_in_place
@@ -48,17 +44,16 @@ from ddpcheck.rules.optimizers.script_optimizers import (
     judge_all_of_optimizers,
     judge_states_of_optimizers,
 )
-from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
-from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
+from ddpcheck.rules.registry import row_of
 from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge_uses
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.data import FEWEST_INPUTS, OTHER_VALUES, deal_repeated, hold_own_parts, line_of_selection
+from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
-from ddpcheck.trace.metrics import evaluations_of
+from ddpcheck.trace.program import Program
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of, used_by
-from ddpcheck.trace.shown_numbers import trace_numbers
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
 
 _NEAR = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
@@ -232,29 +227,6 @@ def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
 
 
-def _files(facts: ScriptFacts) -> Verdicts:
-    uses = facts.of(script.FileUsed)
-    paths = {use.path for rank_uses in uses for use in rank_uses}
-    sizes = [item for entries in facts.of(script.FilesLeft) for entry in entries for item in entry.sizes.items()]
-    empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
-    findings = judge_files(uses, empty) + (judge_shards_saved(uses) if facts.ended else [])
-    findings += judge_loads(facts.of(replicas.NothingLoaded))
-    return {"files": _compared(findings, f"no fault in the uses of {counted(len(paths), 'file')}", len(paths))}
-
-
-def _evaluation(facts: ScriptFacts) -> Verdicts:
-    if facts.trains_apart:
-        return {}
-    passes, exchanged = facts.of(evaluation.EvaluationPass), facts.of(evaluation.ResultExchanged)
-    shown, compared = facts.of(evaluation.MetricShown), facts.of(evaluation.RowsCompared)
-    evaluations = evaluations_of(facts.passes, passes, exchanged, shown, compared)
-    findings = judge_evaluations(evaluations, facts.passes)
-    findings += judge_sums_again(facts.of(evaluation.SumsReduced))
-    findings += judge_targets(facts.of(evaluation.GatheredTargets), facts.of(script.LossDifferentiated))
-    passed, lacking = trace_numbers(evaluations, shown) if evaluations else ("", "")
-    return {"evaluation": Verdict(findings, passed, "" if findings else lacking)}
-
-
 def _statistics(facts: ScriptFacts) -> Verdicts:
     return {"replicas": Verdict(judge_statistics(facts.of(replicas.RunningStatistic)))}
 
@@ -293,8 +265,8 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_graphs, ("loop",)),
     Row(_data, ("data",)),
     Row(_statistics, ("replicas",)),
-    Row(_files, ("files",)),
-    Row(_evaluation, ("evaluation",)),
+    row_of(Program),
+    row_of(Evaluations),
     Row(judge_parameters_unheld, ("optimizers",)),
     Row(_copies, ("replicas",)),
 )

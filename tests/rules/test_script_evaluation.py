@@ -36,8 +36,9 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
-from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations as judge_groups
 from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
+from ddpcheck.rules.registry import judge_view
+from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, evaluations_of
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
@@ -50,7 +51,7 @@ def judge_evaluations(
     shown: Sequence[Sequence[MetricShown]],
     compared: Sequence[Sequence[RowsCompared]] = (),
 ) -> list[Finding]:
-    return judge_groups(evaluations_of(loaders, passes, given, shown, compared), loaders)
+    return judge_view(Evaluations(evaluations_of(loaders, passes, given, shown, compared), loaders, shown))
 
 
 def judged(
@@ -666,19 +667,25 @@ def use(own: int, targets: Sequence[int], *, step: int = 0) -> GatheredTargets:
 
 def test_targets_that_name_the_rows_of_rank_0_on_every_rank_are_reported() -> None:
     uses = [[use(0, range(4))], [use(4, range(4))]]
-    (found,) = judge_targets(uses, [[], []])
+    (found,) = judge_targets(Evaluations(targets=uses, losses=[[], []]))
     assert (found.code, found.ranks, found.location) == ("DDP804", (1,), LINE)
     of_loss = [[LossDifferentiated(0, 0, (), None, Location("train.py", 7))] for _ in uses]
-    (found,) = judge_targets(uses, of_loss)
+    (found,) = judge_targets(Evaluations(targets=uses, losses=of_loss))
     assert found.location == Location("train.py", 7) and f"gathered at {LINE}" in found.evidence
     assert "those of rank 1 begin at 4" in found.message
-    (found,) = judge_targets([[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], of_loss)
+    (found,) = judge_targets(
+        Evaluations(targets=[[replace(one, loss=LOOP) for one in of_rank] for of_rank in uses], losses=of_loss)
+    )
     assert found.location == LOOP
 
 
 def test_an_offset_may_be_a_wrong_one() -> None:
-    assert codes(judge_targets([[use(0, range(4, 8))], [use(4, range(4, 8))]], [[], []])) == ["DDP804"]
-    assert codes(judge_targets([[use(0, range(4))], [use(4, range(2))]], [[], []])) == []  # chosen in some way
+    assert codes(
+        judge_targets(Evaluations(targets=[[use(0, range(4, 8))], [use(4, range(4, 8))]], losses=[[], []]))
+    ) == ["DDP804"]
+    assert (
+        codes(judge_targets(Evaluations(targets=[[use(0, range(4))], [use(4, range(2))]], losses=[[], []]))) == []
+    )  # chosen in some way
 
 
 @pytest.mark.parametrize(
@@ -692,7 +699,7 @@ def test_an_offset_may_be_a_wrong_one() -> None:
     ],
 )
 def test_targets_that_name_own_rows_are_right(uses: Any) -> None:
-    assert judge_targets(uses, [[], []]) == []
+    assert judge_targets(Evaluations(targets=uses, losses=[[], []])) == []
 
 
 @pytest.mark.parametrize("product", ["matmul", "einsum", "linear", "scaled"])

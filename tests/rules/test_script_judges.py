@@ -62,6 +62,7 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
 from ddpcheck.rules.replicas.watched_steps import without_alike_later, without_rounding
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
 
 LINE = Location("train.py", 30)
@@ -1103,7 +1104,7 @@ def test_states_that_ranks_have_loaded_from_other_files() -> None:
     ],
 )
 def test_files_that_ranks_use_at_the_same_time(uses: list[list[FileUsed]], found: list[str]) -> None:
-    assert codes(judge_files(uses)) == found
+    assert codes(judge_files(Program(uses))) == found
 
 
 @settings(deadline=None)  # the first example on a busy machine
@@ -1150,22 +1151,22 @@ CACHE = opened("x.npy", 2, writes=True)
 def test_files_that_one_rank_makes_and_another_reads(
     writer: list[FileUsed], reader: list[FileUsed], found: list[str]
 ) -> None:
-    assert codes(judge_files([writer, reader])) == found
+    assert codes(judge_files(Program([writer, reader]))) == found
 
 
 def test_a_file_that_is_only_touched_is_no_race() -> None:
     for touched in ([opened("done", 2, writes=True)], [opened("done", 2)]):
-        assert codes(judge_files([[opened("done", 2, writes=True)], touched])) == ["DDP512"]
-        assert not judge_files([[opened("done", 2, writes=True)], touched], {"/data/done"})
-        assert codes(judge_files([[CACHE], [CACHE]], {"/data/done"})) == ["DDP512"]
+        assert codes(judge_files(Program([[opened("done", 2, writes=True)], touched]))) == ["DDP512"]
+        assert not judge_files(Program([[opened("done", 2, writes=True)], touched], {"/data/done"}))
+        assert codes(judge_files(Program([[CACHE], [CACHE]], {"/data/done"}))) == ["DDP512"]
 
 
 def test_a_checkpoint_that_is_loaded_onto_the_device_of_another_rank() -> None:
     own: dict[str, Any] = {"devices": ("cuda:1",), "device": "cuda:1"}
     other = {**own, "devices": ("cuda:0",)}
-    assert codes(judge_files([[], [read(6, mapped=False, **other)]])) == ["DDP512"]
-    assert not judge_files([[], [read(6, **other)]])
-    assert not judge_files([[], [read(6, mapped=False, **own)]])
+    assert codes(judge_files(Program([[], [read(6, mapped=False, **other)]]))) == ["DDP512"]
+    assert not judge_files(Program([[], [read(6, **other)]]))
+    assert not judge_files(Program([[], [read(6, mapped=False, **own)]]))
 
 
 def saved(*shards: int) -> list[list[FileUsed]]:
@@ -1174,10 +1175,10 @@ def saved(*shards: int) -> list[list[FileUsed]]:
 
 
 def test_shards_that_some_ranks_alone_save() -> None:
-    (found,) = judge_shards_saved([*saved(0, -1), []])
+    (found,) = judge_shards_saved(Program([*saved(0, -1), []]))
     assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
-    assert codes(judge_shards_saved(saved(1, 1, -1))) == ["DDP521"]
-    assert judge_shards_saved(saved(0, 1, -1)) == judge_shards_saved(saved(-1, -1, -1)) == []
+    assert codes(judge_shards_saved(Program(saved(1, 1, -1)))) == ["DDP521"]
+    assert judge_shards_saved(Program(saved(0, 1, -1))) == judge_shards_saved(Program(saved(-1, -1, -1))) == []
 
 
 def test_parameters_in_no_group_of_shards() -> None:

@@ -17,6 +17,7 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
 from ddpcheck.rules.replicas.copies import judge_states, judge_uses
+from ddpcheck.trace.program import Program
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
 HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)
@@ -170,6 +171,6 @@ def test_the_uses_of_a_copy_that_are_written_down() -> None:
     ],
 )
 def test_states_that_load_nothing(loads: list[list[NothingLoaded]], ranks: tuple[int, ...] | None, words: str) -> None:
-    found = judge_loads(loads)
+    found = judge_loads(Program(loads=loads))
     assert [one.ranks for one in found] == ([] if ranks is None else [ranks])
     assert all(words in one.message and one.location == LOADED for one in found)

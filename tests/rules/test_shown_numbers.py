@@ -11,9 +11,9 @@ import pytest
 from ddpcheck.findings.evidence.evaluation import EvaluationPass, MetricShown, ResultExchanged, ShownNumber
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations
+from ddpcheck.rules.registry import judge_view
+from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import evaluations_of, table_metrics
-from ddpcheck.trace.shown_numbers import trace_numbers
 
 LOOP, LINE, REDUCE, CALL = (Location("eval.py", line) for line in (10, 20, 30, 15))
 SHARES = [range(0, 200, 2), range(1, 200, 2)]
@@ -36,7 +36,8 @@ def said(
     passes = [[EvaluationPass(n, 3, n, **one) for n, one in enumerate(of_rank)] for of_rank in rounds]
     passes += [[] for _ in indices[len(rounds) :]]
     evaluations = evaluations_of(loaders, passes, given, shown, ())
-    return judge_evaluations(evaluations, loaders), trace_numbers(evaluations, shown)
+    view = Evaluations(evaluations, loaders, shown)
+    return judge_view(view), view.compared(())
 
 
 def prints(*texts: str, number: int = 0) -> MetricShown:

@@ -29,6 +29,7 @@ from operator import eq
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
     Evaluated,
     are_other_data,
@@ -40,13 +41,20 @@ from ddpcheck.trace.evaluation import (
     shard_numbers,
     shows,
 )
-from ddpcheck.trace.metrics import MEAN, RankMetric
+from ddpcheck.trace.evaluations import Evaluations
+from ddpcheck.trace.metrics import MEAN, Evaluation, RankMetric
 
 _FEWEST_ALONE = 256  # samples: a smaller integer is ambiguous
 
 
-def judge_padded(evals: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
+@rule
+def judge_padded(evaluations: Evaluations) -> list[Finding]:
     """DDP801: metric with duplicate samples, because a sampler pads the shards."""
+    return evaluations.first_findings(_judge_padded)
+
+
+def _judge_padded(evaluation: Evaluation) -> list[Finding]:
+    evals, metrics = [*evaluation.by_rank.values()], evaluation.metrics
     counts = Counter(index for ev in evals for index in ev.loader.indices)
     excess = sum(counts.values()) - len(counts)
     most = len(evals) * (1 + max(ev.batch for ev in evals))  # to complete a batch on each rank

@@ -35,26 +35,19 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, make_finding, one_finding
-from ddpcheck.rules.evaluation.ddp801_padded_evaluation import judge_padded
-from ddpcheck.rules.evaluation.ddp803_order_of_gathered_results import judge_order
-from ddpcheck.rules.evaluation.ddp805_mean_of_ranks_means import judge_mean_of_means
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import Evaluated, exchange_line, gathered_labels, is_close, numbers_shown, shows
+from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, RankMetric
 
 
-def judge_evaluations(evaluations: Sequence[Evaluation], loaders: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """Return at most one finding per rule; `loaders` by rank, in order."""
-    by_code: dict[str, list[Finding]] = {}
-    full = [evaluation for evaluation in evaluations if len(evaluation.by_rank) == len(loaders)]
-    for evaluation in full:
-        evals = [*evaluation.by_rank.values()]
-        means = judge_mean_of_means(evals, evaluation.metrics)
-        for finding in (*judge_padded(evals, evaluation.metrics), *judge_order(evals), *means):
-            by_code.setdefault(finding.code, [finding])
-    loops = dict.fromkeys(evaluation.loop for evaluation in full)
-    own_shard = [finding for loop in loops for finding in judge_own_shard([e for e in full if e.loop == loop])]
-    by_code["DDP802"] = _in_one(own_shard) if own_shard else judge_lone_share(evaluations, loaders)
-    return [finding for findings in by_code.values() for finding in findings]
+@rule
+def judge_shards(evaluations: Evaluations) -> list[Finding]:
+    """DDP802: metric of a rank's own shard, on all ranks that evaluate or on one of them alone."""
+    complete = evaluations.complete
+    loops = dict.fromkeys(evaluation.loop for evaluation in complete)
+    findings = [finding for loop in loops for finding in judge_own_shard([e for e in complete if e.loop == loop])]
+    return _in_one(findings) if findings else judge_lone_share(evaluations.evaluations, evaluations.passes)
 
 
 def _in_one(findings: Sequence[Finding]) -> list[Finding]:

@@ -31,8 +31,10 @@ from typing import Literal
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, is_shown
-from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Metric, Row
+from ddpcheck.trace.evaluations import Evaluations
+from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Evaluation, Metric, Row
 
 _ROUNDING = 1e-9
 
@@ -77,8 +79,14 @@ def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
         return False
 
 
-def judge_order(evals: Sequence[Evaluated]) -> list[Finding]:
+@rule
+def judge_order(evaluations: Evaluations) -> list[Finding]:
     """DDP803: results gathered rank by rank, compared with labels in dataset order."""
+    return evaluations.first_findings(_judge_order)
+
+
+def _judge_order(evaluation: Evaluation) -> list[Finding]:
+    evals = [*evaluation.by_rank.values()]
     if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals):
         return []
     if are_other_data(evals):

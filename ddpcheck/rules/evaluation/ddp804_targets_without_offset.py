@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
-from ddpcheck.findings.evidence.script import LossDifferentiated
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, one_finding
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.evaluations import Evaluations
 
 
 def wrong_targets_finding(
@@ -50,15 +51,15 @@ def wrong_targets_finding(
     )
 
 
-def judge_targets(
-    uses: Sequence[Sequence[GatheredTargets]], losses: Sequence[Sequence[LossDifferentiated]]
-) -> list[Finding]:
-    """DDP804: targets that index rows of another rank; arguments by rank, in order.
+@rule
+def judge_targets(evaluations: Evaluations) -> list[Finding]:
+    """DDP804: targets that index rows of another rank.
 
     Each rank has its own row offset among the classes, and the targets are equal on all ranks, or consecutive:
     on some ranks the targets index another rank's samples as positives. No fault if each rank puts its own rows first,
     or counts targets from the offset.
     """
+    uses, losses = evaluations.targets, evaluations.losses
     members = sorted({use.members for rank_uses in uses for use in rank_uses})
     for group in members:
         group_uses = [[use for use in uses[rank] if use.members == group] for rank in group if rank < len(uses)]

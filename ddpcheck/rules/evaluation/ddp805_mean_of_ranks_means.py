@@ -25,18 +25,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, one_finding
-from ddpcheck.trace.evaluation import Evaluated, common_value, exchange_line, first_shown, is_close, shard_numbers
-from ddpcheck.trace.metrics import FEWEST_BITS, RankMetric, bits_of
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.evaluation import common_value, exchange_line, first_shown, is_close, shard_numbers
+from ddpcheck.trace.evaluations import Evaluations
+from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
 
 _SOME = 0.01  # relative difference of metrics that matters
 
 
-def judge_mean_of_means(evals: Sequence[Evaluated], metrics: Sequence[RankMetric]) -> list[Finding]:
+@rule
+def judge_mean_of_means(evaluations: Evaluations) -> list[Finding]:
     """DDP805: shown mean or sum of per-rank metrics, not the metric of all samples."""
+    return evaluations.first_findings(_judge_mean_of_means)
+
+
+def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
+    evals, metrics = [*evaluation.by_rank.values()], evaluation.metrics
     samples = [ev.samples for ev in evals]
     sums = [counts for _, counts in common_value(evals, "numbers") if not any(count % 1 for count in counts)]
     for call in shard_numbers(evals):

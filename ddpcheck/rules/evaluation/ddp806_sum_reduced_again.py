@@ -19,11 +19,11 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import one_finding
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.evaluations import Evaluations
 
 _MIN_EQUAL = 4.0  # largest ratio between the amounts of two batches
 
@@ -40,14 +40,16 @@ def repeated_sum_finding(sums: SumsReduced, world_size: int) -> list[Finding]:
     )
 
 
-def judge_sums_again(reduced: Sequence[Sequence[SumsReduced]]) -> list[Finding]:
-    """DDP806: all_reduce of an earlier all_reduce result; one finding per line, `reduced` by rank.
+@rule
+def judge_sums_again(evaluations: Evaluations) -> list[Finding]:
+    """DDP806: all_reduce of an earlier all_reduce result; one finding per line.
 
     Each rank adds about the same amount since the last sum, while the sums grow by the world size or more: numbers that
     merely grow do not do both.
     """
+    reduced = evaluations.sums
     world_size, findings = len(reduced), []
-    for first in reduced[0]:
+    for first in reduced[0] if reduced else ():
         at_line = [sums for rank_sums in reduced for sums in rank_sums if sums.location == first.location]
         if len(at_line) == world_size and all(sums.left == first.left for sums in at_line):
             if any(all(_is_added(sums, number) for sums in at_line) for number in range(len(first.left[0]))):

@@ -31,17 +31,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.rules.registry import rule
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
 
-def judge_shards_saved(uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
-    """DDP521: a checkpoint with the shards of some ranks only; `uses` by rank."""
+@rule
+def judge_shards_saved(program: Program) -> list[Finding]:
+    """DDP521: a checkpoint with the shards of some ranks only."""
+    uses = program.uses if program.ended else ()
     saved = {rank: [use for use in rank_uses if use.shard is not None] for rank, rank_uses in enumerate(uses)}
     shards = [use for rank_uses in saved.values() for use in rank_uses]
     numbers = {use.shard[0] for use in shards if use.shard is not None}

@@ -23,28 +23,31 @@ Example:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from pathlib import PurePath
 
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.program import Program
 
 
-def judge_files(uses: Sequence[Sequence[FileUsed]], empty: Collection[str] = ()) -> list[Finding]:
+@rule
+def judge_files(program: Program) -> list[Finding]:
     """DDP512: files written by several ranks, or read while another rank writes.
 
-    At most one finding per line; `uses` by rank in order of time, `empty`: files without content. Two uses are ordered
+    At most one finding per line. Two uses are ordered
     only if a collective of all ranks is between them, since it makes the first rank wait; otherwise both may happen at
     the same time, whatever the order in this run, unless the second rank waited for another rank in a different way.
     """
     by_line: dict[Location | None, list[Finding]] = {}
-    saved = {use.path for rank_uses in uses for use in rank_uses if use.by_torch}
-    uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in uses]
+    saved = {use.path for rank_uses in program.uses for use in rank_uses if use.by_torch}
+    uses = [[use for use in rank_uses if use.by_torch or use.path not in saved] for rank_uses in program.uses]
     for rank, use, other_rank, other_use in _at_the_same_time(uses):
         line = use.location if other_use.writes else other_use.location
-        if use.path in empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
+        if use.path in program.empty or line in by_line or other_use.waited or (other_use.writes and use.waited):
             continue
         if not (use.by_torch or other_use.writes) and _is_followed(use, other_use, uses[rank], uses[other_rank]):
             continue

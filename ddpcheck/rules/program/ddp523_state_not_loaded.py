@@ -20,15 +20,16 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ddpcheck.findings.evidence.replicas import NothingLoaded
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, one_finding, unless_all
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.program import Program
 
 
-def judge_loads(loads: Sequence[Sequence[NothingLoaded]]) -> list[Finding]:
-    """DDP523: `load_state_dict(strict=False)` calls without a matching key (`loads` by rank)."""
+@rule
+def judge_loads(program: Program) -> list[Finding]:
+    """DDP523: `load_state_dict(strict=False)` calls without a matching key."""
+    loads = program.loads
     first = next((call for calls in loads for call in calls), None)
     if first is None:
         return []

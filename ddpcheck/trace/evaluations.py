@@ -1,21 +1,70 @@
-"""Shown numbers, and the results from which they follow."""
+"""Evaluations of a script, and the results from which shown numbers follow."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import eq
+from typing import ClassVar, Self
 
-from ddpcheck.findings.evidence.evaluation import MetricShown, ShownNumber
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.evidence.evaluation import (
+    EvaluationPass,
+    GatheredTargets,
+    MetricShown,
+    ResultExchanged,
+    RowsCompared,
+    ShownNumber,
+    SumsReduced,
+)
+from ddpcheck.findings.evidence.script import LoaderPass, LossDifferentiated
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.trace.evaluation import Evaluated, gathered_labels, shows
-from ddpcheck.trace.metrics import Evaluation
+from ddpcheck.trace.metrics import Evaluation, evaluations_of
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.view import View
 
 _FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
 
 
 _MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations(View):
+    """Evaluations of a script; sequences are by rank, in order of time."""
+
+    check: ClassVar[str] = "evaluation"
+    evaluations: Sequence[Evaluation] = ()
+    passes: Sequence[Sequence[LoaderPass]] = ()
+    shown: Sequence[Sequence[MetricShown]] = ()
+    sums: Sequence[Sequence[SumsReduced]] = ()
+    targets: Sequence[Sequence[GatheredTargets]] = ()
+    losses: Sequence[Sequence[LossDifferentiated]] = ()
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self | None:
+        if facts.trains_apart:
+            return None
+        shown = facts.of(MetricShown)
+        exchanged, compared = facts.of(ResultExchanged), facts.of(RowsCompared)
+        evaluations = evaluations_of(facts.passes, facts.of(EvaluationPass), exchanged, shown, compared)
+        targets, losses = facts.of(GatheredTargets), facts.of(LossDifferentiated)
+        return cls(evaluations, facts.passes, shown, facts.of(SumsReduced), targets, losses)
+
+    def first_findings(self, judge: Callable[[Evaluation], list[Finding]]) -> list[Finding]:
+        """Return the findings on the first complete evaluation that has any."""
+        return next((findings for evaluation in self.complete if (findings := judge(evaluation))), [])[:1]
+
+    @property
+    def complete(self) -> list[Evaluation]:
+        """Evaluations that every rank makes."""
+        return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        passed, not_compared = trace_numbers(self.evaluations, self.shown) if self.evaluations else ("", "")
+        return passed, "" if findings else not_compared
 
 
 def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[MetricShown]]) -> tuple[str, str]:

@@ -1,0 +1,35 @@
+"""Files and states that a script reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from ddpcheck.findings.evidence.replicas import NothingLoaded
+from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Program(View):
+    """Files and loaded states, by rank in order of time."""
+
+    check: ClassVar[str] = "files"
+    uses: Sequence[Sequence[FileUsed]] = ()
+    empty: Collection[str] = ()  # paths of files without content
+    loads: Sequence[Sequence[NothingLoaded]] = ()  # `load_state_dict` calls without a matching key
+    ended: bool = True  # if the script has reached its end
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        sizes = [item for entries in facts.of(FilesLeft) for entry in entries for item in entry.sizes.items()]
+        empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
+        return cls(facts.of(FileUsed), empty, facts.of(NothingLoaded), facts.ended)
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        paths = {use.path for rank_uses in self.uses for use in rank_uses}
+        return (f"no fault in the uses of {counted(len(paths), 'file')}" if paths else ""), ""
