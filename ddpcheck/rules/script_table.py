@@ -16,8 +16,6 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.collectives.async_handles import judge_async_handles
-from ddpcheck.rules.compilation.compilations import trained_functions
-from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_graphs, judge_recompilations
 from ddpcheck.rules.data.ddp505_duplicate_data import (
     judge_behind,
     judge_equal_gradients,
@@ -28,17 +26,12 @@ from ddpcheck.rules.data.ddp505_duplicate_data import (
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_noise, judge_step_draws
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
 from ddpcheck.rules.data.loaders import judge_loaders
-from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken
-from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
-from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
-from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
 from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
-from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers, judge_reduced_in_place
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.loss.losses import judge_losses
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parameters_unheld
-from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics_used
 from ddpcheck.rules.optimizers.script_optimizers import (
     judge_all_clips,
     judge_all_of_optimizers,
@@ -49,9 +42,12 @@ from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.compilation import Compilations
 from ddpcheck.trace.data import FEWEST_INPUTS, OTHER_VALUES, deal_repeated, hold_own_parts, line_of_selection
 from ddpcheck.trace.evaluations import Evaluations
+from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
+from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of, used_by
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
@@ -59,51 +55,9 @@ from ddpcheck.trace.unwrapped_params import all_gradients_agree
 _NEAR = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
 
 
-_FEWEST_STEPS = 4  # enough steps to tell always from sometimes
-
-
-_MOST_RUNS = 1024  # recording limit, reached only without a regular pace
-
-
 def _compared(findings: Sequence[Finding], words: str, times: int) -> Verdict:
     """Return a verdict whose subject exists only if `times` is not zero."""
     return Verdict(findings, words if times else "")
-
-
-def _loop(facts: ScriptFacts) -> Verdicts:
-    zeroed = next(filter(None, map(judge_zeroed, facts.of(script.GradientsZeroed))), [])
-    return {"loop": Verdict([*zeroed, *_judge_reduced(facts), *_judge_taken(facts), *_judge_pace(facts)])}
-
-
-def _judge_reduced(facts: ScriptFacts) -> list[Finding]:
-    steps = (step for rank_steps in facts.of(script.OptimizerStep) for step in rank_steps)
-    accumulates = any(step.reductions > step.count + 1 for step in steps)
-    return judge_reduced_in_place(facts.of(script.ReducedInPlace), world_size=facts.world_size, accumulates=accumulates)
-
-
-def _judge_taken(facts: ScriptFacts) -> list[Finding]:
-    gradients_taken = facts.of(loop.GradientsTaken)
-    for number in sorted({entry.wrapper for entries in gradients_taken for entry in entries}):
-        on_wrapper = [[entry for entry in entries if entry.wrapper == number] for entries in gradients_taken]
-        if findings := judge_taken([entries for entries in on_wrapper if entries]):
-            return findings
-    return []
-
-
-def _judge_pace(facts: ScriptFacts) -> list[Finding]:
-    """Judge steps that shift between ranks, and gradients that are reused."""
-    for stale in facts.of(loop.GradientsLeft):
-        if findings := judge_stale_gradients(stale):
-            return findings
-    for wrapper in facts.wrappers:
-        paces = [
-            loop.WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
-            for rank, runs in zip(wrapper.ranks, wrapper.of(loop.PaceRun), strict=True)
-            if 0 < len(runs) < _MOST_RUNS
-        ]
-        if len(paces) == len(wrapper.made.ranks) and (shifts := judge_shifts(paces)):
-            return shifts
-    return []
 
 
 def _works(facts: ScriptFacts) -> Verdicts:
@@ -111,23 +65,6 @@ def _works(facts: ScriptFacts) -> Verdicts:
         facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten)
     )
     return {"collectives": Verdict(findings)}
-
-
-def _compilations(facts: ScriptFacts) -> Verdicts:
-    functions = trained_functions(facts.of(loop.FunctionCompiled)) if _have_one_model(facts) else []
-    passed = f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"
-    return {"loop": _compared(judge_recompilations(functions), passed, len(functions))}
-
-
-def _graphs(facts: ScriptFacts) -> Verdicts:
-    if not _have_one_model(facts) or facts.steps < _FEWEST_STEPS:
-        return {}
-    return {"loop": Verdict(judge_graphs(facts.of(loop.FunctionCompiled)))}
-
-
-def _have_one_model(facts: ScriptFacts) -> bool:
-    """Check if all ranks train one replicated model (no pipeline or tensor parallelism)."""
-    return not facts.model_groups and any(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
 
 
 def _losses(facts: ScriptFacts) -> Verdicts:
@@ -259,10 +196,9 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_losses, ("loss",)),
     Row(judge_all_clips, ("optimizers",)),
     Row(judge_all_of_optimizers, ("optimizers",)),
-    Row(judge_metrics_used, ("optimizers",)),
-    Row(_loop, ("loop",)),
-    Row(_compilations, ("loop",)),
-    Row(_graphs, ("loop",)),
+    row_of(Metrics),
+    row_of(Loop),
+    row_of(Compilations),
     Row(_data, ("data",)),
     Row(_statistics, ("replicas",)),
     row_of(Program),

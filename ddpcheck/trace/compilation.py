@@ -3,7 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.view import View
 
-CompilationsByRank = Sequence[Sequence[FunctionCompiled]]  # compilations of one function, by rank
+CompilationsByRank = Sequence[Sequence[FunctionCompiled]]
+
+
+def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
+    """Return the functions that every rank compiled for training."""
+    trained = [[entry for entry in entries if entry.trains] for entries in compiled]
+    by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
+    common = [key for key in (by_rank[0] if by_rank else ()) if all(key in groups for groups in by_rank)]
+    return [[groups[key] for groups in by_rank] for key in common]
+
+
+@dataclass(frozen=True, slots=True)
+class Compilations(View):
+    """Compilations of ranks that all train one replicated model."""
+
+    check: ClassVar[str] = "loop"
+    compiled: CompilationsByRank
+    steps: int  # number of steps of the wrapper with the most steps
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self | None:
+        whole = any(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+        return cls(facts.of(FunctionCompiled), facts.steps) if whole and not facts.model_groups else None
+
+    @property
+    def functions(self) -> list[CompilationsByRank]:
+        """Functions that every rank compiled for training."""
+        return trained_functions(self.compiled)
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        num_functions = len(self.functions)
+        text = f"no compilation that depends on the rank, in {counted(num_functions, 'function')}"
+        return text if num_functions else "", ""

@@ -8,8 +8,8 @@ import pytest
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Location
-from ddpcheck.rules.compilation.compilations import trained_functions
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
+from ddpcheck.trace.compilation import trained_functions
 
 DEFINED = Location("train.py", 12)
 SIZE = "tensor 'x' size mismatch at index 1. expected"

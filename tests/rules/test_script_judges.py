@@ -62,6 +62,8 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
 from ddpcheck.rules.replicas.watched_steps import without_alike_later, without_rounding
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
 
@@ -700,15 +702,15 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
 
 
 def test_metrics_zeroing_and_reductions() -> None:
-    assert codes(judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.6, LINE)]])) == ["DDP518"]
-    assert not judge_metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.5, LINE)]])
+    assert codes(judge_metrics(Metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.6, LINE)]]))) == ["DDP518"]
+    assert not judge_metrics(Metrics([[MetricUsed(0, 0, 0.5, LINE)], [MetricUsed(0, 0, 0.5, LINE)]]))
     saves = MetricUsed(0, 0, 0.5, LINE, user="ModelCheckpoint", metric="val_loss")
-    (found,) = judge_metrics([[saves, replace(saves, count=1)], [replace(saves, value=0.6)] * 2])
+    (found,) = judge_metrics(Metrics([[saves, replace(saves, count=1)], [replace(saves, value=0.6)] * 2]))
     assert found.subjects == ("ModelCheckpoint", "val_loss") and "sync_dist=True" in found.fix
-    assert not judge_metrics([[saves], [replace(saves, value=0.500001)]])  # of the same samples on another device
-    assert not judge_metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]])
-    assert codes(judge_zeroed([GradientsZeroed(0, 3, LINE)])) == ["DDP517"]
-    assert not judge_zeroed([])
+    assert not judge_metrics(Metrics([[saves], [replace(saves, value=0.500001)]]))  # another device
+    assert not judge_metrics(Metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]]))
+    assert codes(judge_zeroed(Loop(2, [[GradientsZeroed(0, 3, LINE)]]))) == ["DDP517"]
+    assert not judge_zeroed(Loop(2, [[], []]))
 
 
 @pytest.mark.parametrize(
@@ -723,7 +725,7 @@ def test_metrics_zeroing_and_reductions() -> None:
 def test_backward_through_what_a_collective_has_overwritten(
     use: ReducedInPlace, accumulates: bool, found: list[str]
 ) -> None:
-    assert codes(judge_reduced_in_place([[use], [use]], world_size=2, accumulates=accumulates)) == found
+    assert codes(judge_reduced_in_place(Loop(2, (), [[use], [use]], accumulates))) == found
 
 
 @pytest.mark.parametrize(
@@ -741,7 +743,7 @@ def test_what_all_ranks_compute_the_same_of_a_sum_is_off_by_a_factor(
     gradients: tuple[int, ...], average: bool, severity: Severity | None
 ) -> None:
     uses = [[ReducedInPlace("all_reduce", LINE, 16, None, gradient, average)] for gradient in gradients]
-    found = judge_reduced_in_place([*uses, *[[]] * (2 - len(uses))], world_size=2, accumulates=False)
+    found = judge_reduced_in_place(Loop(2, (), [*uses, *[[]] * (2 - len(uses))]))
     assert [one.severity for one in found] == ([severity] if severity else [])
 
 

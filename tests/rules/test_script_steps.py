@@ -25,6 +25,7 @@ from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradi
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_without_optimizer, judge_unchanged_params
+from ddpcheck.trace.loop import Loop
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 
@@ -239,12 +240,14 @@ def test_steps_that_shift_between_ranks(paces: list[WrapperPace], found: list[Se
 
 @pytest.mark.parametrize(("own", "where"), [(True, CLIPS), (False, BACKWARD)])
 def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
-    (finding,) = judge_stale_gradients([GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)])
+    (finding,) = judge_stale_gradients(Loop(2, stale=[[GradientsLeft(0, own, OTHER, BACKWARD, CLIPS)]]))
     assert (finding.code, finding.location) == ("DDP520", where)
     assert finding.subjects == ("zero_grad",)
-    (of_some,) = judge_stale_gradients([GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))])
+    (of_some,) = judge_stale_gradients(
+        Loop(2, stale=[[GradientsLeft(0, own, OTHER, BACKWARD, CLIPS, ("0/body.weight",))]])
+    )
     assert of_some.subjects == ("body.weight",) and "gradients of body.weight" in of_some.message
-    assert not judge_stale_gradients([])
+    assert not judge_stale_gradients(Loop(2, stale=[[]]))
 
 
 @pytest.mark.parametrize(

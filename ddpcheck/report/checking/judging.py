@@ -13,7 +13,6 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by, without_prefix
 from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.rules.compilation.compilations import trained_functions
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from ddpcheck.rules.gradients.reducer import (
@@ -33,6 +32,7 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import judge_updates
 from ddpcheck.rules.replicas.model_parts import judge_norms_of_steps
 from ddpcheck.rules.replicas.values import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts, group_by_step
+from ddpcheck.trace.compilation import trained_functions
 from ddpcheck.trace.gradients import ReducerFacts
 from ddpcheck.trace.replicas import differing_names
 

@@ -30,13 +30,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, join_names, make_finding, minority_ranks
-from ddpcheck.rules.compilation.compilations import trained_functions
-from ddpcheck.trace.compilation import CompilationsByRank
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.compilation import Compilations, CompilationsByRank, trained_functions
 
 _AGAIN = 2  # failures of one guard: torch does not treat the size or the number as dynamic
 
 
 RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
+
+
+@rule
+def judge_script(compilations: Compilations) -> list[Finding]:
+    """DDP522: functions that some ranks recompile, and other graphs if there are enough steps to tell."""
+    graphs = judge_graphs(compilations.compiled) if compilations.steps >= _FEWEST_STEPS else []
+    return judge_recompilations(compilations.functions) + graphs
 
 
 def judge_compilations(compiled: CompilationsByRank) -> list[Finding]:
@@ -83,6 +90,7 @@ def _rests(entries: Sequence[FunctionCompiled]) -> Iterator[re.Match[str]]:
     return filter(None, (RESUME_FUNCTION.match(entry.function) for entry in entries))
 
 
+_FEWEST_STEPS = 4  # enough steps to tell always from sometimes
 _MOST_SHOWN = 3
 
 

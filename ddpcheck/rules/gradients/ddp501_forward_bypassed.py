@@ -26,9 +26,11 @@ from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, unless_all
+from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.trace.failures import WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
+from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, VALUES_DIVERGED, Steps, are_near
 
 
@@ -114,6 +116,12 @@ def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], locati
         related={"optimizer steps": steps[0][0].location},
         fix="all_reduce every gradient before the optimizer's step, or wrap the module in DistributedDataParallel.",
     )
+
+
+@rule
+def judge_autograd_grad(loop: Loop) -> list[Finding]:
+    """DDP501: parameters of a wrapper that are updated by gradients of `torch.autograd.grad`."""
+    return next(filter(None, map(judge_taken, loop.taken)), [])
 
 
 def judge_taken(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:

@@ -29,6 +29,8 @@ from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.positions import EndingFacts, Position, at_lines, doing, may_leave_out
 from ddpcheck.trace.unwrapped_params import Steps
 
@@ -129,6 +131,12 @@ def shift_finding(
         severity=severity,
         fix="all_reduce the decision, so that each rank skips the step or none does; or multiply the loss by zero.",
     )
+
+
+@rule
+def judge_wrapper_paces(loop: Loop) -> list[Finding]:
+    """DDP508: the first wrapper whose backward passes shift between ranks."""
+    return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:

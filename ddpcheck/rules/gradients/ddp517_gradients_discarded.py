@@ -17,17 +17,18 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ddpcheck.findings.evidence.script import GradientsZeroed
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.gradients import Ledgers, contribution_ranks, contribution_steps
+from ddpcheck.trace.loop import Loop
 
 
-def judge_zeroed(zeroed: Sequence[GradientsZeroed]) -> list[Finding]:
-    """DDP517: gradients zeroed several times between two optimizer steps; of one rank."""
-    if not zeroed:
+@rule
+def judge_zeroed(loop: Loop) -> list[Finding]:
+    """DDP517: gradients zeroed several times between two optimizer steps, on the first such rank."""
+    zeroed = next(filter(None, loop.zeroed), None)
+    if zeroed is None:
         return []
     return one_finding(
         "DDP517",

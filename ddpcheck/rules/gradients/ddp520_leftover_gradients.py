@@ -11,6 +11,7 @@ Detected: `ddpcheck run` inspects one gradient of each optimizer between a step 
     reported if this gradient is still not zero, in three steps in a row, and backward adds to it.
 Ignore: If gradients of several losses should be added up over several steps.
 Checks: run loop
+Explains: DDP508
 Example:
     loss_of_generator.backward()             # reaches the discriminator too
     generator_optimizer.step()
@@ -20,17 +21,19 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
-from ddpcheck.findings.evidence.loop import GradientsLeft
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import join_names, one_finding
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import param_name
 
 
-def judge_stale_gradients(stale: Sequence[GradientsLeft]) -> list[Finding]:
-    """DDP520: stale gradients of earlier steps or another loss, on one rank."""
-    for entry in stale:
+@rule
+def judge_stale_gradients(loop: Loop) -> list[Finding]:
+    """DDP520: stale gradients of earlier steps or another loss, on the first such rank."""
+    for entry in itertools.chain(*loop.stale):
         names = [*map(param_name, entry.names)]
         suffix = f" of {join_names(names)}" if names else ""
         if entry.own:

@@ -28,12 +28,13 @@ import math
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import GatheredConstant
-from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, is_one_over_world
+from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import MIN_GATHERS
 from ddpcheck.trace.unwrapped_params import param_name
 
@@ -152,18 +153,18 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
     return advice
 
 
-def judge_reduced_in_place(
-    uses_by_rank: Sequence[Sequence[ReducedInPlace]], *, world_size: int, accumulates: bool
-) -> list[Finding]:
+@rule
+def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     """DDP309: backward through a tensor that a collective has overwritten.
 
-    A single logged number is harmless (unchanged gradient), unless divided by the world size; `accumulates`: the script
+    A single logged number is harmless (unchanged gradient), unless divided by the world size; a script that accumulates
     may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
     factor is wrong; from an average, nothing.
     """
+    uses_by_rank, world_size = loop.reduced_in_place, loop.world_size
     for index, use in ((index, use) for uses in uses_by_rank for index, use in enumerate(uses)):
         scaled = use.factor is not None and math.isclose(use.factor * world_size, 1.0, rel_tol=1e-5)
-        if use.elements == 1 and (not scaled or accumulates):
+        if use.elements == 1 and (not scaled or loop.accumulates):
             continue
         alike = bool(use.gradient) and {uses[index].gradient for uses in uses_by_rank if len(uses) > index} == {
             use.gradient

@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.script import MetricUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.rules.verdict import Verdict, Verdicts
-from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.unwrapped_params import are_local
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.optimizers import Metrics
 
 _OF_SCHEDULES = 1e-6  # relative tolerance of equal metrics
 
@@ -52,10 +51,11 @@ def local_metrics_finding(uses: Sequence[MetricUsed]) -> list[Finding]:
     )
 
 
-def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
-    """DDP518: schedule or callback with a per-rank metric; `metrics` by rank, in order."""
+@rule
+def judge_metrics(metrics: Metrics) -> list[Finding]:
+    """DDP518: schedule or callback with a per-rank metric."""
     findings_by_user: dict[str, list[Finding]] = {}
-    for uses in zip(*metrics, strict=False):
+    for uses in zip(*metrics.uses, strict=False):
         first, values = uses[0], [use.value for use in uses]
         if len({(use.user, use.metric, use.schedule, use.count) for use in uses}) > 1:
             break
@@ -63,10 +63,3 @@ def judge_metrics(metrics: Sequence[Sequence[MetricUsed]]) -> list[Finding]:
         if not all(math.isclose(value, values[0], rel_tol=about, abs_tol=1e-12) for value in values):
             findings_by_user.setdefault(first.user, local_metrics_finding(uses))
     return [finding for findings in findings_by_user.values() for finding in findings]
-
-
-def judge_metrics_used(facts: ScriptFacts) -> Verdicts:
-    """Judge metrics that drive learning rate schedules and callbacks."""
-    local = {opt.steps[0][0].optimizer for opt in facts.optimizers if opt.steps and are_local(opt.steps)}
-    metrics = [[use for use in uses if use.optimizer not in local] for uses in facts.of(MetricUsed)]
-    return {"optimizers": Verdict(judge_metrics(metrics))}
