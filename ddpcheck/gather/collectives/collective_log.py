@@ -169,26 +169,12 @@ class _CallRecorder(Recorder, subjects=("collectives",)):
 _calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
 _turn: Callable[..., object] | None = None
-_on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
-_on_started: Callable[[Call, Mapping[str, Any], object], object] | None = None
-_on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
-
-
-def record_given(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """Start passing the arguments of each collective to `sink`, before it runs."""
-    _on_given.append(sink)
-
-
-def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """Start passing the arguments of each collective that overwrote `tensor` to `sink`."""
-    global _on_overwritten
-    _on_overwritten = sink
-
-
-def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) -> None:
-    """Start passing arguments and handle of each asynchronous collective to `sink`."""
-    global _on_started
-    _on_started = sink
+on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
+"""Called with the arguments of each collective, before it runs."""
+on_overwritten: list[Callable[[Call, Mapping[str, Any]], object]] = []
+"""Called with the arguments of each collective that overwrote `tensor`."""
+on_started: list[Callable[[Call, Mapping[str, Any], object], object]] = []
+"""Called with the arguments and the handle of each asynchronous collective."""
 
 
 def note_collective(
@@ -291,16 +277,17 @@ def logged(
             return _thread.standing(operation, arguments, call)
         if matched and _sink is not None:
             _sink(call)
-            for sink in _on_given:
+            for sink in on_given:
                 sink(call, arguments)
         with _inside(str(call)), unlogged():
             result = original(*args, **kwargs)
         if name == "new_group":
             _note_made(result, call.location)
-        if _on_overwritten is not None and name in _IN_PLACE:
-            _on_overwritten(call, arguments)
-        if _on_started is not None and matched and arguments.get("async_op") and result is not None:
-            _on_started(call, arguments, result)
+        for sink in on_overwritten if name in _IN_PLACE else ():
+            sink(call, arguments)
+        if matched and arguments.get("async_op") and result is not None:
+            for started in on_started:
+                started(call, arguments, result)
         return result
 
     return call_logged

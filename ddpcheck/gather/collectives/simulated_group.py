@@ -320,7 +320,7 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
     collective_log.replace_functions(("new_group",), _of_our_backend)
     collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
-    collective_log.record_given(functools.partial(_note_wait, calls))
+    collective_log.on_given.append(functools.partial(_note_wait, calls))
     return calls, answers
 
 

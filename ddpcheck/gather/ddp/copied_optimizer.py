@@ -12,6 +12,7 @@ from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.collectives.fake_collectives import CommunicatesError
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import run_optimizer
@@ -19,10 +20,6 @@ from ddpcheck.recipe.recipe import Recipe, summary
 
 _PART_OF_UPDATE = 0.1  # e.g. a norm over half of the elements is off by a factor of 1.4
 _ROUNDINGS = 16.0
-
-
-class _CommunicatesError(Exception):
-    """Raised if the optimizer calls a collective, whose result would differ on copies."""
 
 
 class CopiedOptimizer:
@@ -66,7 +63,7 @@ class CopiedOptimizer:
         try:
             with replaced_by(_refuse):
                 run_optimizer(self._optimizer, "step")
-        except _CommunicatesError:
+        except CommunicatesError:
             self.trouble = "the optimizer communicates"
         except Exception as error:
             if is_ours(error):
@@ -78,7 +75,7 @@ class CopiedOptimizer:
 
 
 def _refuse(_operation: str, _given: Mapping[str, Any], _call: object) -> NoReturn:
-    raise _CommunicatesError
+    raise CommunicatesError
 
 
 def _updated(name: str, before: torch.Tensor, after: torch.Tensor, copy: nn.Parameter) -> Difference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.findings.tracebacks import is_ours
-from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import engine_answers, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import lasting_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks
@@ -104,7 +104,7 @@ def local_step(step: int) -> LocalStep:
     reference.arrivals.clear()  # drop arrivals of backward passes inside the loss
     training_step.run_backward(total, module=module, since=since)
     _keep_gradients(data, training_step.gradients_of(parameters), step)
-    states = _states(state, graph.probe)
+    states = _states(state, graph.reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
     ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
     del total
@@ -179,7 +179,7 @@ class _GraphFacts:
         reference = state.reference
         self._parameters = reference.trainable
         walk = walk_graph([loss.total])
-        self.probe = EngineProbe(loss.total, list(self._parameters.values()))
+        self.reached, _ = engine_answers(loss.total, list(self._parameters.values()))
         facts = state.training_model.facts
         tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
         seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
@@ -251,14 +251,14 @@ def batch_again(step: int) -> tuple[int, ...]:
     )
 
 
-def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
+def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     """Classify each parameter: "contributes", "zero", "lost" (a Function returned None) or "missing"."""
     states: dict[str, Any] = {}
-    for index, (name, parameter) in enumerate(state.reference.trainable.items()):
+    for (name, parameter), is_reached in zip(state.reference.trainable.items(), reached, strict=True):
         if name in state.step.local:
             empty = state.step.local[name].numel() == 0
             states[name] = "contributes" if empty or state.step.norms[name] != 0.0 else "zero"
-        elif probe.reached is not None and probe.reached[index]:
+        elif is_reached:
             consumed = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
             states[name] = "contributes" if consumed else "lost"  # a user hook may have consumed the gradient
         else:

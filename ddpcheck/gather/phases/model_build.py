@@ -31,10 +31,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     constructor_options,
     facts_of,
     find_ddp,
+    optimizer_options,
+    parameters_of,
     wrapper_attributes,
 )
 from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
