@@ -318,7 +318,6 @@ def _afterwards(told: Callable[..., None]) -> Callable[..., Generator[None, Any,
 
 
 def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
-    """Call `told` with the result and arguments of each call of a method."""
     return patched(owner, method, _afterwards(told))
 
 

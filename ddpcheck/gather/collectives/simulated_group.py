@@ -283,7 +283,6 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
 
 def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
-    """Write the result of a reduction over equal tensors into `tensor`."""
     if operation == dist.ReduceOp.SUM:
         tensor.detach().mul_(size)
     elif operation == dist.ReduceOp.PRODUCT:
@@ -325,7 +324,6 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
 
 
 def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `new_group` to create a simulated group for any backend."""
 
     @functools.wraps(original)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:

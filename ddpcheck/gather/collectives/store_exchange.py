@@ -94,7 +94,6 @@ class StoreExchange:
                 default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")
 
     def _gave_up_key(self, key: str, rank: int) -> str:
-        """Return the key that a rank sets after it timed out."""
         return f"{self.prefix}/{key}/{rank}/gave-up"
 
 

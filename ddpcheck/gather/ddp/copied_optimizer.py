@@ -25,12 +25,10 @@ _ROUNDINGS = 16.0
 class CopiedOptimizer:
     """Recipe's optimizer on copies of the full parameters or of this rank's shards.
 
-    Attributes:
-        trouble: Reason why the copies cannot be compared, or ''.
+    `trouble` is the reason why the copies cannot be compared, or ''.
     """
 
     def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor], trouble: str = "") -> None:
-        """Build the optimizer on copies of `parameters`, in order, unless there is `trouble`."""
         self.trouble = trouble
         if trouble:
             return
@@ -46,11 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Compare parameters `after` a step with the copies, relative to the update.
-
-        Returns:
-            One difference per parameter; empty if there is `trouble`.
-        """
+        """Compare parameters `after` a step with the copies, relative to the update; empty if there is `trouble`."""
         if self.trouble:
             return ()
         params = self._parameters

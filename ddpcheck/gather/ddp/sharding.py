@@ -223,7 +223,6 @@ def _identities(one: Any) -> set[int]:
 
 
 def _places(info: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the modules that contain a parameter, with its name in each."""
     yield getattr(info, "module", None), getattr(info, "param_name", None)
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
@@ -322,7 +321,6 @@ def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
-    """Yield a dictionary and its nested dictionaries."""
     if isinstance(value, Mapping):
         yield value
         for item in value.values() if depth else ():

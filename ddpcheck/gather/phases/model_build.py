@@ -152,11 +152,7 @@ def notes() -> list[str]:
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
-    """Wrap the module with the recipe and build the optimizers.
-
-    Args:
-        around: Context entered around the recipe's `wrap`; may change the arguments of the DDP constructor.
-    """
+    """Wrap the module, `around` the recipe's `wrap`, which may change DDP's arguments, and build the optimizers."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in state.module.named_parameters()}
@@ -278,7 +274,6 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _hand_over(module: nn.Module) -> str:
-    """Pickle the module made by `wrap` for the single process; return any error."""
     try:
         (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
     except Exception as error:  # module attributes may not be picklable
@@ -331,7 +326,6 @@ def count_calls(model: TrainingModel) -> None:
 
 
 def _follow(reference: ReferenceModule) -> None:
-    """Record parts, gradient arrivals and forward outputs of the reference module."""
     module = reference.module
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return

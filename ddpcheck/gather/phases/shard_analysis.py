@@ -22,7 +22,7 @@ from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import distance, fit
-from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, random_numbers, step_seed
+from ddpcheck.gather.steps.training_step import Gradients, compute_loss, random_numbers, step_seed
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
@@ -60,7 +60,7 @@ def _analyse(
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
     facts = ShardAnalysis(global_loss=own.step.loss, numbers=own.numbers)
     beyond = _beyond(own, averaged, own.step.gradients)
-    batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
+    batch = to_device(own.global_batch(step), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # the model may not run in float64
             exact = TensorFile(exact_file, device=own.device)
@@ -152,7 +152,6 @@ def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: 
 
 
 def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the gradients that differ from the global batch beyond tolerance."""
     return {
         name
         for name, want in wanted.items()

@@ -60,7 +60,6 @@ class ModuleState:
 
 
 def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return the tensors in `file` named in `dtypes`, converted to the given dtype."""
     plain = TensorFile(file, keep=True)
     tensors = {name: plain[name] for name in dtypes if name in plain}
     others = [name for name, tensor in tensors.items() if tensor.dtype != dtypes[name]]

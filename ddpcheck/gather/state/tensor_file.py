@@ -58,7 +58,8 @@ def _follow_swaps() -> None:
 
 def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
-    holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
+    weak_refs = [(weak, t) for t in (t1, t2) for weak in getweakrefs(t) if isinstance(weak, _FoundByTorch)]
+    holders = [(holder, tensor) for weak, tensor in weak_refs if (holder := weak.holder()) is not None]
     for holder, _ in holders:
         holder._found = None
     try:
@@ -66,11 +67,6 @@ def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     finally:
         for holder, tensor in holders:
             holder.hold(tensor)
-
-
-def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:
-    holders = (weak.holder() for weak in getweakrefs(tensor) if isinstance(weak, _FoundByTorch))
-    return [holder for holder in holders if holder is not None]
 
 
 LARGE = 1 << 28

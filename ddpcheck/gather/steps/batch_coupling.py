@@ -103,7 +103,6 @@ def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Return True if `part` is a multiple of the first rows of `whole`."""
     for piece in part:
         for full in whole:
             axes = axes_that_grow(full, piece)

@@ -118,7 +118,6 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sketch of each row."""
     length = max(1, rows.shape[1] // SIZE)
     make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)

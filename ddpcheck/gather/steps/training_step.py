@@ -278,14 +278,9 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     if size == 0 or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
         return ()
-    return fingerprints_of_rows(tensors)
-
-
-def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return one fingerprint per row over all tensors of equal length."""
-    total = torch.zeros(len(tensors[0]), dtype=torch.int64)
+    total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.detach().cpu())
+        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
     return tuple(total.tolist())
 
 

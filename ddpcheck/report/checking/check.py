@@ -119,7 +119,6 @@ def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = No
 
 
 def _has_gpus(ranks: int) -> bool:
-    """Return True if each rank has its own GPU."""
     import torch
 
     return isinstance(ranks, int) and 0 < ranks <= torch.cuda.device_count()

@@ -83,7 +83,6 @@ class CheckRun(CheckWorlds):
         self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
-        """Build the model in all processes, and compare the modules of the ranks."""
         pending = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
@@ -148,7 +147,6 @@ class CheckRun(CheckWorlds):
         )
 
     def _hand_over(self, wrapped: WrappedModule) -> None:
-        """Send a module that `wrap` made anew to the single process."""
         if wrapped.transfer_error:
             self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:

@@ -236,9 +236,7 @@ class CheckWorlds:
         first = error.first
         if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
-        if (
-            first is not None and type(first.exception) is errors.DDPCheckError
-        ):  # a phase returned a result that cannot be sent
+        if first is not None and type(first.exception) is errors.DDPCheckError:  # a result that cannot be sent
             first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", errors.EXIT_USAGE, error.detail)
@@ -275,7 +273,6 @@ class CheckWorlds:
             self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in found])
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
-        """Return the known lines that made parameters, buffers and modules, by rank."""
         return self._explained("which line made what", {}, calls.model_build.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:

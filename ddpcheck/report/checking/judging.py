@@ -133,7 +133,6 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
 
 
 def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
-    """Judge gradients and parameter updates of steps that are reproducible."""
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
     if state.models:  # diverged parameters change the gradients of later steps
