@@ -168,7 +168,6 @@ class GraphWalk:
     leaves: tuple[torch.Tensor, ...]  # leaves that backward accumulates into
     node_names: frozenset[str]  # node class names, e.g. "AddmmBackward0"
     complete: bool  # False if the walk stopped at its limit
-    size: int  # number of nodes visited
     functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
     ends: tuple[Any, ...] = ()  # nodes matched by `not_behind`
 
@@ -197,10 +196,11 @@ def walk_graph(
     names: set[str] = set()
     functions: list[Any] = []
     ends: list[Any] = []
-    size = 0
-    for node in nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node)):
-        size += 1
-        if size > limit:
+    complete = True
+    behind = nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node))
+    for count, node in enumerate(behind, 1):
+        if count > limit:
+            complete = False
             break
         name = node.name()
         names.add(name)
@@ -211,8 +211,7 @@ def walk_graph(
                 leaves[id(variable)] = variable
         elif hasattr(node, "_forward_cls"):
             functions.append(node)
-    complete, size = size <= limit, min(size, limit)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, size, tuple(functions), tuple(ends))
+    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, tuple(functions), tuple(ends))
 
 
 def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:

@@ -310,35 +310,35 @@ def _has_backward(name: str) -> bool:
     return False
 
 
-def tensors_of(given: Mapping[str, Any]) -> list[Any]:
+def tensors_of(kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the tensors in the arguments of a collective, including lists of tensors."""
     import torch
 
-    nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
-    return [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
+    nested = [item for value in kwargs.values() if isinstance(value, list | tuple) for item in value]
+    return [value for value in (*kwargs.values(), *nested) if isinstance(value, torch.Tensor)]
 
 
 _OPS = ("op", "reduceOp", "reduce_op")  # argument names of the reduce operation
 
 
-def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
+def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
     from ddpcheck.gather.autograd.exchanges import running_functions
 
-    tensors, payload = tensors_of(given), []
+    tensors, payload = tensors_of(kwargs), []
     if name in _MATCHED_BY_PAYLOAD and tensors:
-        first = given["tensor"] if isinstance(given.get("tensor"), torch.Tensor) else tensors[0]
+        first = kwargs["tensor"] if isinstance(kwargs.get("tensor"), torch.Tensor) else tensors[0]
         payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")
     if name == "new_group":
-        payload.append("all ranks" if given.get("ranks") is None else f"ranks {sorted(given['ranks'])}")
-    if (op := next((given[key] for key in _OPS if given.get(key) is not None), None)) is not None:
+        payload.append("all ranks" if kwargs.get("ranks") is None else f"ranks {sorted(kwargs['ranks'])}")
+    if (op := next((kwargs[key] for key in _OPS if kwargs.get(key) is not None), None)) is not None:
         kind = str(getattr(getattr(op, "op", op), "name", op)).upper()
         payload += [kind] if kind != "SUM" else []
-    root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
+    root = next((kwargs[key] for key in ("src", "dst", "group_src", "group_dst") if kwargs.get(key) is not None), None)
     if root is not None:
         payload.append(f"root {root}")
-    group = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
+    group = named_group(None if name == "new_group" else kwargs.get("group", kwargs.get("group_name")))
     location, lines = line_and_lines(sys._getframe(3))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(

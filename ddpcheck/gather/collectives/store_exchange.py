@@ -55,11 +55,7 @@ class StoreExchange:
         return exchange
 
     def all_gather(self, key: str, value: object) -> list[Any]:
-        """Return each rank's value under `key`, in the order of `ranks`.
-
-        Raises:
-            RanksTimedOutError: A rank wrote nothing before the timeout.
-        """
+        """Return each rank's value under `key`, in order, or raise `RanksTimedOutError`."""
         store = default_store()
         self.put(key, value)
         payloads: list[bytes] = []

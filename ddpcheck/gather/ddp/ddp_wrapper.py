@@ -54,17 +54,11 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the wrapper in or around `module`: one `DistributedDataParallel`, or the sharded root.
-
-    Raises:
-        UsageError: There is none, or there are several.
-    """
+    """Return the only wrapper in or around `module`, or its sharded root; else raise `UsageError`."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
-    if not wrappers and isinstance(module, nn.Module):
-        wrappers = outermost_sharded(module)
-    if not wrappers and isinstance(module, nn.Module):
+    if not wrappers and isinstance(module, nn.Module) and not (wrappers := outermost_sharded(module)):
         refuse_fsdp1(module, f"the {type(module).__name__} that is to be watched")
     if len(wrappers) != 1:
         raise UsageError(
@@ -141,8 +135,7 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
 def compare_options(mine: dict[str, str]) -> None:
     """Compare `constructor_options` with the other ranks over the store.
 
-    Raises:
-        OptionsDifferError: A difference would make DDP raise, hang or mismatch tensors.
+    Raises `OptionsDifferError` if a difference would make DDP raise, hang or mismatch tensors.
     """
     is_custom = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
     if dist.get_world_size() == 1 or is_custom or not mine:

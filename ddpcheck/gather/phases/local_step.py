@@ -312,9 +312,7 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
     """Repeat the local step with random numbers that match the global batch.
 
-    Returns:
-        The loss and the operations that drew random indices, or the error message: the loss may be different with such
-        random numbers.
+    Returns the loss and the operations that drew random indices, or an error message, if such numbers do not fit.
     """
     state = rank_state()
     data = state.step

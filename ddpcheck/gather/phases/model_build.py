@@ -178,7 +178,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     inner = getattr(wrapper, "module", wrapper)
     reshaped, trouble = False, ""
     wholes = {name: part.shape for name, part in parts.items()}
-    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference, wholes)):
+    if isinstance(inner, nn.Module):
         if differs_in_structure(inner, reference, wholes):
             reshaped = _shapes(inner) != _shapes(reference)
             state.reference.module = reference = _unwrapped_copy(inner, changed, parts)
@@ -253,11 +253,7 @@ def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """Return a copy of a module that `wrap` changed, without `fully_shard`.
-
-    Raises:
-        TargetError: The module is sharded or split, and its layers were changed as well.
-    """
+    """Return a copy of a module that `wrap` changed, without `fully_shard`."""
     if not (parts or sharding.is_sharded(module)):
         return copied_module(module)
     match = next((candidate for candidate in changed if not differs_in_structure(module, candidate)), None)

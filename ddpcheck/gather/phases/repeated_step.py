@@ -203,10 +203,10 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
 
-    def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
+    def standing(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
-            payloads.append(ReductionInput(operation, call.location, _values(given)))
-        return answer_alone(operation, given)
+            payloads.append(ReductionInput(operation, call.location, _values(kwargs)))
+        return answer_alone(operation, kwargs)
 
     try:
         shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.place.size)
@@ -221,8 +221,8 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     return tuple(payloads)
 
 
-def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
-    tensor = given.get("tensor", given.get("self", given.get("input")))
+def _values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+    tensor = kwargs.get("tensor", kwargs.get("self", kwargs.get("input")))
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
         return ()
     return tuple(tensor.detach().reshape(-1).double().tolist())

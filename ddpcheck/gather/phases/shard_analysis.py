@@ -33,15 +33,10 @@ _COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, i
 
 
 def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
-    """Run each shard without a process group to explain a mismatch.
+    """Run each of `world_size` shards without a process group to explain a mismatch.
 
-    Args:
-        step: Step index from 0.
-        gradient_file: The ranks' averaged gradients.
-        exact_file: The averaged gradients in float64, if requested from the ranks.
-        world_size: Number of shards: of ranks, or of models that are split over ranks.
-        threads: Number of threads of a rank. The same number reproduces the rank's values bit by bit: sums split
-            differently round differently, and a deep network can amplify the error by 1000.
+    The files have the ranks' averaged gradients, `exact_file` in float64. `threads`, of a rank, reproduce the rank's
+    values bit by bit: sums split differently round differently, and a deep network can amplify the error by 1000.
     """
     own: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()

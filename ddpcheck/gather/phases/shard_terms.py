@@ -256,14 +256,14 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
     def gradients_by_term(watch: FirstActivations) -> list[list[torch.Tensor | None]]:
         grads = []
         for _ in replace(run, activations=watch).gradients(batch, paired):
-            grads.append([activation.gradient for activation in watch.found])
-            for activation in watch.found:
+            grads.append([activation.gradient for activation in watch.activations])
+            for activation in watch.activations:
                 activation.gradient = None
         return grads
 
     whole = FirstActivations()
     before = gradients_by_term(whole)
-    changes = changes_for(whole.found, part.found, large=large)
+    changes = changes_for(whole.activations, part.activations, large=large)
     after = gradients_by_term(FirstActivations({number: factor for number, (_, factor) in changes.items()}))
     return [are_felt(old, new, changes) for old, new in zip(before, after, strict=True)]
 

@@ -166,10 +166,8 @@ def adopt(module_file: Path) -> None:
 def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     """Compute the gradients of the global batch, in native dtype and in float64.
 
-    `state_file` has rank 0's state before the step; None if the module already has the same state.
-
-    Returns:
-        The evidence, or the first difference if the recipe builds another model in one process than on several ranks.
+    `state_file` has rank 0's state before the step; None if the module already has the same state. Returns the first
+    difference instead if the recipe builds another model in one process than on several ranks.
     """
     own: SingleProcess = this_rank.state["single"]
     if own.after is not None:
@@ -188,12 +186,12 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     return _run(own, step)
 
 
-def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
+def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the first parameter missing or shaped differently on rank 0, or ''."""
     for name, parameter in module.named_parameters():
-        if name not in of_rank:
+        if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
-        if (rank0_shape := shape_of(of_rank[name])) != (shape := shape_of(parameter)):
+        if (rank0_shape := shape_of(rank0_tensors[name])) != (shape := shape_of(parameter)):
             return f"{name} has the shape {shape}, and {rank0_shape} on rank 0"
     return ""
 

@@ -167,51 +167,51 @@ class QuietRandomness(TorchDispatchMode):
         return _QUIET[name](func(*args, **kwargs), _arguments(func, args, kwargs))
 
 
-Given = Mapping[str, Any]  # arguments of an operation by name
+Kwargs = Mapping[str, Any]  # arguments of an operation by name
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     arguments = {item.name: item.default_value for item in func._schema.arguments}
     return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
 
-def _constant(value: float) -> Callable[[Any, Given], Any]:
+def _constant(value: float) -> Callable[[Any, Kwargs], Any]:
     return lambda drawn, _given: drawn.fill_(value)
 
 
-def _bernoulli(drawn: torch.Tensor, given: Given) -> torch.Tensor:
-    prob = given.get("p", given["self"])
+def _bernoulli(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    prob = kwargs.get("p", kwargs["self"])
     return drawn.copy_(prob > 0) if isinstance(prob, torch.Tensor) else drawn.fill_(float(prob > 0))
 
 
-def _most_likely(drawn: torch.Tensor, given: Given) -> torch.Tensor:
-    order = given["self"].argsort(dim=-1, descending=True, stable=True)
+def _most_likely(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    order = kwargs["self"].argsort(dim=-1, descending=True, stable=True)
     return drawn.copy_(order[..., torch.arange(drawn.shape[-1], device=drawn.device) % order.shape[-1]])
 
 
 _UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
 _NORMAL = 0.5  # not 0, which would zero a product
-_QUIET: dict[str, Callable[[Any, Given], Any]] = {
+_QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
-    "binomial": lambda _drawn, given: (given["count"] * given["prob"]).round(),  # the mean
+    "binomial": lambda _drawn, kwargs: (kwargs["count"] * kwargs["prob"]).round(),  # the mean
     **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
-    "randint": lambda drawn, given: drawn.fill_(given.get("low", 0)),
+    "randint": lambda drawn, kwargs: drawn.fill_(kwargs.get("low", 0)),
     **dict.fromkeys(("randint_like", "random_"), _constant(0)),
     "randperm": lambda drawn, _given: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
     "multinomial": _most_likely,
-    "native_dropout": lambda drawn, given: (given["input"].clone(), torch.ones_like(drawn[1])),
-    "native_dropout_backward": lambda _drawn, given: given["grad_output"] * given["mask"],
+    "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),
+    "native_dropout_backward": lambda _drawn, kwargs: kwargs["grad_output"] * kwargs["mask"],
 }
 """Makes the constant result of an operation, from what it drew and its arguments."""
 
 
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Randomized leaky ReLU with the midpoint of its range as slope."""
-    given = _arguments(func, args, kwargs)
-    value, noise = given["self"], given["noise"]
-    slope = (given["lower"] + given["upper"]) / 2
+    kwargs = _arguments(func, args, kwargs)
+    value, noise = kwargs["self"], kwargs["noise"]
+    slope = (kwargs["lower"] + kwargs["upper"]) / 2
     noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
     result = value * noise
     return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
@@ -313,39 +313,39 @@ class SampleRandomness(QuietRandomness):
         return (torch.cat(parts) if along is None else torch.stack(parts, along)).to(like.device)
 
 
-def _fill_uniform(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _fill_uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    low, high = kwargs.get("from", 0.0), kwargs.get("to", 1.0)
     return None if (uniform := numbers(drawn)) is None else drawn.copy_(low + (high - low) * uniform)
 
 
-def _fill_normal(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _fill_normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     normal = numbers(drawn, normal=True)
-    return None if normal is None else drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * normal)
+    return None if normal is None else drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * normal)
 
 
-def _fill_bernoulli(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < given.get("p", given["self"]))
+def _fill_bernoulli(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < kwargs.get("p", kwargs["self"]))
 
 
-def _drop(drawn: tuple[torch.Tensor, torch.Tensor], given: Given, numbers: NumbersLike) -> Any:
-    if given["train"] is False:
+def _drop(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: NumbersLike) -> Any:
+    if kwargs["train"] is False:
         return drawn
     if (uniform := numbers(drawn[0])) is None:
         return None
-    mask, rate = uniform >= given["p"], given["p"]
-    return given["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
+    mask, rate = uniform >= kwargs["p"], kwargs["p"]
+    return kwargs["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
 
 
-def _fill_integers(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to"))
+def _fill_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    low, high = kwargs.get("low", kwargs.get("from")) or 0, kwargs.get("high", kwargs.get("to"))
     if high is None or (uniform := numbers(drawn)) is None:
         return None
     return drawn.copy_((low + (high - low) * uniform).floor().clamp_max(high - 1))
 
 
-def _fill_exponential(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _fill_exponential(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     uniform = numbers(drawn)
-    return None if uniform is None else drawn.copy_(_waiting(uniform) / given["lambd"])
+    return None if uniform is None else drawn.copy_(_waiting(uniform) / kwargs["lambd"])
 
 
 def _waiting(uniform: torch.Tensor) -> torch.Tensor:
@@ -353,18 +353,18 @@ def _waiting(uniform: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
-def _choose(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _choose(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
-    weights = given["self"]
-    if weights.dim() != 2 or (uniform := numbers(drawn if given["replacement"] else weights)) is None:
+    weights = kwargs["self"]
+    if weights.dim() != 2 or (uniform := numbers(drawn if kwargs["replacement"] else weights)) is None:
         return None
-    if not given["replacement"]:
+    if not kwargs["replacement"]:
         return drawn.copy_((weights / _waiting(uniform)).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
     return drawn.copy_(torch.searchsorted(sums, uniform * sums[:, -1:], right=True).clamp_max(weights.shape[1] - 1))
 
 
-_OF_SAMPLES: dict[str, Callable[[Any, Given, NumbersLike], Any]] = {
+_OF_SAMPLES: dict[str, Callable[[Any, Kwargs, NumbersLike], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _fill_uniform),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _fill_normal),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _fill_bernoulli),

@@ -97,7 +97,7 @@ def make_report(
 
 
 def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
-    pairs = [(finding, cause) for part, finding, cause in state.told if _heading_of(part, finding) == name]
+    pairs = [(finding, cause) for part, finding, cause in state.reported if _heading_of(part, finding) == name]
     status, detail = status_of(_verdict(state, name), pairs, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped

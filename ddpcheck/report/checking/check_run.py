@@ -210,7 +210,7 @@ class CheckRun(CheckWorlds):
         """Stop the check if `model` splits layers over ranks without DTensor."""
         split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
-            self.state.found = [(part, f) for part, f in self.state.found if f.code not in ("DDP208", "DDP221")]
+            self.state.keep(lambda finding: finding.code not in ("DDP208", "DDP221"))
             del self.state.log.seconds["wrapping"]  # the phase compared parts
             self.state.log.notes.append(
                 f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "
