@@ -90,7 +90,6 @@ def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _fields_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Map environment variables with the ddpcheck prefix to their setting names."""
     names = sorted(variable for variable in environ if variable.startswith(ENVIRONMENT_PREFIX))
     return {variable: variable.removeprefix(ENVIRONMENT_PREFIX).lower() for variable in names}
 
@@ -214,7 +213,6 @@ def _modules(value: Any) -> tuple[str, ...]:
 
 
 def _suppressions(value: Any) -> tuple[Suppression, ...]:
-    """Parse the `[[tool.ddpcheck.suppress]]` tables."""
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
     keys = [field.name for field in fields(Suppression)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options
 
 
 @pytest.mark.parametrize(

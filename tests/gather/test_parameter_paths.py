@@ -95,7 +95,7 @@ def test_a_path_tells_all_its_operations_or_how_many_it_leaves_out(length: int) 
     path = OperationPath()
     for number in range(length):
         path = path.to(PathEnd("cut", str(number)))
-    end = path.told_in(PathEnd("cut", "x"))
+    end = path.described(PathEnd("cut", "x"))
     numbers = [int(step.operation) for step in end.steps]
     assert len(numbers) + end.left_out == length and numbers == sorted(set(numbers))
     assert numbers[:4] == list(range(length))[:4] and numbers[-4:] == list(range(length))[-4:]

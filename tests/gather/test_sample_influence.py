@@ -32,9 +32,9 @@ def coupled(loss: Loss, model: nn.Module, *, large: bool = False) -> bool | None
         return watch
 
     whole, part = run(batch()), run(batch(SAMPLES // 2))
-    changes = changes_for(whole.found, part.found, large=large)
+    changes = changes_for(whole.activations, part.activations, large=large)
     after = run(batch(), {number: factor for number, (_, factor) in changes.items()})
-    return are_felt([a.gradient for a in whole.found], [a.gradient for a in after.found], changes)
+    return are_felt([a.gradient for a in whole.activations], [a.gradient for a in after.activations], changes)
 
 
 def mean(model: nn.Module, x: Tensor) -> Tensor:

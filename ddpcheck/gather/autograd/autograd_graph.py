@@ -1,6 +1,6 @@
 """Helpers for the autograd graph: reached parameters, and tensors of a module.
 
-Two ways to ask, from cheap to expensive: the engine (`EngineProbe`) and an iterative walk (`walk_graph`).
+Two ways to ask, from cheap to expensive: the engine (`engine_answers`) and an iterative walk (`walk_graph`).
 `ddpcheck.gather.autograd.gradient_paths` finds out where a path is cut.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.stacks import frames_of, location_of
@@ -126,27 +127,18 @@ def in_compiled_backward() -> bool:
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
 
 
-class EngineProbe:
-    """Ask the autograd engine as backward starts which parameters it will reach.
+def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
+    """Return a list that tells, once backward of `loss` has started, which parameters it will reach.
 
-    A hook on the loss asks, before any gradient is computed and before the DDP reducer starts a collective.
-
-    Attributes:
-        reached: One bool per parameter once backward has started, `None` before.
+    A hook on the loss asks the engine, before any gradient is computed and before the DDP reducer starts a collective.
     """
+    reached: list[bool] = []
 
-    def __init__(self, loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
-        self.reached: list[bool] | None = None
-        self._parameters = list(parameters)
-        if loss.requires_grad:
-            loss.register_hook(self._ask)
+    def ask(_gradient: torch.Tensor) -> None:
+        will_execute = torch._C._will_engine_execute_node
+        reached[:] = [p.requires_grad and will_execute(gradient_node(p)) for p in parameters]
 
-    def _ask(self, _gradient: torch.Tensor) -> None:
-        self.reached = _asked_now(self._parameters)
-
-
-def _asked_now(parameters: Iterable[torch.Tensor]) -> list[bool]:
-    return [p.requires_grad and torch._C._will_engine_execute_node(gradient_node(p)) for p in parameters]
+    return reached, loss.register_hook(ask)
 
 
 class _Stop(Exception):
@@ -159,13 +151,12 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
         return [False] * len(parameters)
     if loss.is_leaf:
         return [parameter is loss for parameter in parameters]
-    reached: list[bool] = []
+    reached, asking = engine_answers(loss, parameters)
 
-    def ask(_gradient: torch.Tensor) -> None:
-        reached.extend(_asked_now(parameters))
+    def stop(_gradient: torch.Tensor) -> None:
         raise _Stop
 
-    with loss.register_hook(ask), contextlib.suppress(_Stop):
+    with asking, loss.register_hook(stop), contextlib.suppress(_Stop):
         torch.autograd.backward(loss, torch.zeros_like(loss), retain_graph=True)
     return reached
 
@@ -177,7 +168,6 @@ class GraphWalk:
     leaves: tuple[torch.Tensor, ...]  # leaves that backward accumulates into
     node_names: frozenset[str]  # node class names, e.g. "AddmmBackward0"
     complete: bool  # False if the walk stopped at its limit
-    size: int  # number of nodes visited
     functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
     ends: tuple[Any, ...] = ()  # nodes matched by `not_behind`
 
@@ -206,10 +196,11 @@ def walk_graph(
     names: set[str] = set()
     functions: list[Any] = []
     ends: list[Any] = []
-    size = 0
-    for node in nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node)):
-        size += 1
-        if size > limit:
+    complete = True
+    behind = nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node))
+    for count, node in enumerate(behind, 1):
+        if count > limit:
+            complete = False
             break
         name = node.name()
         names.add(name)
@@ -220,8 +211,7 @@ def walk_graph(
                 leaves[id(variable)] = variable
         elif hasattr(node, "_forward_cls"):
             functions.append(node)
-    complete, size = size <= limit, min(size, limit)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, size, tuple(functions), tuple(ends))
+    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, tuple(functions), tuple(ends))
 
 
 def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:
@@ -269,11 +259,9 @@ def functions_before(roots: Iterable[Any], leaf: torch.Tensor) -> tuple[type[tor
     return tuple(dict.fromkeys(node._forward_cls for node in last))
 
 
-@contextlib.contextmanager
-def recorded_lines() -> Iterator[None]:
+def recorded_lines() -> contextlib.AbstractContextManager[None]:
     """Record the calling line of each operation (anomaly mode without NaN check)."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def line_of(node: Any) -> Location | None:

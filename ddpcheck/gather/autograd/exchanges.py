@@ -83,7 +83,6 @@ def has_parts() -> bool:
 
 
 def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that are reached only through an exchange."""
     before = walk_graph(roots, not_behind=_is_exchange)
     if before.complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}

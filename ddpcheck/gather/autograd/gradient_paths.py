@@ -45,7 +45,7 @@ class OperationPath:
         first = (*self.first, use) if self.length < _MOST_STEPS else self.first
         return OperationPath(self.length + 1, first, (*self.last, use)[-_MOST_STEPS:])
 
-    def told_in(self, end: PathEnd) -> PathEnd:
+    def described(self, end: PathEnd) -> PathEnd:
         """Return `end` with the steps of this path."""
         more = min(self.length - len(self.first), _MOST_STEPS)
         events = (*self.first, *self.last[len(self.last) - more :])
@@ -168,7 +168,7 @@ class PathRecorder(TensorRecorder):
         """Follow a collective from inputs to outputs; no mode sees the call."""
         parameters = list(inspect.signature(original).parameters)
 
-        def told(_result: Any, *args: Any, **kwargs: Any) -> None:
+        def follow(_result: Any, *args: Any, **kwargs: Any) -> None:
             bound = dict(zip(parameters, args, strict=False)) | kwargs
             filled = list(tree_tensors(bound.pop(parameters[_FILLS[name]], None)))
             inputs = list(tree_tensors(list(bound.values())))
@@ -179,7 +179,7 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        replacement: Callable[..., Any] = accompanied(original, _afterwards(told))
+        replacement: Callable[..., Any] = accompanied(original, _afterwards(follow))
         return replacement
 
     @passes_on
@@ -298,9 +298,9 @@ class PathRecorder(TensorRecorder):
                 ends[index] = PathEnd("unused")
             elif cut is not None:
                 path = self._cut_paths.get((index, cut), _NO_OPERATION)
-                ends[index] = path.told_in(cut)
+                ends[index] = path.described(cut)
             else:
-                ends[index] = path.told_in(replace(path.last[-1], cause="unreachable"))
+                ends[index] = path.described(replace(path.last[-1], cause="unreachable"))
         return ends
 
     def escape(self, index: int) -> PathEnd:
@@ -309,17 +309,16 @@ class PathRecorder(TensorRecorder):
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
 
 
-def _afterwards(told: Callable[..., None]) -> Callable[..., Generator[None, Any, None]]:
+def _afterwards(listener: Callable[..., None]) -> Callable[..., Generator[None, Any, None]]:
     def around(*args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         result = yield
-        told(result, *args, **kwargs)
+        listener(result, *args, **kwargs)
 
     return around
 
 
-def _after(owner: Any, method: str, told: Callable[..., None]) -> Patch:
-    """Call `told` with the result and arguments of each call of a method."""
-    return patched(owner, method, _afterwards(told))
+def _after(owner: Any, method: str, listener: Callable[..., None]) -> Patch:
+    return patched(owner, method, _afterwards(listener))
 
 
 _NO_GRAD = "torch.no_grad()"

@@ -86,14 +86,14 @@ class PairedTerms:
     def __init__(self, runs: Sequence[Sequence[Edge]], *, most: int) -> None:
         counts = [Counter(map(_key, edges)) for edges in runs] or [Counter()]
         keys = list(dict.fromkeys(_key(edge) for edges in runs for edge in edges))
-        self._apart = {key for key in keys if len({count[key] for count in counts}) == 1}
-        if sum(counts[0][key] if key in self._apart else 1 for key in keys) > most:
-            self._apart = set()  # e.g. one penalty per parameter
-        self._together = len(keys) > most
+        self._separate_keys = {key for key in keys if len({count[key] for count in counts}) == 1}
+        if sum(counts[0][key] if key in self._separate_keys else 1 for key in keys) > most:
+            self._separate_keys = set()  # e.g. one penalty per parameter
+        self._is_merged = len(keys) > most
         self._numbers: dict[tuple[_Key, int], int] = {}
         for edges in runs:
-            for place in self._places(edges):
-                self._numbers.setdefault(place, 0 if self._together else len(self._numbers))
+            for term_key in self._term_keys(edges):
+                self._numbers.setdefault(term_key, 0 if self._is_merged else len(self._numbers))
 
     def __len__(self) -> int:
         return len(set(self._numbers.values()))
@@ -101,19 +101,19 @@ class PairedTerms:
     def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
         """Group the edges of one run by term."""
         terms: list[list[Edge]] = [[] for _ in range(len(self))]
-        for edge, place in zip(edges, self._places(edges), strict=True):
-            if place in self._numbers:
-                terms[self._numbers[place]].append(edge)
+        for edge, term_key in zip(edges, self._term_keys(edges), strict=True):
+            if term_key in self._numbers:
+                terms[self._numbers[term_key]].append(edge)
         return terms
 
-    def _places(self, edges: Sequence[Edge]) -> list[tuple[_Key, int]]:
+    def _term_keys(self, edges: Sequence[Edge]) -> list[tuple[_Key, int]]:
         seen: Counter[_Key] = Counter()
-        places = []
+        term_keys = []
         for edge in edges:
             key = _key(edge)
-            places.append((key, seen[key] if key in self._apart else 0))
+            term_keys.append((key, seen[key] if key in self._separate_keys else 0))
             seen[key] += 1
-        return places
+        return term_keys
 
 
 def _key(edge: Edge) -> _Key:

@@ -50,11 +50,6 @@ def unregistered_leaves(
     return tuple(sorted(unregistered, key=lambda item: item.name))
 
 
-def lasting_tensors(module: nn.Module, recipe: Recipe) -> dict[int, torch.Tensor]:
-    """Return non-parameter tensors of the module or recipe that require grad, by `id`."""
-    return {id(tensor): tensor for _, _, tensor in held_tensors(module, recipe) if tensor.requires_grad}
-
-
 def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[Held]:
     """Return non-parameter tensors with their holders' names; the module's own names come last."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]

@@ -236,7 +236,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _buckets(like: Sequence[torch.Tensor], kinds: Sequence[int], limit: float) -> list[tuple[torch.dtype, list[int]]]:
-    """Group positions by dtype and device into buckets of about `limit` bytes."""
     buckets: list[tuple[torch.dtype, list[int]]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index, model in enumerate(like):

@@ -169,26 +169,12 @@ class _CallRecorder(Recorder, subjects=("collectives",)):
 _calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
 _turn: Callable[..., object] | None = None
-_on_overwritten: Callable[[Call, Mapping[str, Any]], object] | None = None
-_on_started: Callable[[Call, Mapping[str, Any], object], object] | None = None
-_on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
-
-
-def record_given(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """Start passing the arguments of each collective to `sink`, before it runs."""
-    _on_given.append(sink)
-
-
-def record_overwritten(sink: Callable[[Call, Mapping[str, Any]], object]) -> None:
-    """Start passing the arguments of each collective that overwrote `tensor` to `sink`."""
-    global _on_overwritten
-    _on_overwritten = sink
-
-
-def record_started(sink: Callable[[Call, Mapping[str, Any], object], object]) -> None:
-    """Start passing arguments and handle of each asynchronous collective to `sink`."""
-    global _on_started
-    _on_started = sink
+on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
+"""Called with the arguments of each collective, before it runs."""
+on_overwritten: list[Callable[[Call, Mapping[str, Any]], object]] = []
+"""Called with the arguments of each collective that overwrote `tensor`."""
+on_started: list[Callable[[Call, Mapping[str, Any], object], object]] = []
+"""Called with the arguments and the handle of each asynchronous collective."""
 
 
 def note_collective(
@@ -291,16 +277,17 @@ def logged(
             return _thread.standing(operation, arguments, call)
         if matched and _sink is not None:
             _sink(call)
-            for sink in _on_given:
+            for sink in on_given:
                 sink(call, arguments)
         with _inside(str(call)), unlogged():
             result = original(*args, **kwargs)
         if name == "new_group":
             _note_made(result, call.location)
-        if _on_overwritten is not None and name in _IN_PLACE:
-            _on_overwritten(call, arguments)
-        if _on_started is not None and matched and arguments.get("async_op") and result is not None:
-            _on_started(call, arguments, result)
+        for sink in on_overwritten if name in _IN_PLACE else ():
+            sink(call, arguments)
+        if matched and arguments.get("async_op") and result is not None:
+            for started in on_started:
+                started(call, arguments, result)
         return result
 
     return call_logged
@@ -323,35 +310,35 @@ def _has_backward(name: str) -> bool:
     return False
 
 
-def tensors_of(given: Mapping[str, Any]) -> list[Any]:
+def tensors_of(kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the tensors in the arguments of a collective, including lists of tensors."""
     import torch
 
-    nested = [item for value in given.values() if isinstance(value, list | tuple) for item in value]
-    return [value for value in (*given.values(), *nested) if isinstance(value, torch.Tensor)]
+    nested = [item for value in kwargs.values() if isinstance(value, list | tuple) for item in value]
+    return [value for value in (*kwargs.values(), *nested) if isinstance(value, torch.Tensor)]
 
 
 _OPS = ("op", "reduceOp", "reduce_op")  # argument names of the reduce operation
 
 
-def _describe_call(name: str, given: Mapping[str, Any], *, backward: bool) -> Call:
+def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> Call:
     import torch
 
     from ddpcheck.gather.autograd.exchanges import running_functions
 
-    tensors, payload = tensors_of(given), []
+    tensors, payload = tensors_of(kwargs), []
     if name in _MATCHED_BY_PAYLOAD and tensors:
-        first = given["tensor"] if isinstance(given.get("tensor"), torch.Tensor) else tensors[0]
+        first = kwargs["tensor"] if isinstance(kwargs.get("tensor"), torch.Tensor) else tensors[0]
         payload.append(f"{str(first.dtype).removeprefix('torch.')} of shape {tuple(first.shape)}")
     if name == "new_group":
-        payload.append("all ranks" if given.get("ranks") is None else f"ranks {sorted(given['ranks'])}")
-    if (op := next((given[key] for key in _OPS if given.get(key) is not None), None)) is not None:
+        payload.append("all ranks" if kwargs.get("ranks") is None else f"ranks {sorted(kwargs['ranks'])}")
+    if (op := next((kwargs[key] for key in _OPS if kwargs.get(key) is not None), None)) is not None:
         kind = str(getattr(getattr(op, "op", op), "name", op)).upper()
         payload += [kind] if kind != "SUM" else []
-    root = next((given[key] for key in ("src", "dst", "group_src", "group_dst") if given.get(key) is not None), None)
+    root = next((kwargs[key] for key in ("src", "dst", "group_src", "group_dst") if kwargs.get(key) is not None), None)
     if root is not None:
         payload.append(f"root {root}")
-    group = named_group(None if name == "new_group" else given.get("group", given.get("group_name")))
+    group = named_group(None if name == "new_group" else kwargs.get("group", kwargs.get("group_name")))
     location, lines = line_and_lines(sys._getframe(3))
     carries = any(tensor.requires_grad for tensor in tensors)
     return Call(

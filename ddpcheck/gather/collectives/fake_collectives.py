@@ -41,20 +41,20 @@ class Done(_Work):  # type: ignore[misc]
 
 
 @passes_on
-def answer_alone(operation: str, given: Mapping[str, Any]) -> Any:
+def answer_alone(operation: str, kwargs: Mapping[str, Any]) -> Any:
     """Return or write the result of a collective if all ranks contribute equally."""
-    tensor = given.get("self", given.get("input", given.get("inputs", given.get("tensor"))))
-    if "output" not in given and "tensor_list" not in given and ("self" in given or "group_name" in given):
-        size = int(given.get("group_size", 1))
+    tensor = kwargs.get("self", kwargs.get("input", kwargs.get("inputs", kwargs.get("tensor"))))
+    if "output" not in kwargs and "tensor_list" not in kwargs and ("self" in kwargs or "group_name" in kwargs):
+        size = int(kwargs.get("group_size", 1))
         if "gather" in operation and isinstance(tensor, torch.Tensor):
-            return torch.cat([tensor] * (size or 1), int(given.get("gather_dim", 0)))
+            return torch.cat([tensor] * (size or 1), int(kwargs.get("gather_dim", 0)))
         return tensor
     with torch.no_grad():
-        for target in given.get("tensor_list") or given.get("gather_list") or ():
+        for target in kwargs.get("tensor_list") or kwargs.get("gather_list") or ():
             target.copy_(tensor)
-        for index, _ in enumerate(given.get("object_list") or () if operation == "all_gather_object" else ()):
-            given["object_list"][index] = given.get("obj")
-    return Done() if given.get("async_op") else None
+        for index, _ in enumerate(kwargs.get("object_list") or () if operation == "all_gather_object" else ()):
+            kwargs["object_list"][index] = kwargs.get("obj")
+    return Done() if kwargs.get("async_op") else None
 
 
 class CommunicatesError(Exception):
@@ -75,11 +75,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Answer collectives of `torch.distributed` in the block by `answer_alone`.
-
-    Raises:
-        CommunicatesError: From the block, if it communicates in another way.
-    """
+    """Answer collectives in the block by `answer_alone`; raise `CommunicatesError` for other communication."""
 
     def answering(name: str, original: Any) -> Any:
         parameters = tuple(inspect.signature(original).parameters)

@@ -9,17 +9,17 @@ Group = tuple[str, tuple[int, ...], str]
 """The name of a process group, its ranks, and which one it is to a reader; that is "" where its making was not seen."""
 
 
-def named_group(given: Any) -> Group:
+def named_group(handle: Any) -> Group:
     """Return name, ranks and description of a group (object, name, ranks or mesh)."""
-    name, members = _name_and_members(given)
+    name, members = _name_and_members(handle)
     return name, members, _words_of(name)
 
 
-def _name_and_members(given: Any) -> tuple[str, tuple[int, ...]]:
+def _name_and_members(handle: Any) -> tuple[str, tuple[int, ...]]:
     import torch.distributed as dist
 
     try:
-        group: Any = dist.group.WORLD if given is None else given
+        group: Any = dist.group.WORLD if handle is None else handle
         if isinstance(group, dist.ProcessGroup):
             return name_of_group(group), tuple(dist.get_process_group_ranks(group))
         if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):

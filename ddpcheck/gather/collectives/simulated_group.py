@@ -91,8 +91,7 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
 def combine(world_size: int, folder: Path) -> str:
     """Save answers for calls where all ranks of a group sent matching tensors.
 
-    Returns:
-        A digest of the tensors that differ between ranks, or '' if none differ.
+    Returns a digest of the tensors that differ between ranks, or '' if none differ.
     """
     sent: dict[tuple[str, tuple[int, ...], int], list[_Parts]] = {}
     for rank in range(world_size):
@@ -115,12 +114,12 @@ def combine(world_size: int, folder: Path) -> str:
     return digest.hexdigest() if differ else ""
 
 
-def _made_alike(of_ranks: list[_Parts]) -> list[list[_Tensors]] | None:
+def _made_alike(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
     """Return one call's tensors by rank if they match, with object bytes padded."""
-    aligned: list[list[_Tensors]] = [[] for _ in of_ranks]
-    if len({len(parts) for parts in of_ranks}) > 1:
+    aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
+    if len({len(parts) for parts in parts_by_rank}) > 1:
         return None
-    for rank_parts in zip(*of_ranks, strict=True):
+    for rank_parts in zip(*parts_by_rank, strict=True):
         known = [part for part in rank_parts if part is not None]
         longest = max((len(part[0]) for part in known if _is_object(part)), default=0)
         if longest and all(map(_is_object, known)):
@@ -204,9 +203,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        if getattr(opts, "rootRank", 0) == self.rank():
-            return self.allreduce(tensors, opts)
-        return Done(tensors)
+        return self.allreduce(tensors, opts) if getattr(opts, "rootRank", 0) == self.rank() else Done(tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         self._note("broadcast", *tensors)
@@ -283,7 +280,6 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
 
 def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
-    """Write the result of a reduction over equal tensors into `tensor`."""
     if operation == dist.ReduceOp.SUM:
         tensor.detach().mul_(size)
     elif operation == dist.ReduceOp.PRODUCT:
@@ -301,8 +297,7 @@ def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
 def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
     """Initialize a default process group with this rank real and all others simulated.
 
-    Returns:
-        The list of collectives of this process, which grows, and the object that records what it sends.
+    Returns the list of collectives of this process, which grows, and the object that records what it sends.
     """
     calls: list[ScheduledCall] = []
     answers = SimulatedAnswers(folder, rank, calls.__len__)
@@ -320,12 +315,11 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
     collective_log.replace_functions(("new_group",), _of_our_backend)
     collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
-    collective_log.record_given(functools.partial(_note_wait, calls))
+    collective_log.on_given.append(functools.partial(_note_wait, calls))
     return calls, answers
 
 
 def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `new_group` to create a simulated group for any backend."""
 
     @functools.wraps(original)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -55,11 +55,7 @@ class StoreExchange:
         return exchange
 
     def all_gather(self, key: str, value: object) -> list[Any]:
-        """Return each rank's value under `key`, in the order of `ranks`.
-
-        Raises:
-            RanksTimedOutError: A rank wrote nothing before the timeout.
-        """
+        """Return each rank's value under `key`, in order, or raise `RanksTimedOutError`."""
         store = default_store()
         self.put(key, value)
         payloads: list[bytes] = []
@@ -94,7 +90,6 @@ class StoreExchange:
                 default_store().delete_key(f"{self.prefix}/{key}/{self.rank}")
 
     def _gave_up_key(self, key: str, rank: int) -> str:
-        """Return the key that a rank sets after it timed out."""
         return f"{self.prefix}/{key}/{rank}/gave-up"
 
 

@@ -12,6 +12,7 @@ from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.collectives.collective_log import replaced_by
+from ddpcheck.gather.collectives.fake_collectives import CommunicatesError
 from ddpcheck.gather.state.randomness import drawn_since, generator_states
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
 from ddpcheck.gather.steps.training_step import run_optimizer
@@ -21,19 +22,13 @@ _PART_OF_UPDATE = 0.1  # e.g. a norm over half of the elements is off by a facto
 _ROUNDINGS = 16.0
 
 
-class _CommunicatesError(Exception):
-    """Raised if the optimizer calls a collective, whose result would differ on copies."""
-
-
 class CopiedOptimizer:
     """Recipe's optimizer on copies of the full parameters or of this rank's shards.
 
-    Attributes:
-        trouble: Reason why the copies cannot be compared, or ''.
+    `trouble` is the reason why the copies cannot be compared, or ''.
     """
 
     def __init__(self, recipe: Recipe, parameters: Mapping[str, torch.Tensor], trouble: str = "") -> None:
-        """Build the optimizer on copies of `parameters`, in order, unless there is `trouble`."""
         self.trouble = trouble
         if trouble:
             return
@@ -49,11 +44,7 @@ class CopiedOptimizer:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> tuple[Difference, ...]:
-        """Compare parameters `after` a step with the copies, relative to the update.
-
-        Returns:
-            One difference per parameter; empty if there is `trouble`.
-        """
+        """Compare parameters `after` a step with the copies, relative to the update; empty if there is `trouble`."""
         if self.trouble:
             return ()
         params = self._parameters
@@ -66,7 +57,7 @@ class CopiedOptimizer:
         try:
             with replaced_by(_refuse):
                 run_optimizer(self._optimizer, "step")
-        except _CommunicatesError:
+        except CommunicatesError:
             self.trouble = "the optimizer communicates"
         except Exception as error:
             if is_ours(error):
@@ -78,7 +69,7 @@ class CopiedOptimizer:
 
 
 def _refuse(_operation: str, _given: Mapping[str, Any], _call: object) -> NoReturn:
-    raise _CommunicatesError
+    raise CommunicatesError
 
 
 def _updated(name: str, before: torch.Tensor, after: torch.Tensor, copy: nn.Parameter) -> Difference:

@@ -16,6 +16,7 @@ from torch import nn
 from ddpcheck.findings.errors import OptionsDifferError, UsageError
 from ddpcheck.findings.evidence.modules import MAY_DIFFER, WHEN_NONE, WrapperFacts, are_harmless
 from ddpcheck.gather.autograd.autograd_graph import gradient_nodes
+from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.ddp.sharding import is_sharded, mesh_of, refuse_fsdp1, sharded_facts
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
@@ -32,11 +33,9 @@ _FOR_EVER = 86400.0  # seconds; the parent process enforces the timeout
 
 def living_wrappers() -> list[nn.parallel.DistributedDataParallel]:
     """Return every `DistributedDataParallel` of this process (takes about 0.1 s)."""
-    classes: list[type] = [nn.parallel.DistributedDataParallel]
-    for cls in classes:  # grows during iteration
-        classes += type.__subclasses__(cls)
-    known = set(classes)  # faster than issubclass on ABCs, and isinstance would trigger proxies
-    return [obj for obj in gc.get_objects() if type(obj) in known]
+    ddp = nn.parallel.DistributedDataParallel
+    classes = {ddp, *subclasses_of(ddp)}  # faster than issubclass on ABCs, and isinstance would trigger proxies
+    return [obj for obj in gc.get_objects() if type(obj) in classes]
 
 
 def parameters_in_wrappers(*, but: nn.Module | None = None) -> set[int]:
@@ -55,17 +54,11 @@ def find_ddp(wrapped: nn.Module) -> nn.Module:
 
 
 def find_wrapper(module: nn.Module) -> nn.Module:
-    """Return the wrapper in or around `module`: one `DistributedDataParallel`, or the sharded root.
-
-    Raises:
-        UsageError: There is none, or there are several.
-    """
+    """Return the only wrapper in or around `module`, or its sharded root; else raise `UsageError`."""
     wrappers: list[Any] = [*_wrappers_in(module)] if isinstance(module, nn.Module) else []
     if not wrappers:
         wrappers = [wrapper for wrapper in living_wrappers() if vars(wrapper)["_modules"].get("module") is module]
-    if not wrappers and isinstance(module, nn.Module):
-        wrappers = outermost_sharded(module)
-    if not wrappers and isinstance(module, nn.Module):
+    if not wrappers and isinstance(module, nn.Module) and not (wrappers := outermost_sharded(module)):
         refuse_fsdp1(module, f"the {type(module).__name__} that is to be watched")
     if len(wrappers) != 1:
         raise UsageError(
@@ -142,8 +135,7 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
 def compare_options(mine: dict[str, str]) -> None:
     """Compare `constructor_options` with the other ranks over the store.
 
-    Raises:
-        OptionsDifferError: A difference would make DDP raise, hang or mismatch tensors.
+    Raises `OptionsDifferError` if a difference would make DDP raise, hang or mismatch tensors.
     """
     is_custom = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
     if dist.get_world_size() == 1 or is_custom or not mine:
@@ -223,9 +215,7 @@ def _is_own(hook: object) -> bool:
 
 def are_apart(wrapper: nn.Module) -> bool:
     """Return True if ranks may have left the loop (`joins`) or `trains_apart`."""
-    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
-        return True
-    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
+    return joins(wrapper) or trains_apart(wrapper)
 
 
 def trains_apart(wrapper: nn.Module) -> bool:
@@ -251,6 +241,24 @@ def spelled_option(value: object) -> str:
         return f"({spelled})" if isinstance(value, tuple) else f"[{spelled}]"
     plain = isinstance(value, int | float | str | bool | type(None) | torch.dtype)
     return repr(value) if plain else type(value).__name__
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, str]:
+    """Return class, groups and options of an optimizer and averager; `names` by `id`."""
+    kind = type(optimizer)
+    options = {"class": kind.__name__, "module": kind.__module__, "groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        param_names = [names.get(id(p), "?") for p in group["params"]]
+        options[f"group {index} parameters"] = ", ".join(sorted(param_names))
+        options[f"group {index} order"] = ", ".join(param_names)
+        options.update({f"group {index} {key}": spelled_option(v) for key, v in group.items() if key != "params"})
+    averager = plain_attributes(getattr(optimizer, "averager", None))  # of PostLocalSGDOptimizer
+    return {**options, **{f"averager {name}": value for name, value in averager.items()}}
 
 
 def facts_of(wrapper: nn.Module, names: Mapping[int, str]) -> WrapperFacts:

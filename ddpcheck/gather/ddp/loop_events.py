@@ -24,12 +24,7 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class Recorder:
-    """Events of one step, and parameter fingerprints after the last backward.
-
-    Attributes:
-        events: Events in order.
-        values: Fingerprints of the parameters, by name.
-    """
+    """Events of one step in order, and parameter fingerprints by name after the last backward (`values`)."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

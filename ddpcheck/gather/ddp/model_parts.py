@@ -72,10 +72,8 @@ def parts_of(module: nn.Module) -> dict[str, Part]:
 def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> DataPlace:
     """Return the data-parallel position of this rank; a collective over all ranks.
 
-    `module` is wrapped or sharded; `parts` are the parameters that DDP keeps as local tensors.
-
-    Raises:
-        TargetError: The ranks do not form groups of equal size.
+    `module` is wrapped or sharded; `parts` are the parameters that DDP keeps as local tensors. Raises `TargetError` if
+    the ranks do not form groups of equal size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:

@@ -41,12 +41,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterable[LoopEvent] = ()) -> ShardedFacts:
-    """Return the facts of a sharded module.
+    """Return the facts of a sharded module, with the events of `recorded_settings` so far.
 
-    Args:
-        module: Root module of `fully_shard`.
-        built: Fingerprints by name of parameters whose shard still has the values built on this rank.
-        settings: Events recorded by `recorded_settings` so far.
+    `built` has fingerprints by name of parameters whose shard still has the values built on this rank.
     """
     unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
     in_force = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
@@ -165,9 +162,9 @@ def note_settings(fsdp: Any, sink: Callable[[LoopEvent], object], more: Iterable
     Also calls of the methods in `more`.
     """
 
-    def note(name: str, _module: nn.Module, value: bool = True, **given: Any) -> None:
+    def note(name: str, _module: nn.Module, value: bool = True, **kwargs: Any) -> None:
         location = user_location(sys._getframe(CALLER))
-        value = next((arg for key, arg in given.items() if key == name.removeprefix("set_")), value)
+        value = next((arg for key, arg in kwargs.items() if key == name.removeprefix("set_")), value)
         sink(LoopEvent(name, str(location) if location else "", synchronises=bool(value)))
 
     names = [name for name in (*_SYNCHRONISING, _FOR_UNUSED, *more) if hasattr(fsdp, name)]
@@ -202,7 +199,7 @@ def shards_in_use_as(module: nn.Module, part: nn.Module, name: str) -> set[int]:
     identities: set[int] = set()
     for param in _parameters_of_groups(module):
         info = getattr(param, "_module_info", None)
-        if info is None or any(owner is part and attribute == name for owner, attribute in _places(info)):
+        if info is None or any(owner is part and attribute == name for owner, attribute in _owners(info)):
             identities |= _identities(param)
     return identities
 
@@ -217,13 +214,12 @@ def _parameters_of_groups(module: nn.Module) -> list[Any]:
     return [param for group in parameter_groups(module) for param in getattr(group, "fsdp_params", ())]
 
 
-def _identities(one: Any) -> set[int]:
-    tensors = (getattr(one, name, None) for name in ("sharded_param", "_unsharded_param"))
+def _identities(param: Any) -> set[int]:
+    tensors = (getattr(param, name, None) for name in ("sharded_param", "_unsharded_param"))
     return {id(tensor) for tensor in tensors if tensor is not None}
 
 
-def _places(info: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the modules that contain a parameter, with its name in each."""
+def _owners(info: Any) -> Iterator[tuple[Any, Any]]:
     yield getattr(info, "module", None), getattr(info, "param_name", None)
     yield from zip(getattr(info, "shared_modules", ()), getattr(info, "shared_param_names", ()), strict=False)
 
@@ -255,8 +251,8 @@ def shard_number(shard: Any, mesh: Any = None) -> int:
     With `mesh` of `fully_shard`: the index among the ranks of `mesh`.
     """
     number = 0
-    for size, place, placement in _dimensions(shard, mesh):
-        number = number if placement.is_replicate() else number * size + place
+    for size, coord, placement in _dimensions(shard, mesh):
+        number = number if placement.is_replicate() else number * size + coord
     return number
 
 
@@ -265,7 +261,7 @@ def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
     own = shard.device_mesh
     among = None if mesh is None or mesh.ndim == own.ndim else mesh.mesh_dim_names
     every = zip(own.shape, own.get_coordinate(), shard.placements, own.mesh_dim_names or own.shape, strict=True)
-    return [(size, place, placement) for size, place, placement, name in every if among is None or name in among]
+    return [(size, coord, placement) for size, coord, placement, name in every if among is None or name in among]
 
 
 def is_gathered(parameter: Any, shard: Any) -> bool:
@@ -322,7 +318,6 @@ def _holds(values: Mapping[Any, Any], split: Mapping[str, torch.Tensor]) -> bool
 
 
 def _dictionaries(value: Any, depth: int = 2) -> Iterator[Mapping[Any, Any]]:
-    """Yield a dictionary and its nested dictionaries."""
     if isinstance(value, Mapping):
         yield value
         for item in value.values() if depth else ():

@@ -10,12 +10,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.tracebacks import passes_on
+
+
+@passes_on
+def _summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -25,35 +33,26 @@ class _SumOverRanks(torch.autograd.Function):
     @passes_on
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return _summed(tensor, group)
 
     @staticmethod
     @passes_on
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-@passes_on
-def _sum_over_ranks(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    total: torch.Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
+        return _summed(gradient, ctx.group), None
 
 
 @passes_on
 def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Tensor:
     group = module.process_group or dist.group.WORLD
+    sum_over_ranks: Callable[..., torch.Tensor] = _SumOverRanks.apply
     axes = [0, *range(2, inputs.dim())]
     shape = [1, -1] + [1] * (inputs.dim() - 2)
     work = inputs if inputs.dtype == torch.float64 else inputs.float()
     count = torch.full((1,), float(work.numel() // work.shape[1]), dtype=work.dtype)
-    sums = _sum_over_ranks(torch.cat([count, work.sum(axes)]), group)
+    sums = sum_over_ranks(torch.cat([count, work.sum(axes)]), group)
     count, mean = sums[0], sums[1:] / sums[0]
     centred = work - mean.view(shape)
-    variance = _sum_over_ranks(centred.square().sum(axes), group) / count
+    variance = sum_over_ranks(centred.square().sum(axes), group) / count
     running_mean, running_var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
     if module.training and running_mean is not None and running_var is not None and tracked is not None:
         tracked.add_(1)
@@ -70,12 +69,10 @@ def _forward_on_cpu(module: nn.SyncBatchNorm, inputs: torch.Tensor) -> torch.Ten
 
 @contextlib.contextmanager
 def synchronised_on_cpu() -> Iterator[list[str]]:
-    """Let `nn.SyncBatchNorm` run on CPU tensors in the block.
-
-    Yields:
-        A list that receives the class name on first use of the CPU implementation.
-    """
-    original = nn.SyncBatchNorm.forward
+    """Let `nn.SyncBatchNorm` run on CPU tensors; yield a list that gets its class name on first use."""
+    ddp: Any = nn.parallel.DistributedDataParallel
+    refuse = "_passing_sync_batchnorm_handle"  # private to torch; it only refuses SyncBatchNorm on CPU
+    original, original_refuse = nn.SyncBatchNorm.forward, getattr(ddp, refuse, None)
     used: list[str] = []
 
     @passes_on
@@ -89,30 +86,10 @@ def synchronised_on_cpu() -> Iterator[list[str]]:
             used.append(type(self).__name__)
         return _forward_on_cpu(self, inputs)
 
-    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign, assignment]
-    refuse = _let_ddp_wrap()
-    try:
-        yield used
-    finally:
-        nn.SyncBatchNorm.forward = original  # type: ignore[method-assign]
-        refuse()
-
-
-def _let_ddp_wrap() -> Callable[[], None]:
-    """Disable DDP's SyncBatchNorm check on CPU; return a function that restores it.
-
-    The check is the only purpose of the private `_passing_sync_batchnorm_handle`; no-op if this torch version lacks it.
-    """
-    ddp: Any = nn.parallel.DistributedDataParallel
-    name = "_passing_sync_batchnorm_handle"
-    original = getattr(ddp, name, None)
-    if original is None:
-        return lambda: None
-
     @passes_on
     def handle(self: Any, module: nn.Module) -> None:
-        if self.device_type != "cpu":
-            original(self, module)
+        if self.device_type != "cpu" and original_refuse is not None:
+            original_refuse(self, module)
 
-    setattr(ddp, name, handle)
-    return lambda: setattr(ddp, name, original)
+    with mock.patch.object(nn.SyncBatchNorm, "forward", forward), mock.patch.object(ddp, refuse, handle, create=True):
+        yield used

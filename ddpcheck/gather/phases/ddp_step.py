@@ -27,16 +27,9 @@ from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_sta
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
 from ddpcheck.gather.state.module_state import capture_state, copied_module
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, norms, scales
-from ddpcheck.gather.steps.training_step import (
-    clear_gradients,
-    compute_gradients,
-    compute_loss,
-    run_backward,
-    run_optimizer,
-    versions,
-)
 from ddpcheck.recipe.pytree import tree_map
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
@@ -58,19 +51,18 @@ def ddp_step(step: int) -> DdpStepEvidence:
     model.calls.clear()
     put_back(data.external)
     this_rank.set_status(f"step {step}: zero_grad")
-    run_optimizer(model.optimizer, "zero_grad")
-    clear_gradients(module, *model.trainable.values())
-    since = versions(module)
+    training_step.run_optimizer(model.optimizer, "zero_grad")
+    training_step.clear_gradients(module, *model.trainable.values())
+    since = training_step.versions(module)
     are_apart = trains_apart(model.wrapper)
     with _recorded(model) as recorder:
-        seed = state.seed_of(step)
-        loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place=f"{named} ")
+        loss = state.run_loss(step, f"{named} ", model.wrapped)
         this_rank.set_status(f"step {step}: {named} backward")
         if ignored := {id(p) for name, p in model.trainable.items() if name in model.facts.ignored}:
             note_parts([loss.total], lambda leaf: id(leaf) in ignored)
         parts = {name for name, p in model.trainable.items() if is_part(p)}
         compared = [name for name in model.trainable if name not in parts]
-        run_backward(loss.total, module=module, since=since)
+        training_step.run_backward(loss.total, module=module, since=since)
         total = None if is_shard(loss.total) else float(loss.total.detach())
         del loss
         this_rank.set_status(f"step {step}: {named} comparison")
@@ -102,7 +94,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
             with unlogged():
                 shard_grads = shards((n, placed_as(model.trainable[n], model.trainable[n].grad)) for n in gradients)
         this_rank.set_status(f"step {step}: optimizer")
-        run_optimizer(model.optimizer, "step")
+        training_step.run_optimizer(model.optimizer, "step")
     after = state.whole(model.named_parameters())
     unregistered = fingerprints((name, t) for name, t in unregistered_state(module) if name not in model.parts)
     evidence = DdpStepEvidence(
@@ -144,13 +136,9 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _parts_left(model: TrainingModel) -> dict[str, Any]:
-    """Return the split parameters and this rank's gradient norms after the optimizer step."""
-    gradients = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
-    return {
-        "split": model.place.split,
-        "sharded": model.place.sharded,
-        "norms": norms({name: dense(own_part(gradient)) for name, gradient in gradients.items()}),
-    }
+    grads = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
+    sizes = norms({name: dense(own_part(grad)) for name, grad in grads.items()})  # after the optimizer step
+    return {"split": model.place.split, "sharded": model.place.sharded, "norms": sizes}
 
 
 def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
@@ -182,9 +170,7 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
     errors = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
     try:
         with unlogged():
-            gradients, _ = compute_gradients(
-                state.recipe, module, batch, step=step, seed=state.seed_of(step), place=f"in {dtype}, "
-            )
+            gradients, _ = state.gradients(step, module, batch, place=f"in {dtype}, ")
         for index, (name, gradient) in enumerate(state.step.local.items()):
             errors[index] = norm(gradient - gradients.get(name, 0)) ** 2
     except Exception:
@@ -224,14 +210,13 @@ def compiled_step(step: int) -> CompiledStep:
     model, data, module = state.training_model, state.step, state.module
     current = capture_state(module)
     data.before.restore(module)
-    clear_gradients(module)
+    training_step.clear_gradients(module)
     for handle in model.counters:
         handle.remove()
-    seed = state.seed_of(step)
     compilations: list[FunctionCompiled] = []
     try:
         with unlogged(), stance("default"), CompilationRecorder(compilations.append, lambda: True, lambda: step):
-            loss = compute_loss(state.recipe, model.wrapped, data.batch, step=step, seed=seed, place="compiled DDP ")
+            loss = state.run_loss(step, "compiled DDP ", model.wrapped)
             this_rank.set_status(f"step {step}: compiled DDP backward")
             loss.total.backward()
         grads = {name: p.grad for name, p in named_parameters(module).items() if p.requires_grad}

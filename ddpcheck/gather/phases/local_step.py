@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.findings.tracebacks import is_ours
-from ddpcheck.gather.autograd.autograd_graph import EngineProbe, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import engine_answers, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
-from ddpcheck.gather.autograd.unregistered_leaves import lasting_tensors, unregistered_leaves
+from ddpcheck.gather.autograd.unregistered_leaves import held_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
@@ -34,7 +34,6 @@ from ddpcheck.gather.state.module_description import Origins, layout_of, record_
 from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
 from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps import training_step
-from ddpcheck.gather.steps.gradient_distance import norm
 from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
@@ -87,9 +86,9 @@ def local_step(step: int) -> LocalStep:
     since = training_step.versions(module)
     log = this_rank.current().directory, state.rank
     log_start = len(read_log(*log))
-    lasting = reference.leaves | lasting_tensors(module, state.recipe)
+    lasting = reference.leaves | {id(t): t for _, _, t in held_tensors(module, state.recipe) if t.requires_grad}
     with blaming_empty_shards(step):
-        batch = training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
+        batch = state.global_batch(step)
         whole = training_step.batch_fingerprint(batch)
         data.batch = to_device(state.shard_of(batch), state.device)
         data.external = state.training_model.external_state.capture()  # after the shard was drawn from a data loader
@@ -103,8 +102,10 @@ def local_step(step: int) -> LocalStep:
     this_rank.set_status(f"step {step}: backward")
     reference.arrivals.clear()  # drop arrivals of backward passes inside the loss
     training_step.run_backward(total, module=module, since=since)
-    _keep_gradients(data, training_step.gradients_of(parameters), step)
-    states = _states(state, graph.probe)
+    data.keep(training_step.gradients_of(parameters))
+    if infinite := [name for name, size in data.norms.items() if not math.isfinite(size)]:
+        raise TargetError(f"the gradient of {infinite[0]} in step {step} is not finite, so it cannot be compared")
+    states = _states(state, graph.reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
     ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
     del total
@@ -147,11 +148,7 @@ def local_step(step: int) -> LocalStep:
 
 @contextlib.contextmanager
 def blaming_empty_shards(step: int) -> Iterator[None]:
-    """Report an error in the block as an empty shard, if applicable.
-
-    Raises:
-        EmptyShardError: The block raised, and the shard of this rank is empty or its data loader is exhausted.
-    """
+    """Raise `EmptyShardError` if the block raises, and the shard of this rank is empty or its data loader exhausted."""
     data = rank_state().step
     try:
         yield
@@ -179,7 +176,7 @@ class _GraphFacts:
         reference = state.reference
         self._parameters = reference.trainable
         walk = walk_graph([loss.total])
-        self.probe = EngineProbe(loss.total, list(self._parameters.values()))
+        self.reached, _ = engine_answers(loss.total, list(self._parameters.values()))
         facts = state.training_model.facts
         tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
         seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
@@ -204,14 +201,6 @@ class _GraphFacts:
         return tuple(name for name, parameter in used if id(parameter) not in self._visible)
 
 
-def _keep_gradients(data: StepData, gradients: dict[str, torch.Tensor], step: int) -> None:
-    data.local = gradients
-    data.norms = {name: norm(gradient) for name, gradient in gradients.items()}
-    for name, size in data.norms.items():
-        if not math.isfinite(size):
-            raise TargetError(f"the gradient of {name} in step {step} is not finite, so it cannot be compared")
-
-
 def layout() -> ModuleDescription:
     """Return the layout of the reference module after the local step."""
     return layout_of(rank_state().reference.module)
@@ -234,7 +223,6 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
 
 
 def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> Location | None:
-    """Return the line that replaced or removed a component of the path `name`."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         holder = reference.submodules.get(".".join(parts[:index]))
@@ -245,20 +233,17 @@ def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> 
 
 def batch_again(step: int) -> tuple[int, ...]:
     """Return the fingerprints of the global batch of `step`, built again."""
-    state = rank_state()
-    return training_step.batch_fingerprint(
-        training_step.make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
-    )
+    return training_step.batch_fingerprint(rank_state().global_batch(step))
 
 
-def _states(state: RankState, probe: EngineProbe) -> dict[str, Any]:
+def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     """Classify each parameter: "contributes", "zero", "lost" (a Function returned None) or "missing"."""
     states: dict[str, Any] = {}
-    for index, (name, parameter) in enumerate(state.reference.trainable.items()):
+    for (name, parameter), is_reached in zip(state.reference.trainable.items(), reached, strict=True):
         if name in state.step.local:
             empty = state.step.local[name].numel() == 0
             states[name] = "contributes" if empty or state.step.norms[name] != 0.0 else "zero"
-        elif probe.reached is not None and probe.reached[index]:
+        elif is_reached:
             consumed = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
             states[name] = "contributes" if consumed else "lost"  # a user hook may have consumed the gradient
         else:
@@ -277,7 +262,6 @@ def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[Un
 
 
 def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor, ...]:
-    """Return parameters that forward created and that received gradient."""
     now = named_parameters(reference.module)
     return tuple(
         UnregisteredTensor(name, tuple(now[name].shape), location, created_in_forward=True)
@@ -328,21 +312,16 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
 def comparable_step(step: int, numbers: RandomNumbers) -> tuple[float, tuple[str, ...]] | str:
     """Repeat the local step with random numbers that match the global batch.
 
-    Returns:
-        The loss and the operations that drew random indices, or the error message: the loss may be different with such
-        random numbers.
+    Returns the loss and the operations that drew random indices, or an error message, if such numbers do not fit.
     """
     state = rank_state()
-    data, seed = state.step, training_step.step_seed(state.seed, step)
+    data = state.step
     try:
         with random_choices(samples_of(data.batch) or 0) as choices:
-            gradients, loss = training_step.compute_gradients(
-                state.recipe, state.reference.module, data.batch, step=step, seed=seed, numbers=numbers
-            )
+            gradients, loss = state.gradients(step, state.reference.module, data.batch, numbers=numbers)
     except TargetError as error:
         return str(error)
-    data.local = gradients
-    data.norms = {name: norm(gradient) for name, gradient in gradients.items()}
+    data.keep(gradients)
     data.numbers = numbers
     return loss.value, tuple(choices)
 
@@ -366,29 +345,17 @@ def local_update(step: int) -> None:
 
 @replays_step
 def average_exactly(step: int, file: Path) -> str:
-    """Repeat the step in float64 and average over ranks; rank 0 saves it.
+    """Repeat the step in float64 and average over ranks; rank 0 saves it. Return an error message, or ''.
 
     Separates a real mismatch from rounding if ranks communicate in forward (e.g. SyncBatchNorm) and no process can
     compute its part without the others.
-
-    Returns:
-        The error message if the model cannot run in float64, else ''.
     """
     state = rank_state()
-    numbers = state.step.numbers
     try:
         module = copied_module(state.reference.module).double()
-        seed = state.seed_of(step) if numbers == "drawn" else training_step.step_seed(state.seed, step)
         with unlogged():
-            gradients, _ = training_step.compute_gradients(
-                state.recipe,
-                module,
-                upcast(state.step.batch),
-                step=step,
-                seed=seed,
-                numbers=numbers,
-                place="in float64, ",
-            )
+            batch = upcast(state.step.batch)
+            gradients, _ = state.gradients(step, module, batch, numbers=state.step.numbers, place="in float64, ")
             owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
             local = [gradients.get(name) for name in owners]
             averaged = dict(averages_over_ranks(local, list(owners.values()), group=state.group))

@@ -31,10 +31,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     constructor_options,
     facts_of,
     find_ddp,
+    optimizer_options,
+    parameters_of,
     wrapper_attributes,
 )
 from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -151,11 +152,7 @@ def notes() -> list[str]:
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
-    """Wrap the module with the recipe and build the optimizers.
-
-    Args:
-        around: Context entered around the recipe's `wrap`; may change the arguments of the DDP constructor.
-    """
+    """Wrap the module, `around` the recipe's `wrap`, which may change DDP's arguments, and build the optimizers."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in state.module.named_parameters()}
@@ -181,7 +178,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     inner = getattr(wrapper, "module", wrapper)
     reshaped, trouble = False, ""
     wholes = {name: part.shape for name, part in parts.items()}
-    if isinstance(inner, nn.Module) and (inner is not original or differs_in_structure(inner, reference, wholes)):
+    if isinstance(inner, nn.Module):
         if differs_in_structure(inner, reference, wholes):
             reshaped = _shapes(inner) != _shapes(reference)
             state.reference.module = reference = _unwrapped_copy(inner, changed, parts)
@@ -256,11 +253,7 @@ def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
-    """Return a copy of a module that `wrap` changed, without `fully_shard`.
-
-    Raises:
-        TargetError: The module is sharded or split, and its layers were changed as well.
-    """
+    """Return a copy of a module that `wrap` changed, without `fully_shard`."""
     if not (parts or sharding.is_sharded(module)):
         return copied_module(module)
     match = next((candidate for candidate in changed if not differs_in_structure(module, candidate)), None)
@@ -277,7 +270,6 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _hand_over(module: nn.Module) -> str:
-    """Pickle the module made by `wrap` for the single process; return any error."""
     try:
         (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
     except Exception as error:  # module attributes may not be picklable
@@ -330,7 +322,6 @@ def count_calls(model: TrainingModel) -> None:
 
 
 def _follow(reference: ReferenceModule) -> None:
-    """Record parts, gradient arrivals and forward outputs of the reference module."""
     module = reference.module
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return

@@ -28,7 +28,9 @@ from ddpcheck.gather.state.external_state import ExternalState, Restore, put_bac
 from ddpcheck.gather.state.module_description import Origins
 from ddpcheck.gather.state.module_state import ModuleState
 from ddpcheck.gather.state.tensor_file import TensorFile
-from ddpcheck.gather.steps.training_step import Gradients, Loss, compute_loss, step_seed
+from ddpcheck.gather.steps import training_step
+from ddpcheck.gather.steps.gradient_distance import norm
+from ddpcheck.gather.steps.training_step import Gradients, Loss
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 
@@ -108,6 +110,10 @@ class StepData:
     scale: dict[str, float] = field(default_factory=dict)  # RMS of the ranks' norms, by parameter
     after: ModuleState | None = None  # reference module after forward and backward
 
+    def keep(self, gradients: Gradients) -> None:
+        """Keep the local gradients of this rank, with their norms."""
+        self.local, self.norms = gradients, {name: norm(gradient) for name, gradient in gradients.items()}
+
     @property
     def averaged(self) -> Mapping[str, torch.Tensor]:
         """Return the mean gradient of each parameter that has one on any rank."""
@@ -139,7 +145,7 @@ class RankState:
 
     def seed_of(self, step: int) -> int:
         """Return the seed of this rank's random numbers in a step."""
-        return step_seed(self.seed, step, self.training_model.place.rank)
+        return training_step.step_seed(self.seed, step, self.training_model.place.rank)
 
     def shard_of(self, batch: Any) -> Any:
         """Return this rank's shard of a global batch (shared by model-parallel peers)."""
@@ -162,10 +168,23 @@ class RankState:
             return None
         return file if shared or not self.rank else this_rank.current().directory / f"{file.name}.{self.rank}"
 
-    def run_loss(self, step: int, place: str = "") -> Loss:
-        """Return the loss of the reference module on this rank's shard; see `compute_loss`."""
-        seed = self.seed_of(step)
-        return compute_loss(self.recipe, self.reference.module, self.step.batch, step=step, seed=seed, place=place)
+    def global_batch(self, step: int) -> Any:
+        """Return the global batch of a step, built anew."""
+        return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
+
+    def gradients(
+        self, step: int, module: nn.Module, batch: Any, *, numbers: RandomNumbers = "drawn", place: str = ""
+    ) -> tuple[Gradients, Loss]:
+        """Return gradients and loss of `module`; random `numbers` that are not drawn are seeded alike on all ranks."""
+        seed = self.seed_of(step) if numbers == "drawn" else training_step.step_seed(self.seed, step)
+        return training_step.compute_gradients(
+            self.recipe, module, batch, step=step, seed=seed, numbers=numbers, place=place
+        )
+
+    def run_loss(self, step: int, place: str = "", module: nn.Module | None = None) -> Loss:
+        """Return the loss of `module`, default the reference module, on this rank's shard; see `compute_loss`."""
+        module, seed = module or self.reference.module, self.seed_of(step)
+        return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, place=place)
 
 
 def rank_state() -> RankState:

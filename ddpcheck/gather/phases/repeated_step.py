@@ -24,14 +24,8 @@ from ddpcheck.findings.evidence.steps import Call, PathEnd, ReductionInput, Shar
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, user_location
 from ddpcheck.findings.tracebacks import is_ours, passes_on
-from ddpcheck.gather.autograd.autograd_graph import (
-    line_of,
-    named_parameters,
-    nearest_above,
-    parents_behind,
-    recorded_lines,
-    walk_graph,
-)
+from ddpcheck.gather.autograd import autograd_graph
+from ddpcheck.gather.autograd.autograd_graph import line_of, named_parameters
 from ddpcheck.gather.autograd.gradient_hooks import own_functions, recorded_hooks
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.collective_log import read_log, replaced_by
@@ -42,17 +36,9 @@ from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_ste
 from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_file import kept_in_file
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.batch_coupling import watched_modules
 from ddpcheck.gather.steps.gradient_distance import difference, eps_of, norm
-from ddpcheck.gather.steps.training_step import (
-    clear_gradients,
-    compute_gradients,
-    compute_loss,
-    gradients_of,
-    make_batch,
-    run_backward,
-    step_seed,
-)
 from ddpcheck.recipe.pytree import to_device, tree_tensors
 from ddpcheck.worlds import rank as this_rank
 
@@ -88,11 +74,10 @@ def repeat_step(step: int) -> RepeatedStep:
 
 
 def _run(state: RankState, step: int, factor: float) -> _Run:
-    """Run one step with all initial gradients of backward multiplied by `factor`."""
     module = state.reference.module
     state.rewind()
     put_back(state.step.external)
-    clear_gradients(module)
+    training_step.clear_gradients(module)
     run = _Run()
     param_ids = {id(p) for p in module.parameters()}
 
@@ -102,7 +87,7 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
         roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
-        walk = walk_graph(roots)
+        walk = autograd_graph.walk_graph(roots)
         run.node_names |= walk.node_names
         run.feeds_others |= any(id(leaf) not in param_ids for leaf in walk.leaves)
         del walk
@@ -110,8 +95,8 @@ def _run(state: RankState, step: int, factor: float) -> _Run:
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
 
     with backward_through(enlarged):
-        run_backward(state.run_loss(step, "repeating, ").total)
-    run.gradients = gradients_of(named_parameters(module))
+        training_step.run_backward(state.run_loss(step, "repeating, ").total)
+    run.gradients = training_step.gradients_of(named_parameters(module))
     return run
 
 
@@ -215,20 +200,20 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     Nothing is communicated: each collective runs as if this rank were alone, so no rank can hang. Inputs that still
     differ between ranks at the same call mean that the program itself depends on the rank.
     """
-    state = rank_state()
+    state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
 
-    def standing(operation: str, given: Mapping[str, Any], call: Call) -> Any:
+    def standing(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
-            payloads.append(ReductionInput(operation, call.location, _values(given)))
-        return answer_alone(operation, given)
+            payloads.append(ReductionInput(operation, call.location, _values(kwargs)))
+        return answer_alone(operation, kwargs)
 
     try:
-        batch = make_batch(state.recipe, step, seed=state.seed, world_size=state.world_size)
-        shard = to_device(state.recipe.local_batch(batch, 0, state.training_model.place.size), state.device)
+        shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.place.size)
+        shard, seed = to_device(shard, state.device), training_step.step_seed(state.seed, step, 0)
         with replaced_by(standing):
-            seed, module = step_seed(state.seed, step, 0), state.reference.module
-            compute_loss(state.recipe, module, shard, step=step, seed=seed, place="comparing what is sent, ")
+            place = "comparing what is sent, "
+            training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, place=place)
     except (Exception, SystemExit):  # the program needs real results; compare the calls until then
         pass
     finally:
@@ -236,8 +221,8 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     return tuple(payloads)
 
 
-def _values(given: Mapping[str, Any]) -> tuple[float, ...]:
-    tensor = given.get("tensor", given.get("self", given.get("input")))
+def _values(kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+    tensor = kwargs.get("tensor", kwargs.get("self", kwargs.get("input")))
     if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or not 1 < tensor.numel() <= _MOST_VALUES:
         return ()
     return tuple(tensor.detach().reshape(-1).double().tolist())
@@ -268,8 +253,7 @@ def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
     """Return the `names` whose gradient is nonzero after perturbing every parameter."""
     state = rank_state()
     _perturb(state, step)
-    module, batch, seed = state.reference.module, state.step.batch, state.seed_of(step)
-    gradients, _ = compute_gradients(state.recipe, module, batch, step=step, seed=seed, place="looking again, ")
+    gradients, _ = state.gradients(step, state.reference.module, state.step.batch, place="looking again, ")
     return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
 
 
@@ -284,13 +268,12 @@ def why_zero(step: int, names: Sequence[str]) -> dict[str, PathEnd]:
     except TargetError:  # the model rejects the perturbed values
         return {}
     finally:
-        clear_gradients(state.reference.module)
+        training_step.clear_gradients(state.reference.module)
 
 
 def _perturb(state: RankState, step: int) -> None:
-    """Perturb the parameters of the reference module, identically on all ranks."""
     file = this_rank.current().directory / f"moved.{state.rank}"
-    perturb(state.reference.module, step_seed(state.seed, step), state.reference.mapped, file)
+    perturb(state.reference.module, training_step.step_seed(state.seed, step), state.reference.mapped, file)
 
 
 def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -> None:
@@ -314,15 +297,13 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
 
 
 def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
-    """Return the operations that turn nonzero gradients of `leaves` into zeros.
+    """Return the operations that turn nonzero gradients of `leaves` into zeros; runs `forward` and one backward.
 
-    Args:
-        forward: Computes the loss; called once, followed by one backward.
-        leaves: Tensors by name; omitted from the result if the gradient is zero all the way from the loss.
+    Omitted are leaves whose gradient is zero all the way from the loss.
     """
-    with recorded_lines():
+    with autograd_graph.recorded_lines():
         loss = forward()
-    parents = parents_behind([loss.grad_fn])
+    parents = autograd_graph.parents_behind([loss.grad_fn])
     arrived: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
     passed: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
@@ -336,10 +317,10 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     with contextlib.ExitStack() as stack:
         for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges):
             stack.enter_context(node.register_hook(partial(note, node)))
-        run_backward(loss)
+        training_step.run_backward(loss)
     ends = {}
     for name, leaf in leaves.items():
-        node = next(nearest_above(leaf, parents, turns_to_zero), None)
+        node = next(autograd_graph.nearest_above(leaf, parents, turns_to_zero), None)
         if node is not None:
             ends[name] = PathEnd("zero", operation_of(node.name()), line_of(node))
     return ends

@@ -22,7 +22,7 @@ from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps.batch_coupling import first_coupling
 from ddpcheck.gather.steps.gradient_distance import distance, fit
-from ddpcheck.gather.steps.training_step import Gradients, compute_loss, make_batch, random_numbers, step_seed
+from ddpcheck.gather.steps.training_step import Gradients, compute_loss, random_numbers, step_seed
 from ddpcheck.recipe.pytree import to_device, upcast
 from ddpcheck.recipe.recipe import summary
 from ddpcheck.worlds import rank as this_rank
@@ -33,15 +33,10 @@ _COUPLED_EXACTLY = 1e-9  # relative; parts of a float64 run may be in float32, i
 
 
 def analyse(step: int, gradient_file: Path, exact_file: Path | None, world_size: int, threads: int) -> ShardAnalysis:
-    """Run each shard without a process group to explain a mismatch.
+    """Run each of `world_size` shards without a process group to explain a mismatch.
 
-    Args:
-        step: Step index from 0.
-        gradient_file: The ranks' averaged gradients.
-        exact_file: The averaged gradients in float64, if requested from the ranks.
-        world_size: Number of shards: of ranks, or of models that are split over ranks.
-        threads: Number of threads of a rank. The same number reproduces the rank's values bit by bit: sums split
-            differently round differently, and a deep network can amplify the error by 1000.
+    The files have the ranks' averaged gradients, `exact_file` in float64. `threads`, of a rank, reproduce the rank's
+    values bit by bit: sums split differently round differently, and a deep network can amplify the error by 1000.
     """
     own: SingleProcess = this_rank.state["single"]
     num_threads = torch.get_num_threads()
@@ -60,7 +55,7 @@ def _analyse(
     compared = {name: averaged[name] for name in own.step.gradients if name in averaged}
     facts = ShardAnalysis(global_loss=own.step.loss, numbers=own.numbers)
     beyond = _beyond(own, averaged, own.step.gradients)
-    batch = to_device(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size), own.device)
+    batch = to_device(own.global_batch(step), own.device)
     if exact_file is not None and own.double is not None:
         with contextlib.suppress(Exception):  # the model may not run in float64
             exact = TensorFile(exact_file, device=own.device)
@@ -152,7 +147,6 @@ def _look_at_terms(own: SingleProcess, batch: Any, shards: Sequence[Any], step: 
 
 
 def _beyond(own: SingleProcess, averaged: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the gradients that differ from the global batch beyond tolerance."""
     return {
         name
         for name, want in wanted.items()

@@ -21,18 +21,10 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters, recorded_l
 from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, split_loss
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for
 from ddpcheck.gather.steps.gradient_distance import fit, norm
-from ddpcheck.gather.steps.training_step import (
-    Gradients,
-    Loss,
-    clear_gradients,
-    compute_loss,
-    gradients_of,
-    random_numbers,
-    run_backward,
-    step_seed,
-)
+from ddpcheck.gather.steps.training_step import Gradients, Loss
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
 
 MOST_ELEMENTS = 1 << 28  # limit for the gradients of all shards together, in memory at once
@@ -83,18 +75,18 @@ class ShardRun:
     def loss(self, part: Any) -> Iterator[Loss]:
         """Yield the loss on `part` from the step's initial state, ready for backward."""
         self.own.rewind(self.module)
-        clear_gradients(self.module)
+        training_step.clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(random_numbers(self.own.numbers, self.module, part))
+            stack.enter_context(training_step.random_numbers(self.own.numbers, self.module, part))
             for name in self.frozen:
                 self.module.get_submodule(name).eval()
             stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])
             for name in self.by_shard:
                 count = batch_size(part) if self.views else None
                 stack.enter_context(_by_shard(self.module.get_submodule(name), self.shards, count))
-            seed = step_seed(self.own.seed, self.step)
+            seed = training_step.step_seed(self.own.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
-                loss = compute_loss(
+                loss = training_step.compute_loss(
                     self.own.recipe, self.module, part, step=self.step, seed=seed, place="shard by shard, "
                 )
             yield loss
@@ -110,21 +102,21 @@ class ShardRun:
         """Yield the gradient of each term on `part`."""
         with self.loss(part) as loss:
             if not len(paired):
-                run_backward(loss.total)
-                yield gradients_of(named_parameters(self.module))
+                training_step.run_backward(loss.total)
+                yield training_step.gradients_of(named_parameters(self.module))
                 return
             edges = split_loss(loss.total, loss.parts)
             for term in paired.sort(edges):
-                clear_gradients(self.module)
+                training_step.clear_gradients(self.module)
                 backward_of(loss.total, edges, term)
-                yield gradients_of(named_parameters(self.module))
+                yield training_step.gradients_of(named_parameters(self.module))
 
 
 def total_gradient(run: ShardRun, part: Any) -> tuple[Gradients, float]:
     """Return the gradient and the value of the whole loss on `part`."""
     with run.loss(part) as loss:
-        run_backward(loss.total)
-        return gradients_of(named_parameters(run.module)), loss.value
+        training_step.run_backward(loss.total)
+        return training_step.gradients_of(named_parameters(run.module)), loss.value
 
 
 def filled(gradients: Gradients, like: Mapping[str, torch.Tensor]) -> Gradients:
@@ -231,7 +223,6 @@ def look_at_terms(
 
 
 def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
-    """Return `gradients` divided by the scale of each parameter."""
     return {name: gradient / scale[name] for name, gradient in gradients.items() if scale[name]}
 
 
@@ -265,14 +256,14 @@ def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *
     def gradients_by_term(watch: FirstActivations) -> list[list[torch.Tensor | None]]:
         grads = []
         for _ in replace(run, activations=watch).gradients(batch, paired):
-            grads.append([activation.gradient for activation in watch.found])
-            for activation in watch.found:
+            grads.append([activation.gradient for activation in watch.activations])
+            for activation in watch.activations:
                 activation.gradient = None
         return grads
 
     whole = FirstActivations()
     before = gradients_by_term(whole)
-    changes = changes_for(whole.found, part.found, large=large)
+    changes = changes_for(whole.activations, part.activations, large=large)
     after = gradients_by_term(FirstActivations({number: factor for number, (_, factor) in changes.items()}))
     return [are_felt(old, new, changes) for old, new in zip(before, after, strict=True)]
 

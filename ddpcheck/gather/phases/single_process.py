@@ -36,17 +36,9 @@ from ddpcheck.gather.state.module_state import (
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, kept_in_file
 from ddpcheck.gather.state.training_mode import into_training
+from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import dense, difference, distance, fit, norm, scales, tolerances
-from ddpcheck.gather.steps.training_step import (
-    Gradients,
-    Loss,
-    batch_fingerprint,
-    clear_gradients,
-    compute_gradients,
-    make_batch,
-    model_seed,
-    step_seed,
-)
+from ddpcheck.gather.steps.training_step import Gradients, Loss, batch_fingerprint, compute_gradients, step_seed
 from ddpcheck.recipe.pytree import to_device, tree_map, upcast
 from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank
@@ -91,15 +83,14 @@ class SingleProcess:
     after: ModuleState | None = None  # module attributes after the last step's forward passes
     step: SingleStepData = field(init=False)
 
+    def global_batch(self, step: int) -> Any:
+        """Return the global batch of a step, built anew."""
+        return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
+
     def rewind(self, module: nn.Module) -> None:
         """Restore `module` and external state to the start of the step."""
         self.step.before.restore(module, self.mapped)
         put_back(self.step.external)
-
-    def forget_double(self) -> None:
-        """Release the float64 parameters until the next `rewind`."""
-        if self.double is not None:
-            release(self.double, self.mapped)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -120,7 +111,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
 
     def build() -> nn.Module:
         this_rank.set_status("building the model")
-        seed_everything(model_seed(seed))
+        seed_everything(training_step.model_seed(seed))
         module = moved(recipe.build_model(), device)
         into_training(module)
         return module
@@ -175,10 +166,8 @@ def adopt(module_file: Path) -> None:
 def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     """Compute the gradients of the global batch, in native dtype and in float64.
 
-    `state_file` has rank 0's state before the step; None if the module already has the same state.
-
-    Returns:
-        The evidence, or the first difference if the recipe builds another model in one process than on several ranks.
+    `state_file` has rank 0's state before the step; None if the module already has the same state. Returns the first
+    difference instead if the recipe builds another model in one process than on several ranks.
     """
     own: SingleProcess = this_rank.state["single"]
     if own.after is not None:
@@ -197,12 +186,12 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     return _run(own, step)
 
 
-def _other_model(module: nn.Module, of_rank: Mapping[str, torch.Tensor]) -> str:
+def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the first parameter missing or shaped differently on rank 0, or ''."""
     for name, parameter in module.named_parameters():
-        if name not in of_rank:
+        if name not in rank0_tensors:
             return f"{name} is missing on rank 0"
-        if (rank0_shape := shape_of(of_rank[name])) != (shape := shape_of(parameter)):
+        if (rank0_shape := shape_of(rank0_tensors[name])) != (shape := shape_of(parameter)):
             return f"{name} has the shape {shape}, and {rank0_shape} on rank 0"
     return ""
 
@@ -217,16 +206,14 @@ def run_with_constants(step: int) -> SingleStep:
 
 def _run(own: SingleProcess, step: int) -> SingleStep:
     data = own.step
-    batch = make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)
-    rebuilt = (
-        batch_fingerprint(make_batch(own.recipe, step, seed=own.seed, world_size=own.world_size)) if step == 0 else ()
-    )
+    batch = own.global_batch(step)
+    rebuilt = batch_fingerprint(own.global_batch(step)) if step == 0 else ()
     on_device = to_device(batch, own.device)
     gradients, loss, backwards = _comparable_gradients(own, on_device, step)
     own.after = capture_attributes(own.module, buffers=False)
     data.loss = loss.value
     del loss
-    clear_gradients(own.module)
+    training_step.clear_gradients(own.module)
     data.gradients = gradients
     if own.mapped:
         data.gradients = kept_in_file(gradients.items(), this_rank.current().directory / "gradients")
@@ -241,7 +228,8 @@ def _run(own: SingleProcess, step: int) -> SingleStep:
             measured = tolerances(data.gradients, data.scale, _rounding_by_change(own, on_device, step))
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
-    own.forget_double()
+    if own.double is not None:
+        release(own.double, own.mapped)  # until the next `rewind`
     return SingleStep(data.loss, total, batch_fingerprint(batch), rebuilt, own.double_error, backwards, own.numbers)
 
 

@@ -114,7 +114,6 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
 
 
 def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
-    """Remember the attributes of a class, a module or a user object."""
     bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
     if isinstance(holder, type | ModuleType):
         if not reachable.is_user_namespace(holder):

@@ -113,7 +113,7 @@ _READABLE = {  # no quantized dtypes; no complex dtypes, which may be conjugated
 }
 _SMALL = 1 << 16  # max bytes of a tensor that is batched with others
 _AT_ONCE = 1 << 22  # max bytes per batch
-_Found = tuple[Sequence[str], torch.Tensor]  # names, and one row of numbers per name
+_NamedRows = tuple[Sequence[str], torch.Tensor]  # names, and one row of numbers per name
 
 
 class Rows(NamedTuple):
@@ -168,27 +168,27 @@ def is_small(tensor: torch.Tensor) -> bool:
     return has_memory(tensor)
 
 
-def numbers_of(found: Iterable[_Found]) -> dict[str, tuple[Any, ...]]:
+def numbers_of(rows: Iterable[_NamedRows]) -> dict[str, tuple[Any, ...]]:
     """Return the numbers per row by name, all of one dtype, transferred together."""
     numbers: dict[str, tuple[Any, ...]] = {}
-    for names, values in _on_cpu(found):
+    for names, values in _on_cpu(rows):
         numbers |= zip(names, map(tuple, values.tolist()), strict=True)
     return numbers
 
 
-def floats_of(found: Iterable[_Found]) -> dict[str, array[float]]:
+def floats_of(rows: Iterable[_NamedRows]) -> dict[str, array[float]]:
     """Return the numbers per row in float32 arrays, without Python float objects."""
     numbers: dict[str, array[float]] = {}
-    for names, values in _on_cpu((names, values.float()) for names, values in found):
+    for names, values in _on_cpu((names, values.float()) for names, values in rows):
         flat, width = array("f", bytes(values.numel() * 4)), values.shape[1]
         torch.frombuffer(flat, dtype=torch.float32).copy_(values.reshape(-1))
         numbers |= {name: flat[index * width : (index + 1) * width] for index, name in enumerate(names)}
     return numbers
 
 
-def _on_cpu(found: Iterable[_Found]) -> Iterator[_Found]:
-    by_device: dict[torch.device, list[_Found]] = {}
-    for names, values in found:
+def _on_cpu(rows: Iterable[_NamedRows]) -> Iterator[_NamedRows]:
+    by_device: dict[torch.device, list[_NamedRows]] = {}
+    for names, values in rows:
         by_device.setdefault(values.device, []).append((names, values))
     for entries in by_device.values():
         together = torch.cat([values.reshape(-1) for _, values in entries]).cpu()

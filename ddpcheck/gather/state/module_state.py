@@ -60,7 +60,6 @@ class ModuleState:
 
 
 def _mapped(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return the tensors in `file` named in `dtypes`, converted to the given dtype."""
     plain = TensorFile(file, keep=True)
     tensors = {name: plain[name] for name in dtypes if name in plain}
     others = [name for name, tensor in tensors.items() if tensor.dtype != dtypes[name]]
@@ -228,14 +227,14 @@ def copied_module(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in tensors.items()})
 
 
-def differs_in_structure(one: nn.Module, other: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
+def differs_in_structure(first: nn.Module, second: nn.Module, wholes: Mapping[str, torch.Size] | None = None) -> bool:
     """Return True if classes or parameter names or shapes differ.
 
-    If `wholes` has the full shapes of parameters of which `one` has a part, order is ignored: DDP reorders.
+    If `wholes` has the full shapes of parameters of which `first` has a part, order is ignored: DDP reorders.
     """
-    shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(one).items()]
-    others = [(name, p.shape) for name, p in named_parameters(other).items()]
-    return _classes(one) != _classes(other) or (sorted(shapes) != sorted(others) if wholes else shapes != others)
+    shapes = [(name, (wholes or {}).get(name, p.shape)) for name, p in named_parameters(first).items()]
+    others = [(name, p.shape) for name, p in named_parameters(second).items()]
+    return _classes(first) != _classes(second) or (sorted(shapes) != sorted(others) if wholes else shapes != others)
 
 
 def _classes(module: nn.Module) -> list[tuple[str, type]]:

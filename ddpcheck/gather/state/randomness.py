@@ -154,114 +154,93 @@ class QuietRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        handler = _QUIET.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
-        if handler is None or self._left <= 0:
+        name = func.overloadpacket.__name__
+        if func.namespace != "aten" or not (name in _QUIET or name in _UNDRAWN) or self._left <= 0:
             return func(*args, **(kwargs or {}))
         self._left -= 1
-        return self._answer(handler, func, args, dict(kwargs or {}))
+        return self._answer(name, func, args, dict(kwargs or {}))
 
     @passes_on
-    def _answer(self, constants: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return constants(func, args, kwargs)
+    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in _UNDRAWN:
+            return _UNDRAWN[name](func, args, kwargs)
+        return _QUIET[name](func(*args, **kwargs), _arguments(func, args, kwargs))
 
 
-def _constant(value: float) -> Callable[..., Any]:
-    @passes_on
-    def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs).fill_(value)
-
-    return fill
+Kwargs = Mapping[str, Any]  # arguments of an operation by name
 
 
-@passes_on
-def _bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    drawn = func(*args, **kwargs)
-    prob = args[1] if len(args) > 1 else kwargs.get("p")
-    if isinstance(prob, torch.Tensor):
-        return drawn.copy_(prob > 0)
-    if isinstance(prob, float | int):
-        return drawn.fill_(float(prob > 0))
-    return drawn.copy_(args[0] > 0) if not func.overloadpacket.__name__.endswith("_") else drawn.fill_(1.0)
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    arguments = {item.name: item.default_value for item in func._schema.arguments}
+    return arguments | dict(zip(arguments, args, strict=False)) | kwargs
 
 
-@passes_on
-def _lowest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    drawn = func(*args, **kwargs)
-    low = args[0] if "low" in func._overloadname else 0
-    return drawn.fill_(low if isinstance(low, int) else 0)
+def _constant(value: float) -> Callable[[Any, Kwargs], Any]:
+    return lambda drawn, _given: drawn.fill_(value)
 
 
-@passes_on
-def _in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    drawn = func(*args, **kwargs)
-    return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+def _bernoulli(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    prob = kwargs.get("p", kwargs["self"])
+    return drawn.copy_(prob > 0) if isinstance(prob, torch.Tensor) else drawn.fill_(float(prob > 0))
 
 
-@passes_on
-def _most_likely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    drawn = func(*args, **kwargs)
-    count = drawn.shape[-1]
-    order = args[0].argsort(dim=-1, descending=True, stable=True)
-    return drawn.copy_(order[..., torch.arange(count, device=drawn.device) % order.shape[-1]])
+def _most_likely(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
+    order = kwargs["self"].argsort(dim=-1, descending=True, stable=True)
+    return drawn.copy_(order[..., torch.arange(drawn.shape[-1], device=drawn.device) % order.shape[-1]])
 
 
-@passes_on
+_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
+_NORMAL = 0.5  # not 0, which would zero a product
+_QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
+    "binomial": lambda _drawn, kwargs: (kwargs["count"] * kwargs["prob"]).round(),  # the mean
+    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
+    "randint": lambda drawn, kwargs: drawn.fill_(kwargs.get("low", 0)),
+    **dict.fromkeys(("randint_like", "random_"), _constant(0)),
+    "randperm": lambda drawn, _given: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
+    "multinomial": _most_likely,
+    "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),
+    "native_dropout_backward": lambda _drawn, kwargs: kwargs["grad_output"] * kwargs["mask"],
+}
+"""Makes the constant result of an operation, from what it drew and its arguments."""
+
+
 def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Randomized leaky ReLU with the midpoint of its range as slope."""
-    value, noise = args[0], args[1]
-    lower = args[2] if len(args) > 2 else kwargs.get("lower", 1 / 8)
-    upper = args[3] if len(args) > 3 else kwargs.get("upper", 1 / 3)
-    slope = (lower + upper) / 2
+    kwargs = _arguments(func, args, kwargs)
+    value, noise = kwargs["self"], kwargs["noise"]
+    slope = (kwargs["lower"] + kwargs["upper"]) / 2
     noise.copy_(torch.where(value <= 0, torch.full_like(value, slope), torch.ones_like(value)))
     result = value * noise
     return value.copy_(result) if func.overloadpacket.__name__.endswith("_") else result
 
 
-@passes_on
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with all arguments named dropout or dropout_p set to 0."""
     names = [argument.name for argument in func._schema.arguments]
-    quiet = list(args)
-    for index, name in enumerate(names):
-        if name in ("dropout", "dropout_p"):
-            if index < len(quiet):
-                quiet[index] = 0.0
-            elif name in kwargs:
-                kwargs[name] = 0.0
-    return func(*quiet, **kwargs)
+    quiet = [0.0 if name in _DROPOUT else value for name, value in zip(names, args, strict=False)]
+    return func(*quiet, **{name: 0.0 if name in _DROPOUT else value for name, value in kwargs.items()})
 
 
-_UNIFORM = 0.5 + 1e-3  # kept by `rand < keep`, `rand > drop` and `floor(keep + rand)` for drop rates up to 0.49
-_NORMAL = 0.5  # not 0, which would zero a product
-_QUIET: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _constant(_UNIFORM)),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "log_normal_", "cauchy_"), _constant(_NORMAL)),
-    "binomial": passes_on(lambda _func, args, _kwargs: (args[0] * args[1]).round()),  # the mean
-    **dict.fromkeys(("exponential_", "geometric_", "poisson", "_standard_gamma", "_sample_dirichlet"), _constant(1.0)),
-    **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
-    "randperm": _in_order,
-    "multinomial": _most_likely,
+_DROPOUT = ("dropout", "dropout_p")
+_UNDRAWN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_"), _leaky),
-    "native_dropout": passes_on(
-        lambda _func, args, _kwargs: (args[0].clone(), torch.ones_like(args[0], dtype=torch.bool))
-    ),
-    "native_dropout_backward": passes_on(lambda _func, args, _kwargs: args[0] * args[1]),
     **dict.fromkeys(
         (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_flash_attention_forward",
-            "_efficient_attention_forward",
-            "_cudnn_rnn",
-            "_cudnn_rnn_backward",
-            "miopen_rnn",
+            *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+            *("_flash_attention_forward", "_efficient_attention_forward"),
+            *("_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn"),
         ),
         _without_dropout,
     ),
 }
+"""Called in place of operations that draw and compute at once."""
+
+for _handler in (*_QUIET.values(), *_UNDRAWN.values()):
+    passes_on(_handler)
 
 
 @contextlib.contextmanager
@@ -298,12 +277,10 @@ class SampleRandomness(QuietRandomness):
         self._samples = samples if len(samples) <= _MOST_SAMPLES else ()
 
     @passes_on
-    def _answer(self, constants: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = func.overloadpacket.__name__
+    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "native_dropout_backward":
             return func(*args, **kwargs)
         generator = kwargs.get("generator") or torch.default_generator
-        before = generator.get_state()
         draw = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         after = generator.get_state()
 
@@ -312,12 +289,9 @@ class SampleRandomness(QuietRandomness):
 
         result = None
         if name in _OF_SAMPLES:
-            arguments = {item.name: item.default_value for item in func._schema.arguments}
-            arguments |= dict(zip(arguments, args, strict=False)) | kwargs
-            result = _OF_SAMPLES[name](func(*args, **kwargs), arguments, numbers)
+            result = _OF_SAMPLES[name](func(*args, **kwargs), _arguments(func, args, kwargs), numbers)
         if result is None:
-            generator.set_state(before)
-            result = constants(func, args, kwargs)
+            result = super()._answer(name, func, args, kwargs)
             if name == "native_dropout":
                 result = result[0] / max(1 - args[1], 1e-3), result[1]  # matches the unreplaced backward
         generator.set_state(after)
@@ -339,42 +313,39 @@ class SampleRandomness(QuietRandomness):
         return (torch.cat(parts) if along is None else torch.stack(parts, along)).to(like.device)
 
 
-Given = Mapping[str, Any]
-
-
-def _fill_uniform(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _fill_uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    low, high = kwargs.get("from", 0.0), kwargs.get("to", 1.0)
     return None if (uniform := numbers(drawn)) is None else drawn.copy_(low + (high - low) * uniform)
 
 
-def _fill_normal(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _fill_normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     normal = numbers(drawn, normal=True)
-    return None if normal is None else drawn.copy_(given.get("mean", 0.0) + given.get("std", 1.0) * normal)
+    return None if normal is None else drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * normal)
 
 
-def _fill_bernoulli(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < given.get("p", given["self"]))
+def _fill_bernoulli(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < kwargs.get("p", kwargs["self"]))
 
 
-def _drop(drawn: tuple[torch.Tensor, torch.Tensor], given: Given, numbers: NumbersLike) -> Any:
-    if given["train"] is False:
+def _drop(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: NumbersLike) -> Any:
+    if kwargs["train"] is False:
         return drawn
     if (uniform := numbers(drawn[0])) is None:
         return None
-    mask, rate = uniform >= given["p"], given["p"]
-    return given["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
+    mask, rate = uniform >= kwargs["p"], kwargs["p"]
+    return kwargs["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
 
 
-def _fill_integers(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
-    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to"))
+def _fill_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+    low, high = kwargs.get("low", kwargs.get("from")) or 0, kwargs.get("high", kwargs.get("to"))
     if high is None or (uniform := numbers(drawn)) is None:
         return None
     return drawn.copy_((low + (high - low) * uniform).floor().clamp_max(high - 1))
 
 
-def _fill_exponential(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _fill_exponential(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     uniform = numbers(drawn)
-    return None if uniform is None else drawn.copy_(_waiting(uniform) / given["lambd"])
+    return None if uniform is None else drawn.copy_(_waiting(uniform) / kwargs["lambd"])
 
 
 def _waiting(uniform: torch.Tensor) -> torch.Tensor:
@@ -382,18 +353,18 @@ def _waiting(uniform: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
-def _choose(drawn: torch.Tensor, given: Given, numbers: NumbersLike) -> torch.Tensor | None:
+def _choose(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
-    weights = given["self"]
-    if weights.dim() != 2 or (uniform := numbers(drawn if given["replacement"] else weights)) is None:
+    weights = kwargs["self"]
+    if weights.dim() != 2 or (uniform := numbers(drawn if kwargs["replacement"] else weights)) is None:
         return None
-    if not given["replacement"]:
+    if not kwargs["replacement"]:
         return drawn.copy_((weights / _waiting(uniform)).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
     return drawn.copy_(torch.searchsorted(sums, uniform * sums[:, -1:], right=True).clamp_max(weights.shape[1] - 1))
 
 
-_OF_SAMPLES: dict[str, Callable[[Any, Given, NumbersLike], Any]] = {
+_OF_SAMPLES: dict[str, Callable[[Any, Kwargs, NumbersLike], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _fill_uniform),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _fill_normal),
     **dict.fromkeys(("bernoulli", "bernoulli_"), _fill_bernoulli),

@@ -61,7 +61,6 @@ def function_variables(function: FunctionType) -> Iterator[Variable]:
 
 
 def _names(code: CodeType) -> dict[str, None]:
-    """Return the global and attribute names in code, including nested code."""
     names: dict[str, None] = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

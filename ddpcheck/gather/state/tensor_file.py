@@ -33,20 +33,20 @@ def tensor_ref(tensor: torch.Tensor) -> Callable[[], Any]:
 class _TensorRef:
     """Owner of the only weakref visible to torch, which it can drop."""
 
-    __slots__ = ("__weakref__", "_found")
+    __slots__ = ("__weakref__", "_visible")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.hold(tensor)
 
     def __call__(self) -> Any:
-        return self._found and self._found()
+        return self._visible and self._visible()
 
     def hold(self, tensor: torch.Tensor) -> None:
-        self._found: _FoundByTorch | None = _FoundByTorch(tensor)
-        self._found.holder = ref(self)
+        self._visible: _VisibleRef | None = _VisibleRef(tensor)
+        self._visible.holder = ref(self)
 
 
-class _FoundByTorch(ref[torch.Tensor]):
+class _VisibleRef(ref[torch.Tensor]):
     __slots__ = ("holder",)
     holder: Callable[[], _TensorRef | None]
 
@@ -60,7 +60,7 @@ def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
     """Drop the weak references during `swap_tensors`; both tensor objects stay the same."""
     holders = [(holder, tensor) for tensor in (t1, t2) for holder in _holders_of(tensor)]
     for holder, _ in holders:
-        holder._found = None
+        holder._visible = None
     try:
         yield
     finally:
@@ -68,8 +68,8 @@ def _swapping(t1: torch.Tensor, t2: torch.Tensor) -> Iterator[None]:
             holder.hold(tensor)
 
 
-def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:
-    holders = (weak.holder() for weak in getweakrefs(tensor) if isinstance(weak, _FoundByTorch))
+def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:  # no weak reference may outlive this call
+    holders = (weak.holder() for weak in getweakrefs(tensor) if isinstance(weak, _VisibleRef))
     return [holder for holder in holders if holder is not None]
 
 
@@ -118,11 +118,7 @@ class TensorWriter:
                 torch.save(index, self._path / _INDEX)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; small and non-dense ones are copied and written on exit.
-
-        Raises:
-            UsageError: The disk is full.
-        """
+        """Write a tensor; small and non-dense ones are copied and written on exit."""
         tensor = tensor.detach()
         if not is_dense(tensor) or tensor.nbytes < _SMALL:
             self._others[name] = tensor.clone()  # clone: a view would keep its whole storage alive

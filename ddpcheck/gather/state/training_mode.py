@@ -11,12 +11,10 @@ ARRIVED_EVALUATING = "model() returns the model in eval mode; it was checked in 
 
 
 def into_training(module: nn.Module) -> bool:
-    """Call `module.train()`, respecting user overrides that keep parts in eval mode.
+    """Call `module.train()`; return True if the module itself was in eval mode.
 
-    Parts that `model()` set to eval mode inside a module in training mode stay in eval mode.
-
-    Returns:
-        True if the module itself was in eval mode.
+    Overrides of the user may keep parts in eval mode. Parts that `model()` set to eval mode inside a module in training
+    mode stay in eval mode.
     """
     evaluating = not module.training
     if not evaluating and not any(_is_overridden(part) for part in module.modules()):

@@ -103,7 +103,6 @@ def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Return True if `part` is a multiple of the first rows of `whole`."""
     for piece in part:
         for full in whole:
             axes = axes_that_grow(full, piece)
@@ -222,7 +221,7 @@ class FirstActivations(TorchFunctionMode):
 
     def __init__(self, factors: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.found: list[Activation] = []
+        self.activations: list[Activation] = []
         self._factors = factors or {}
         self._later: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
         self._elements = 0
@@ -245,13 +244,13 @@ class FirstActivations(TorchFunctionMode):
         return result
 
     def _first(self, result: torch.Tensor) -> torch.Tensor:
-        factor = self._factors.get(len(self.found))
+        factor = self._factors.get(len(self.activations))
         if factor is not None and factor.shape[0] == result.shape[0]:
             result = result * factor
         self._elements += result.numel()
         activation = Activation(result.detach().clone() if self._elements < _MOST_ELEMENTS else result.new_empty(0))
         result.register_hook(activation.arrived)
-        self.found.append(activation)
+        self.activations.append(activation)
         return result
 
 

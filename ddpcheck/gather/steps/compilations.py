@@ -71,19 +71,19 @@ class CompilationRecorder(AbstractContextManager[None], Recorder, subjects=("loo
         self.close()
 
     def note(
-        self, code: CodeType, graphs: Iterable[Any], said: str, seconds: float, *, trains: bool, given_up: bool
+        self, code: CodeType, graphs: Iterable[Any], message: str, seconds: float, *, trains: bool, given_up: bool
     ) -> None:
-        """Record a compilation; `said` is torch's recompile reason, `trains`: grad is enabled."""
+        """Record a compilation; `message` is torch's recompile reason, `trains`: grad is enabled."""
         self._count += 1
         if self._count > _MOST:
             return
         nodes = [node for graph in graphs for node in graph.nodes]
-        reason = _SOURCE.sub("", _COMPILED_AS.sub("", said.partition("\n")[0])).strip()
+        reason = _SOURCE.sub("", _COMPILED_AS.sub("", message.partition("\n")[0])).strip()
         self._sink(
             FunctionCompiled(
                 code.co_qualname.rpartition("<locals>.")[2],
                 Location(relative_path(code.co_filename), code.co_firstlineno),
-                _line_in(said) or user_location(),
+                _line_in(message) or user_location(),
                 self._steps(),
                 round(seconds, 3),
                 trains=trains and self._trains(),
@@ -145,9 +145,9 @@ def _is_given_up() -> bool:
     return bool(metrics) and "limit" in str(getattr(metrics[-1], "fail_reason", None)).partition("\n")[0]
 
 
-def _line_in(said: str) -> Location | None:
+def _line_in(message: str) -> Location | None:
     """Return the innermost program line in the stack trace of a reason."""
-    lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(said)]
+    lines = [(match["file"], int(match["line"])) for match in _LINE.finditer(message)]
     lines = [(file, line) for file, line in lines if is_of_program(file)]
     return Location(relative_path(lines[-1][0]), lines[-1][1]) if lines else None
 

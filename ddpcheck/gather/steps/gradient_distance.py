@@ -101,10 +101,10 @@ def short_sketches(gradients: InRows | Mapping[str, Kept]) -> dict[str, array[fl
     return {name: numbers[name] for name in names}
 
 
-def _made(given: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
+def _made(tensors: InRows) -> list[tuple[Sequence[str], torch.Tensor]]:
     several: list[tuple[Sequence[str], torch.Tensor]]
-    several = [(names, _of_rows(_flat(values))) for names, values in given.rows]
-    return several + [((name,), sketch(value)) for name, value in given.others.items()]
+    several = [(names, _of_rows(_flat(values))) for names, values in tensors.rows]
+    return several + [((name,), sketch(value)) for name, value in tensors.others.items()]
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,6 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sketch of each row."""
     length = max(1, rows.shape[1] // SIZE)
     make = _known_signs if length <= _KEPT else _known_signs.__wrapped__
     signs = make(length, rows.device, rows.dtype)
@@ -158,10 +157,10 @@ def norm(tensor: torch.Tensor) -> float:
     return math.hypot(*(float(_norms_of(piece)) for (piece,) in _pieces(dense(tensor))))
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the Frobenius norm of `one - other` (same shape), computed in float64."""
-    wide = _wide(torch.promote_types(one.dtype, other.dtype))
-    return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(one, other)))
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the Frobenius norm of `first - second` (same shape), computed in float64."""
+    wide = _wide(torch.promote_types(first.dtype, second.dtype))
+    return math.hypot(*(float(torch.linalg.vector_norm(a.to(wide) - b.to(wide))) for a, b in _pieces(first, second)))
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

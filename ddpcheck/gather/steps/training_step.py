@@ -57,12 +57,7 @@ class Loss:
 
 
 def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, place: str = "") -> Loss:
-    """Run forward and loss under `seed` on a copy of `batch`.
-
-    Raises:
-        TargetError: The loss is no scalar tensor or nest of scalars, not finite, or does not require grad.
-        Exception: Any exception raised by user code.
-    """
+    """Run forward and loss under `seed` on a copy of `batch`; the loss is a scalar or a nest of scalars."""
     set_status(f"step {step}: {place}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -265,8 +260,7 @@ def batch_fingerprint(batch: Any) -> tuple[int, ...]:
 def sample_fingerprints(batch: Any) -> tuple[int, ...]:
     """Return one fingerprint per sample of `batch`, over its rows in all tensors.
 
-    Returns:
-        Empty if the tensors disagree on the number of samples, are not dense or readable, or are too large.
+    Empty if the tensors disagree on the number of samples, are not dense or readable, or are too large.
     """
     tensors = [tensor for tensor in tree_tensors(batch) if tensor.dim() > 0]
     if any(t.is_nested or t.layout != torch.strided or t.is_quantized or plain_values(t) is None for t in tensors):
@@ -278,14 +272,9 @@ def sample_fingerprints(batch: Any) -> tuple[int, ...]:
         return ()
     if size == 0 or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
         return ()
-    return fingerprints_of_rows(tensors)
-
-
-def fingerprints_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return one fingerprint per row over all tensors of equal length."""
-    total = torch.zeros(len(tensors[0]), dtype=torch.int64)
+    total = torch.zeros(size, dtype=torch.int64)
     for tensor in tensors:
-        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.detach().cpu())
+        total = (total ^ (total >> 29)) * _ODD + row_fingerprints(tensor.cpu())
     return tuple(total.tolist())
 
 

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.gather.ddp.optimizer_options import parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers, parameters_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord

@@ -26,7 +26,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location, variables_of
 from ddpcheck.gather.autograd.autograd_graph import walk_graph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
-from ddpcheck.gather.ddp.optimizer_options import parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref

@@ -21,8 +21,7 @@ from ddpcheck.findings.source_lines import below_common, lines_of_program, user_
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
-from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options, parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, parameters_in_wrappers, parameters_of
 from ddpcheck.gather.ddp.sharding import count_in_fsdp1, shard_states
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import targets_of, user_frame, user_location
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
 from ddpcheck.gather.ddp.model_parts import input_layouts, is_sum
-from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches

@@ -15,7 +15,7 @@ from torch.nn.modules import module as registration
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import code_of, frames_from, user_location
-from ddpcheck.gather.ddp.optimizer_options import parameters_of
+from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
 from ddpcheck.gather.patching import CALLER, Recorder, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import seeded_at

@@ -177,11 +177,10 @@ class _WatchedRank:
             lambda module, built, at: self._watch(module, began_alike=False, built=built, at=at), writes.sharded
         )
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
-            collective_log.record_given(recorder.note_collective)
-        collective_log.record_given(self._optimizers.given.note)
+            collective_log.on_given.append(recorder.note_collective)
         self._sums = SumRecorder(add)
-        collective_log.record_given(self._sums.note_given)
-        collective_log.record_overwritten(guarded(self._overwritten))
+        collective_log.on_given += (self._optimizers.given.note, self._sums.note_given)
+        collective_log.on_overwritten.append(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
         atexit.register(guarded(self._ended))

@@ -26,7 +26,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
-from ddpcheck.gather.collectives.collective_log import record_given, record_started, tensors_of
+from ddpcheck.gather.collectives.collective_log import on_given, on_started, tensors_of
 from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -72,8 +72,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._told: set[Entry] = set()
         self._follows = False
         self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # `id()` of the arguments, versions
-        record_given(guarded(self._starts))
-        record_started(guarded(self._started))
+        on_given.append(guarded(self._starts))
+        on_started.append(guarded(self._started))
 
     def _starts(self, call: Call, given: Mapping[str, Any]) -> None:
         """Record versions before the call: the backend's thread may write before it returns."""

@@ -85,41 +85,36 @@ def check(
     return report_of(CheckRun(target, decided(options, target, hosts), progress=progress, hosts=hosts).run())
 
 
-def decided(given: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
-    """Return the options of a check of `target`, with machine-dependent defaults filled in.
-
-    Raises:
-        UsageError: An option is invalid, or `target` names no file.
-    """
+def decided(options: CheckOptions, target: Recipe | str, hosts: Leader | None = None) -> CheckOptions:
+    """Return the valid options of a check of `target`, with machine-dependent defaults filled in."""
     if not isinstance(target, str):
         from ddpcheck.recipe.recipe import require_target
 
         require_target(target)
-    allowed.check_count("steps", given.steps, MOST_STEPS)
-    if isinstance(given.seed, bool) or not isinstance(given.seed, int):
-        raise WrongTypeError(f"seed must be a whole number, not {given.seed!r}")
+    allowed.check_count("steps", options.steps, MOST_STEPS)
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int):
+        raise WrongTypeError(f"seed must be a whole number, not {options.seed!r}")
     if isinstance(target, str) and is_path(path := split_target(target)[0]):
         find_file(path)
-    sharing = given.world_size if hosts is None else hosts.sharing
-    preload = allowed.check_modules(given.preload)
-    select, ignore = rule_patterns("select", given.select), rule_patterns("ignore", given.ignore)
-    for suppression in given.suppress:
+    sharing = options.world_size if hosts is None else hosts.sharing
+    preload = allowed.check_modules(options.preload)
+    select, ignore = rule_patterns("select", options.select), rule_patterns("ignore", options.ignore)
+    for suppression in options.suppress:
         if not isinstance(suppression, Suppression):
             raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {suppression!r}")
     return replace(
-        given,
+        options,
         target=target if isinstance(target, str) else "recipe",
-        backend=given.backend or ("nccl" if given.device == "cuda" and _has_gpus(sharing) else "gloo"),
+        backend=options.backend or ("nccl" if options.device == "cuda" and _has_gpus(sharing) else "gloo"),
         preload=preload,
         select=select,
         ignore=ignore,
-        suppress=tuple(given.suppress),
+        suppress=tuple(options.suppress),
         launcher=hosts.launcher if hosts is not None else None,
     )
 
 
 def _has_gpus(ranks: int) -> bool:
-    """Return True if each rank has its own GPU."""
     import torch
 
     return isinstance(ranks, int) and 0 < ranks <= torch.cuda.device_count()

@@ -81,7 +81,7 @@ def make_report(
 
 
 def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
-    pairs = [(finding, cause) for part, finding, cause in state.told if _heading_of(part, finding) == name]
+    pairs = [(finding, cause) for part, finding, cause in state.reported if _heading_of(part, finding) == name]
     status, detail = status_of(_verdict(state, name), pairs, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped
@@ -102,7 +102,6 @@ def _heading_of(part: str, finding: Finding) -> str:
 
 
 def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
-    """Explain why a check has no verdict; empty if the check has one."""
     if state.log.error is not None and state.log.part == name:  # the code of a finding is enough
         return join_names([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or state.log.error.message
     return "not judged, since ddpcheck itself failed" if name in state.log.unjudged else ""
@@ -175,7 +174,6 @@ def _kind(entry: ParityEntry) -> str:
 
 
 def _verdict(state: CheckState, name: str) -> Verdict:
-    """Return the comparison made by one of the checks."""
     if name not in state.log.seconds and not (name == "reducer" and state.steps.ddp_skipped):
         return Verdict(lacking=_why_not_reached(state))
     several = state.asked.world_size > 1
@@ -208,7 +206,9 @@ def _verdict(state: CheckState, name: str) -> Verdict:
             noun += f", with {'constants instead of' if constants else 'the same'} random numbers"
             noun += "" if constants else " for each sample"
     text = tally.equal(noun, state.asked.steps) if tally.held else ""
-    if text and name == "reducer" and (updates := _held_updates(state)):
+    sharded = [item for item in state.steps.ddp if isinstance(item, ShardedStep) and not item.rank]
+    updates = sum(not difference.bad for item in sharded for difference in item.against_whole)
+    if text and name == "reducer" and updates:
         of = "parts" if state.models else "shards"
         text = (
             f"{text}; {counted(updates, 'parameter')} after a step on {of} equal those after a step on whole parameters"
@@ -231,14 +231,7 @@ def _trained_apart(state: CheckState) -> str:
     )
 
 
-def _held_updates(state: CheckState) -> int:
-    """Count parameters that equal the unsharded optimizer's result after a `fully_shard` step."""
-    steps = [item for item in state.steps.ddp if isinstance(item, ShardedStep) and not item.rank]
-    return sum(not difference.bad for item in steps for difference in item.against_whole)
-
-
 def _part_taken(state: CheckState) -> Verdict:
-    """Describe which parameters contribute to the loss."""
     steps = sorted({item.step for item in state.steps.parameters})
     if not steps:
         return Verdict(lacking=_why_not_reached(state))

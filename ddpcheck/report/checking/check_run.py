@@ -81,7 +81,6 @@ class CheckRun(CheckWorlds):
         self.state.log.notes += self._explained("how the ranks ran the recipe", [], calls.model_build.notes)[0]
 
     def _prepare(self) -> None:
-        """Build the model in all processes, and compare the modules of the ranks."""
         pending = None if self.reference else self._start_single(self._earlier[0])
         with self._phase("model", "loading the target and building the model"):
             built: list[BuiltModule] = self._all(calls.model_build.build, self.target, self.asked.seed)
@@ -146,7 +145,6 @@ class CheckRun(CheckWorlds):
         )
 
     def _hand_over(self, wrapped: WrappedModule) -> None:
-        """Send a module that `wrap` made anew to the single process."""
         if wrapped.transfer_error:
             self.state.single.skipped = f"wrap makes another module, which {wrapped.transfer_error}"
         elif wrapped.replaces_module and self.reference is None:
@@ -210,7 +208,7 @@ class CheckRun(CheckWorlds):
         """Stop the check if `model` splits layers over ranks without DTensor."""
         split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
-            self.state.found = [(part, f) for part, f in self.state.found if f.code not in ("DDP208", "DDP221")]
+            self.state.keep(lambda finding: finding.code not in ("DDP208", "DDP221"))
             del self.state.log.seconds["wrapping"]  # the phase compared parts
             self.state.log.notes.append(
                 f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "

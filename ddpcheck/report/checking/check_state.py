@@ -243,10 +243,10 @@ class CheckState:
     single: SingleComparison = field(default_factory=SingleComparison)  # comparison with the single process
     repeats: Repeats = field(default_factory=Repeats)  # comparison of a step with its repetition
     # all findings so far, with the part that made them
-    found: list[tuple[str, Finding]] = field(default_factory=list)
+    part_findings: list[tuple[str, Finding]] = field(default_factory=list)
     findings: Sequence[Finding] = ()  # root causes, after judging
     # (part, finding, root cause in `findings`)
-    told: Sequence[tuple[str, Finding, Finding]] = ()
+    reported: Sequence[tuple[str, Finding, Finding]] = ()
     modules: tuple[ModuleEntry, ...] = ()  # modules of rank 0's model
     # last collectives of the ranks, after a failure or mismatch
     timelines: tuple[CollectiveTimeline, ...] = ()
@@ -265,9 +265,13 @@ class CheckState:
         """Return one item per model, or `by_rank` if no model is split."""
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
-    def add(self, found: Sequence[Finding], part: str = "") -> None:
+    def add(self, findings: Sequence[Finding], part: str = "") -> None:
         """Add findings of a part, by default of the current part."""
-        self.found += ((part or self.log.part, finding) for finding in found)
+        self.part_findings += ((part or self.log.part, finding) for finding in findings)
+
+    def keep(self, is_kept: Callable[[Finding], bool]) -> None:
+        """Drop all other findings."""
+        self.part_findings = [(part, finding) for part, finding in self.part_findings if is_kept(finding)]
 
     def add_comparable_steps(self, steps: Sequence[tuple[float, tuple[str, ...]]]) -> None:
         """Store losses and random choices of the last step with comparable random numbers."""

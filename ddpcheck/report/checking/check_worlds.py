@@ -134,19 +134,15 @@ class CheckWorlds:
             self._worlds = stack
 
     def _make_world(self, *, group: bool) -> World:
-        if group:
-            return self.asked.world(self.hosts, self._watch(), make=self.make_world)
-        return self.asked.world_of_one(make=self.make_world)
-
-    def _watch(self) -> Callable[[World, frozenset[int], frozenset[int]], str | None]:
-        """Return a callback that shows waiting ranks and detects collective mismatches."""
+        if not group:
+            return self.asked.world_of_one(make=self.make_world)
         mismatch = CollectiveMismatchWatch()
 
         def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
             self.progress.wait_for(running)
             return mismatch(world, finished, running)
 
-        return look
+        return self.asked.world(self.hosts, look, make=self.make_world)
 
     # Ranks
 
@@ -238,9 +234,7 @@ class CheckWorlds:
         first = error.first
         if first is not None and isinstance(first.exception, errors.UsageError):
             raise first.exception
-        if (
-            first is not None and type(first.exception) is errors.DDPCheckError
-        ):  # a phase returned a result that cannot be sent
+        if first is not None and type(first.exception) is errors.DDPCheckError:  # a result that cannot be sent
             first = replace(first, bug=str(as_bug(first.exception, first.place)))
         if first is not None and first.bug:
             self.state.log.error = ReportError(f"rank {first.rank}: {first.bug}", errors.EXIT_USAGE, error.detail)
@@ -266,18 +260,17 @@ class CheckWorlds:
                 str(error), errors.EXIT_HANG if is_hang else errors.EXIT_TARGET, error.detail
             )
 
-    def _add(self, found: Sequence[Finding]) -> None:
+    def _add(self, findings: Sequence[Finding]) -> None:
         """Add findings, located at the lines that made their first subjects."""
-        nameless = sorted({finding.subjects[0] for finding in found if finding.location is None})
+        nameless = sorted({finding.subjects[0] for finding in findings if finding.location is None})
         by_rank: list[dict[str, Location]] = []
         try:
             by_rank = self._lines_of(nameless) if nameless else []
         finally:
             lines = {name: line for locations in reversed(by_rank) for name, line in locations.items()}
-            self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in found])
+            self.state.add([replace(f, location=lines.get(f.subjects[0], f.location)) for f in findings])
 
     def _lines_of(self, names: Sequence[str]) -> list[dict[str, Location]]:
-        """Return the known lines that made parameters, buffers and modules, by rank."""
         return self._explained("which line made what", {}, calls.model_build.locations, names)
 
     def _locate_module(self) -> dict[str, Location]:

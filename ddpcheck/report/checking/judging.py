@@ -126,25 +126,24 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
         args = state.steps.parameters, context.wrapper, context.names
         parameters = state.log.call_judge("parameters", judge_parameters, *args, **kwargs)
         codes = {finding.code for finding in parameters}  # more specific than a raised backward
-        state.found = [(part, f) for part, f in state.found if f.subjects != ("backward",) or f.code not in codes]
+        state.keep(lambda finding: finding.subjects != ("backward",) or finding.code not in codes)
         state.add(parameters, "parameters")
     if not state.repeats.differ:
         _judge_gradients(state, context)
     if state.replicas_stay_equal:  # each rank may step only its part of the parameters and share the result
-        state.found = [(part, finding) for part, finding in state.found if not _is_of_parts(finding)]
+        state.keep(lambda finding: not _is_of_parts(finding))
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(tell_compiled(state.steps.compiled))
         state.add(state.log.call_judge("reducer", _judge_compilations, state), "reducer")
-        state.found = [(part, without_prefix(finding)) for part, finding in state.found]
-    state.findings = [finding for _, finding in state.found]
+        state.part_findings = [(part, without_prefix(finding)) for part, finding in state.part_findings]
+    state.findings = [finding for _, finding in state.part_findings]
     for causes in state.log.call_judge("", lambda: [find_causes(state.findings)]):
         state.findings = causes.findings
-        pairs = zip(state.found, causes.told_by, strict=True)
-        state.told = [(part, finding, cause) for (part, finding), cause in pairs if cause is not None]
+        pairs = zip(state.part_findings, causes.told_by, strict=True)
+        state.reported = [(part, finding, cause) for (part, finding), cause in pairs if cause is not None]
 
 
 def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
-    """Judge gradients and parameter updates of steps that are reproducible."""
     steps, single, repeats, call_judge = state.steps, state.single, state.repeats, state.log.call_judge
     ddp = [replace(item, against_local=repeats.widened(item.against_local)) for item in steps.ddp]
     if state.models:  # diverged parameters change the gradients of later steps
@@ -192,11 +191,11 @@ def _is_of_parts(finding: Finding) -> bool:
     return finding.code == "DDP223" and all(subject.endswith(" parameters") for subject in finding.subjects)
 
 
-def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> list[Finding]:
+def _comparable(state: CheckState, findings: list[Finding], local: LocalFacts) -> list[Finding]:
     """Drop DDP312 if random numbers, rounding or a hang hide the cause."""
-    kept = [finding for finding in found if finding.code != "DDP312"]
-    if len(kept) == len(found):
-        return found
+    kept = [finding for finding in findings if finding.code != "DDP312"]
+    if len(kept) == len(findings):
+        return findings
     if state.single.hang:
         error = max(item.error for items in state.single.differences.values() for item in items if item.bad)
         state.single.incomparable = (
@@ -215,7 +214,7 @@ def _comparable(state: CheckState, found: list[Finding], local: LocalFacts) -> l
         )
         return kept
     if not (local.drew_from or local.choices):
-        return found
+        return findings
     state.single.incomparable = (
         f"the forward draws from {' and '.join(local.drew_from)}, and no two runs can share those numbers sample "
         "by sample"

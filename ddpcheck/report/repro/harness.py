@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.gather.autograd.autograd_graph import unregistered_state, walk_graph
-from ddpcheck.gather.ddp.ddp_wrapper import wrapper_attributes
-from ddpcheck.gather.ddp.optimizer_options import optimizer_options
+from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, wrapper_attributes
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
 from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norm, scales

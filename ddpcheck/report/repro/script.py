@@ -220,7 +220,7 @@ _SOURCES = (
     "report/repro/harness.py",
     *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "fingerprints")),
     *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
-    *(f"gather/ddp/{name}.py" for name in ("ddp_wrapper", "optimizer_options", "sync_batchnorm")),
+    *(f"gather/ddp/{name}.py" for name in ("ddp_wrapper", "sync_batchnorm")),
     *("gather/autograd/autograd_graph.py", "recipe/pytree.py"),
 )
 """Modules of ddpcheck whose code is copied into scripts, in this order."""
