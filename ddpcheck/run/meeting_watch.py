@@ -1,7 +1,4 @@
-"""Detect processes that wait in `init_process_group` for ranks that cannot arrive.
-
-No rank can arrive if all processes started by torchrun are already waiting or have ended.
-"""
+"""Detect processes in `init_process_group` if all others of torchrun have ended: no rank can arrive."""
 
 from __future__ import annotations
 
@@ -19,20 +16,15 @@ from ddpcheck.worlds.deadlock import children_of, processor_seconds
 
 def unmet(folder: Path) -> tuple[Joining, ...]:
     """Return the processes left in `init_process_group`, by rank, if any of them raised."""
-    raised = _notes(folder, RAISED)
-    return tuple(sorted([*raised, *_notes(folder, SUFFIX)], key=_by_rank)) if raised else ()
+    return tuple(_notes(folder, RAISED, SUFFIX)) if _notes(folder, RAISED) else ()
 
 
-def _notes(folder: Path, suffix: str) -> list[Joining]:
+def _notes(folder: Path, *suffixes: str) -> list[Joining]:
     notes = []
-    for file in folder.glob(f"*{suffix}"):
+    for file in (path for suffix in suffixes for path in folder.glob(f"*{suffix}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
             notes.append(msgspec.json.decode(file.read_bytes(), type=Joining))
-    return sorted(notes, key=_by_rank)
-
-
-def _by_rank(one: Joining) -> tuple[int, int]:
-    return one.rank, one.pid
+    return sorted(notes, key=lambda note: (note.rank, note.pid))
 
 
 class MeetingWatch:
@@ -60,5 +52,5 @@ class MeetingWatch:
             missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
-    def _begin(self, here: tuple[Joining, ...], now: float) -> None:
-        self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in here}
+    def _begin(self, notes: tuple[Joining, ...], now: float) -> None:
+        self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in notes}
