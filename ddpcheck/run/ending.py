@@ -297,8 +297,8 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
         return []  # the script ends its processes itself
     failed_ranks = {failure.rank for failure in failed}
-    lost_alone = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
-    return [failure for failure in failed if not _was_ended(failure, failed, lost_alone=lost_alone)]
+    only_one_died = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
+    return [failure for failure in failed if not _was_ended(failure, failed, only_one_died=only_one_died)]
 
 
 def _died(rank: WatchedRank, code: int) -> RankFailure:
@@ -358,15 +358,12 @@ def timelines_of(
     return result if ending.hang is not None else those_that_differ(result)
 
 
-def _was_ended(failure: RankFailure, rank_failures: Sequence[RankFailure], *, lost_alone: bool) -> bool:
-    """Return True if torchrun ended a rank after the failure of another rank.
-
-    `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
-    """
+def _was_ended(failure: RankFailure, rank_failures: Sequence[RankFailure], *, only_one_died: bool) -> bool:
+    """Return True if torchrun ended a rank after the failure of another rank."""
     killed = [other for other in rank_failures if other.kind == "died" and other.exit_code in (-9, None)]
     others = [other for other in rank_failures if other not in killed and other.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
         return any(not follows_from_another_rank(other) for other in others)
-    if others and lost_alone and all(map(failures.looks_fallen, others)):
-        return False
+    if others and only_one_died and all(map(failures.looks_fallen, others)):
+        return False  # their lost connections point to the dead rank as the first failure
     return failure.exit_code == -15 and len(others) + len(killed) > 0

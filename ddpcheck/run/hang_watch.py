@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import (
     WORKERS,
@@ -31,13 +33,13 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.judge.endings.collective_order import judge_collectives
+from ddpcheck.record.rank.meeting import RAISED, SUFFIX
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
-from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds, switches
+from ddpcheck.worlds.deadlock import children_of, gloo_wants_gil, locked_children, processor_seconds, switches
 
 _INTERVAL = 0.5  # seconds between two polls
 _FOR_STACKS = 1.0  # seconds
@@ -119,7 +121,7 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: dict[str, bytes] = {}
-        meeting = MeetingWatch(self._folder)
+        meeting = _MeetingWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         latest = time.monotonic() + self._limit
         while not self._over.wait(_INTERVAL):
@@ -287,6 +289,48 @@ class HangWatch:
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
+
+
+def unmet(folder: Path) -> tuple[Joining, ...]:
+    """Return the processes left in `init_process_group`, by rank, if any of them raised."""
+    return tuple(_notes(folder, RAISED, SUFFIX)) if _notes(folder, RAISED) else ()
+
+
+def _notes(folder: Path, *suffixes: str) -> list[Joining]:
+    notes = []
+    for file in (path for suffix in suffixes for path in folder.glob(f"*{suffix}")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
+            notes.append(msgspec.json.decode(file.read_bytes(), type=Joining))
+    return sorted(notes, key=lambda note: (note.rank, note.pid))
+
+
+class _MeetingWatch:
+    """Poll the processes in `init_process_group` for a hang: all others of torchrun have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._since = 0.0
+        self._before: dict[int, float] = {}
+
+    def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
+        """Return the processes that have waited in vain for `timeout` seconds, or ()."""
+        notes = tuple(note for note in _notes(self._folder, SUFFIX) if lives(note.pid))
+        if self._before.keys() != {note.pid for note in notes}:
+            self._begin(notes, now)
+        if not notes or now - self._since < timeout:
+            return ()
+        seconds = now - self._since
+        waiting = all(is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes)
+        self._begin(notes, now)
+        needed = max(note.started or note.world_size for note in notes)
+        missing = needed - len(notes)
+        if missing > 0 and all(note.started for note in notes):
+            pids = {note.pid for note in notes}
+            missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
+        return notes if waiting and needed > 0 >= missing else ()
+
+    def _begin(self, notes: tuple[Joining, ...], now: float) -> None:
+        self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in notes}
 
 
 def end_agent() -> None:

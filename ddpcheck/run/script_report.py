@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ddpcheck.judge.parity_curves import curves
 from ddpcheck.judge.script_facts import ScriptFacts, entries_of
 from ddpcheck.judge.script_parity import codes_that_explain, confirmed, judge_parity, lacking, what_held
 from ddpcheck.judge.script_table import HEADINGS, ROWS, rows_of
-from ddpcheck.judge.verdict import Told, Verdict, judge_all, status_of
+from ddpcheck.judge.verdict import Judged, Told, Verdict, judge_all, status_of
 from ddpcheck.judge.wrapper_lines import not_here
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
@@ -81,37 +81,23 @@ def report_on_script(
         cause = join_names(codes_that_explain(parity.findings[0], kept))
         judged = judged.adding("parity", [] if cause else parity.findings)
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
-    status, detail = _entered(facts) if ranks else _none_entered(ending)
-    if ending.unwatched:
-        status, detail = "error", "; ".join(ending.unwatched)
+    status, detail = _entered(facts, ending)
     checks = [CheckResult("ranks", status, detail=detail)]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
     elif cut_short := _why_ended(ranks, ending):
         checks.insert(0, CheckResult("script", "error", detail=cut_short))
-    check: tuple[CheckStatus, str] | None
     for heading in HEADINGS:
-        if (why := facts.unwatched.get(heading)) is not None:
-            check = "error", why
-        elif heading == "parity":
+        if heading == "parity" and heading not in facts.unwatched:
             check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
-        elif heading == "collectives":
-            check = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
-        elif (error := judged.errors.get(heading)) is not None:
-            check = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
         else:
-            check = judged.status_of(heading, chosen.kept)
-            before, _, rest = check[1].partition("not compared") if check is not None else ("", "", "")
-            if rest and ";" not in rest and heading in equal:
-                check = "passed", before + equal[heading]
+            check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
             codes = {code for row in ROWS if heading in row.headings for code in row.codes} or {"DDP314"}
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
-    world: dict[str, Any] = {
-        "world_size": facts.world_size,
-        "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
-    }
+    steps = facts.steps if facts.wrappers else facts.optimizer_steps
+    world: dict[str, Any] = {"world_size": facts.world_size, "steps": steps}
     if notes := list(_notes(facts, ending)):
         world["notes"] = notes
     report = Report(
@@ -124,6 +110,21 @@ def report_on_script(
         modules=next((wrapper.modules for rank in ranks[:1] for wrapper in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _check_of(
+    heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
+) -> tuple[CheckStatus, str] | None:
+    """Return status and detail of a check; `equal`: what a single process has confirmed, by heading."""
+    if (why := facts.unwatched.get(heading)) is not None:
+        return "error", why
+    if heading == "collectives":
+        return _of_collectives(facts, judged.told.get(heading, ()), kept)
+    if (error := judged.errors.get(heading)) is not None:
+        return "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
+    check = judged.status_of(heading, kept)
+    before, _, rest = check[1].partition("not compared") if check is not None else ("", "", "")
+    return ("passed", before + equal[heading]) if rest and ";" not in rest and heading in equal else check
 
 
 def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
@@ -222,8 +223,12 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
     return "skipped", f"the script {end} before a rank {joined}; see the script's own error"
 
 
-def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
+def _entered(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
+    if ending.unwatched:
+        return "error", "; ".join(ending.unwatched)
+    if not ranks:
+        return _none_entered(ending)
     if why := facts.unwatched.get("ranks"):
         return "error", why
     if missing := facts.elsewhere:
