@@ -1,12 +1,4 @@
-"""Worlds: groups of rank processes with deadlines, fast start-up and full clean-up.
-
-    with World(world_size=2) as world:
-        results = world.run(function, argument)   # one result per rank
-
-Each rank is a separate process with an initialised process group. Functions and arguments may contain lambdas and
-local classes. Every wait has a deadline. Ranks are forked from a process that has already imported torch, so
-start-up takes tens of milliseconds.
-"""
+"""Worlds: groups of rank processes with deadlines, fast start-up and full clean-up."""
 
 from __future__ import annotations
 
@@ -18,7 +10,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -37,7 +28,7 @@ Watch = Callable[["World", frozenset[int], frozenset[int]], str | None]
 
 
 class World:
-    """Ranks with a process group.
+    """Ranks with a process group; functions and arguments may contain lambdas and local classes.
 
     `world_size`, `backend`, `device`, `timeout`, `startup_timeout` and `start_method` are attributes, too.
 
@@ -107,11 +98,10 @@ class World:
         _open_worlds.add(self)
         try:
             configs = [self._config(rank) for rank in range(world_size)]
-            starter: starting.Starter = starting.ForkedRanks if self.start_method == "fork" else starting.SpawnedRanks
-            starters = [starter] * world_size
+            starters = [starting.STARTERS[options.start_method]] * world_size
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
-                starters = [hosts.starter(rank, starter) for rank in range(world_size)]
+                starters = [hosts.starter(rank, options.start_method) for rank in range(world_size)]
             seeds = starting.hash_seeds(world_size, own=options.hash_seeds)
             self._processes.start(configs, starters, seeds, options.ahead)
         except BaseException as error:
@@ -191,13 +181,10 @@ class World:
         for rank in self._processes.ranks:
             rank.answer = rank.failing = None
         rewritten = rewritten_modules()
-        last: tuple[bytes, bytes] | None = None
+        packed = {payload: wire.pack(("task", self._processes.run, payload, rewritten)) for payload in {*payloads}}
         for rank, payload in zip(self._processes.ranks, payloads, strict=True):
-            if last is None or last[0] is not payload:
-                last = (payload, wire.pack(("task", self._processes.run, payload, rewritten)))
-            self._processes.post(rank, last[1])
-        watch = partial(self._options.watch, self) if self._options.watch is not None else None
-        self._pending = RunFuture(self, self._processes, timeout, watch)
+            self._processes.post(rank, packed[payload])
+        self._pending = RunFuture(self, self._processes, timeout, self._options.watch)
         return self._pending
 
     def _check_open(self) -> None:
@@ -270,9 +257,7 @@ class World:
     @property
     def usable(self) -> bool:
         """True if a run can be started; the ranks may still be starting up."""
-        if self.closed or self.failed or self._processes.sent_off or self._owner != os.getpid():
-            return False
-        if self._pending is not None and not self._pending.succeeded:
+        if self._is_over or self.failed or not self._is_idle:
             return False
         self._processes.poll(0)
         return not self._processes.has_failed
@@ -286,12 +271,18 @@ class World:
 
     # --- Shutdown ----------------------------------------------------------------------------------------------
 
+    @property
+    def _is_over(self) -> bool:
+        return self.closed or self._processes.sent_off or self._owner != os.getpid()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._pending is None or self._pending.succeeded
+
     def begin_close(self) -> None:
         """Start shutting down the ranks without waiting; call `close` afterwards."""
-        if self.closed or self._processes.sent_off or self._owner != os.getpid():
-            return
-        if not self.failed:  # ranks are dead after a failure
-            self._processes.request_exit(idle=self._pending is None or self._pending.succeeded)
+        if not self._is_over and not self.failed:  # ranks are dead after a failure
+            self._processes.request_exit(idle=self._is_idle)
 
     @property
     def gone(self) -> bool:
@@ -311,7 +302,7 @@ class World:
         try:
             if is_owner:
                 if not self.failed:
-                    self._processes.terminate(idle=self._pending is None or self._pending.succeeded)
+                    self._processes.terminate(idle=self._is_idle)
                 files = itertools.product(range(self.world_size), ("out", "attachment"))
                 self._kept = {file: self._processes.read_bytes(*file) for file in files}
         finally:

@@ -34,8 +34,7 @@ from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environm
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
-from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent
-from ddpcheck.run.meeting_watch import unmet
+from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent, unmet
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_folder import holding
 from ddpcheck.run.run_record import prepare, write_flight_records

@@ -82,7 +82,6 @@ def split_at_script(parser: argparse.ArgumentParser, words: Sequence[str]) -> tu
 
 
 def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
-    """Return True if the next word is the value of an option."""
     options = parser._option_string_actions
     if "=" in word or (word not in options and word[:2] in options):  # as in -r3
         return False
@@ -90,19 +89,19 @@ def _takes_next(parser: argparse.ArgumentParser, word: str) -> bool:
     return bool(actions) and actions[0].nargs != 0
 
 
-def examine(given: argparse.Namespace) -> Settings:
+def examine(args: argparse.Namespace) -> Settings:
     """Validate the options and return the settings, completed from pyproject.toml and the environment.
 
     Raises:
         ConfigError: A setting in pyproject.toml or the environment is invalid.
         UsageError: An option is out of range.
     """
-    if given.check_every < 0:
-        raise UsageError(f"--check-every is a number of steps, or 0 for never, not {given.check_every}")
-    if not 0 < given.check_timeout < float("inf"):
-        raise UsageError(f"--check-timeout is a number of seconds above 0, not {given.check_timeout:g}")
+    if args.check_every < 0:
+        raise UsageError(f"--check-every is a number of steps, or 0 for never, not {args.check_every}")
+    if not 0 < args.check_timeout < float("inf"):
+        raise UsageError(f"--check-timeout is a number of seconds above 0, not {args.check_timeout:g}")
     for name in ("steps", "batch"):
-        if (number := getattr(given, f"check_parity_{name}")) < 0:
+        if (number := getattr(args, f"check_parity_{name}")) < 0:
             raise UsageError(f"--check-parity-{name} is a number from 1 on, or 0 for no limit, not {number}")
     names = ("select", "ignore", "fail_on")
-    return load_settings({name: getattr(given, f"check_{name}") for name in names}, prefix="--check-")
+    return load_settings({name: getattr(args, f"check_{name}") for name in names}, prefix="--check-")

@@ -73,7 +73,6 @@ def check_script(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group of a run, including the ranks."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)

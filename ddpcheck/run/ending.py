@@ -108,10 +108,10 @@ def _judge_failures(
     ranks: Sequence[WatchedRank],
     ending: Ending,
     known: Sequence[Finding],
-    found: Sequence[RankFailure],
+    rank_failures: Sequence[RankFailure],
     source: ProgramSource,
 ) -> list[Finding]:
-    ordered = failures.in_order(found)
+    ordered = failures.in_order(rank_failures)
     constructs = {rank.started.rank for rank in ranks if rank.constructs}  # the DDP constructor raises on mismatches
     if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
         return []
@@ -120,16 +120,15 @@ def _judge_failures(
     if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
         seen = {(finding.code, key) for finding in known for key in (finding.location, finding.subjects)}
         return [item for item in raised if seen.isdisjoint({(item.code, item.location), (item.code, item.subjects)})]
-    failed = {failure.rank for failure in found}
+    failed = {failure.rank for failure in ordered}
     finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
     judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
     if ending.interrupted:
         judged = [finding for finding in judged if finding.code == "DDP403"]
     by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
-    if judged and judged[0].code in _TOLD_AS_STORY and not by_itself:
-        if story := _story(ranks, ending, judged, source):
-            return story
-    return [_with_option_of_run(finding) for finding in judged]
+    is_story = judged and judged[0].code in _TOLD_AS_STORY and not by_itself
+    story = _story(ranks, ending, judged, source) if is_story else []
+    return story or [_with_option_of_run(finding) for finding in judged]
 
 
 def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedThread]:
@@ -148,7 +147,6 @@ def _is_of_gloo(failure: RankFailure) -> bool:
 
 
 def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
-    """Return the facts about a raised exception and about ranks still computing."""
     first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
     failed = {failure.rank for failure in ordered}
     at_work = {}
@@ -180,7 +178,6 @@ def _with_option_of_run(finding: Finding) -> Finding:
 def _story(
     ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding], source: ProgramSource
 ) -> list[Finding]:
-    """Return findings on where ranks diverged, with the DDP403 message as evidence."""
     at_end = ranks_at_end(ranks, ending, source)
     messages = [finding.message for finding in judged if finding.code == "DDP403"][:1]
     return [
@@ -262,7 +259,6 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
 def _blocks(
     ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd], source: ProgramSource
 ) -> dict[str, tuple[Block, ...]]:
-    """Return the code blocks around all lines at which ranks were."""
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}
     lines |= {str(entry.location) for rank in at_end for entry in rank.passes if entry.location is not None}
@@ -270,11 +266,7 @@ def _blocks(
 
 
 def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[Finding]:
-    """Return DDP403 for mismatched collectives if no rank is known to have failed.
-
-    Either the script finished anyway, or the processes were killed without an exception (gloo aborts on mismatched
-    tensor sizes), so that only their logged calls are known.
-    """
+    """Return DDP403 if no rank raised: the script finished, or gloo aborted on mismatched tensor sizes."""
     unfinished = [rank.started.rank for rank in ranks if not rank.has_ended]
     if bool(unfinished) != bool(ending.exit_code):
         return []
@@ -304,23 +296,16 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             failed.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
             failed.append(_died(rank, code))
-        elif ending.exit_code and not ending.exit_codes and ending.hang is None and _left_no_word(rank):
-            vanished.append(_with_last_call(failures.vanished(number), rank))
+        elif ending.exit_code and not ending.exit_codes and ending.hang is None:  # the script started the ranks itself
+            if not rank.has_ended and rank.exit is None and not rank.stack:  # as by SIGKILL
+                vanished.append(_with_last_call(failures.vanished(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
         failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
         return []  # the script ends its processes itself
     failed_ranks = {failure.rank for failure in failed}
-    lost_alone = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
-    return [failure for failure in failed if not _was_ended(failure, failed, lost_alone=lost_alone)]
-
-
-def _left_no_word(rank: WatchedRank) -> bool:
-    """Return True if a rank left no stack, exception or exit call (SIGKILL).
-
-    For ranks started by the script itself; torchrun reports an exit code for its own.
-    """
-    return not rank.has_ended and rank.exit is None and not rank.stack
+    only_one_died = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
+    return [failure for failure in failed if not _was_ended(failure, failed, only_one_died=only_one_died)]
 
 
 def _died(rank: WatchedRank, code: int) -> RankFailure:
@@ -334,7 +319,6 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
-    """Add the last logged collective to a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
@@ -381,15 +365,12 @@ def timelines_of(
     return result if ending.hang is not None else diverging_calls(result)
 
 
-def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
-    """Return True if torchrun ended a rank after the failure of another rank.
-
-    `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
-    """
-    killed = [other for other in found if other.kind == "died" and other.exit_code in (-9, None)]
-    others = [other for other in found if other not in killed and other.exit_code != -15]
+def _was_ended(failure: RankFailure, rank_failures: Sequence[RankFailure], *, only_one_died: bool) -> bool:
+    """Return True if torchrun ended a rank after the failure of another rank."""
+    killed = [other for other in rank_failures if other.kind == "died" and other.exit_code in (-9, None)]
+    others = [other for other in rank_failures if other not in killed and other.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
         return any(not follows_from_another_rank(other) for other in others)
-    if others and lost_alone and all(map(failures.looks_fallen, others)):
-        return False
+    if others and only_one_died and all(map(failures.looks_fallen, others)):
+        return False  # their lost connections point to the dead rank as the first failure
     return failure.exit_code == -15 and len(others) + len(killed) > 0

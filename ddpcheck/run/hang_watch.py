@@ -1,10 +1,9 @@
-"""Detect hung ranks from outside and end the script.
+"""Detect ranks that wait for each other, or do not exit after the script.
 
-The ranks wait for each other, or finished the script and do not exit because of a deadlock in torch. If a
-`DistributedDataParallel` is freed after `destroy_process_group()`, the reducer holds the last reference to the group.
-~ProcessGroupGloo joins the threads of the group while holding the GIL (`Reducer` is bound without releasing the GIL);
-a thread that frees its last work waits for the GIL, since the thread-local state in a work refers to Python objects.
-Seen in 1 of 50 short scripts without ddpcheck. A short wait before destroying the group avoids this (`rank_watch`).
+The latter is a deadlock in torch: if a `DistributedDataParallel` is freed after `destroy_process_group()`, its reducer
+holds the last reference to the group. ~ProcessGroupGloo joins the threads of the group while holding the GIL (`Reducer`
+is bound without releasing it); a thread that frees its last work waits for the GIL, since the thread-local state in a
+work refers to Python objects. Seen in 1 of 50 short scripts without ddpcheck; `rank_watch` avoids it by a short wait.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.stacks import (
     WORKERS,
@@ -31,14 +32,14 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
 )
 from ddpcheck.findings.wording import agreeing, format_ranks
+from ddpcheck.record.rank.meeting import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
-from ddpcheck.run.meeting_watch import MeetingWatch
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.deadlock import gloo_wants_gil, locked_children, processor_seconds, switches
+from ddpcheck.worlds.deadlock import children_of, gloo_wants_gil, locked_children, processor_seconds, switches
 
 _INTERVAL = 0.5  # seconds between two polls
 _FOR_STACKS = 1.0  # seconds
@@ -63,14 +64,6 @@ class Unended:
 
     seconds: float
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stuck:
-    """Hang of all ranks of this node, pending the ranks of other nodes."""
-
-    hang: Hang
-    sizes: dict[str, int]  # bytes of each log file, by file name
 
 
 class HangWatch:
@@ -109,7 +102,8 @@ class HangWatch:
         self._end = end
         self._tell = tell or (lambda sentence: None)
         self._nodes = nodes
-        self._stuck: _Stuck | None = None
+        self._stuck: Hang | None = None  # of all ranks of this node, pending the ranks of other nodes
+        self._log_sizes: dict[str, int] = {}  # bytes of each log file at that time, by file name
         self._told_raised = self._told_stopped = False
         self._failed_since = 0.0
         self._over = threading.Event()
@@ -127,7 +121,7 @@ class HangWatch:
 
     def _look(self) -> None:
         seen: dict[str, bytes] = {}
-        meeting = MeetingWatch(self._folder)
+        meeting = _MeetingWatch(self._folder)
         progress, since, before, is_stuck = 0.0, 0.0, dict[int, Used](), False
         latest = time.monotonic() + self._limit
         while not self._over.wait(_INTERVAL):
@@ -143,7 +137,9 @@ class HangWatch:
                 ):
                     since, before, is_stuck = now, used(ranks), False
                 elif now - since >= self._timeout or (
-                    now - since >= _MISMATCH and are_all_here and self._do_not_match(ranks)
+                    now - since >= _MISMATCH
+                    and are_all_here
+                    and judge_collectives(comparable_logs(read_logs(self._folder)), ranks)
                 ):
                     is_late = now - progress >= self._timeout
                     parted = is_late and are_all_here and self._part_now(ranks)
@@ -179,15 +175,11 @@ class HangWatch:
                 self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
     def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
-        """Report once which ranks are stopped by a signal; not a hang."""
         stopped = {rank: pid for rank, pid in living.items() if is_stopped(pid)}
-        if self._told_stopped or not stopped:
-            return
-        self._told_stopped = True
-        pids = " ".join(map(str, stopped.values()))
-        self._tell(
-            f"{format_ranks(stopped)} {agreeing('was', [*stopped])} stopped by a signal; `kill -CONT {pids}` ends that"
-        )
+        if stopped and not self._told_stopped:
+            self._told_stopped = True
+            who, pids = f"{format_ranks(stopped)} {agreeing('was', [*stopped])}", " ".join(map(str, stopped.values()))
+            self._tell(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
     def _tell_why_it_ends(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher prints about the signal."""
@@ -201,10 +193,7 @@ class HangWatch:
     def _cannot_get_on(
         self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
     ) -> bool:
-        """Check if the ranks hang; set `hang`, `unended` or `_stuck` if so.
-
-        `_stuck` if other nodes have ranks, which may still make progress.
-        """
+        """Set `hang`, `unended`, or `_stuck` (other nodes may make progress) if the ranks hang."""
         if not all(state.may_wait for state in facts.values()):
             return False
         stacks = self._ranks.stacks(ranks)
@@ -219,7 +208,8 @@ class HangWatch:
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
         elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(own_stack(stack))]
         for rank in elsewhere:
-            by_thread = self._waits_for_threads(ranks[rank], waiting[rank], has_lost_one=bool(logs[rank].thread_errors))
+            has_thread_error = bool(logs[rank].thread_errors)
+            by_thread = self._waits_for_threads(ranks[rank], waiting[rank], has_thread_error=has_thread_error)
             if not by_thread and not self._waits_for_locked_worker(ranks[rank], waiting[rank]):
                 return False  # a slow read of a file is no hang
         if not waiting:
@@ -227,8 +217,8 @@ class HangWatch:
         elif are_all_here:
             self.hang = Hang(seconds, waiting)
         elif self._nodes is not None and self._nodes.is_joined:
-            sizes = {path.name: path.stat().st_size for path in self._folder.glob("*-*.*")}
-            self._stuck = _Stuck(Hang(seconds, waiting), sizes)
+            self._log_sizes = {path.name: path.stat().st_size for path in self._folder.glob("*-*.*")}
+            self._stuck = Hang(seconds, waiting)
         else:
             return False
         return True
@@ -244,15 +234,15 @@ class HangWatch:
             return False
         if self._nodes.number == 0:  # ending rank 0 first would make the other nodes fail
             self._over.wait(_FOR_NODES)
-        self.hang = Hang(0.0, {}) if self._stuck is None else self._stuck.hang
+        self.hang = self._stuck or Hang(0.0, {})
         return True
 
     def forget_end(self) -> None:
         """Discard log entries after the hang: ranks may fail with other nodes."""
-        if self._stuck is None or self.hang is not self._stuck.hang:
+        if self._stuck is None or self.hang is not self._stuck:
             return
         for path in self._folder.glob("*-*.*"):
-            size = self._stuck.sizes.get(path.name)
+            size = self._log_sizes.get(path.name)
             if size is None:
                 path.unlink()
             elif path.suffix == ".log":
@@ -266,13 +256,10 @@ class HangWatch:
         self._over.wait(_LOCKED if locked else 0.0)
         return bool(locked.items() & locked_children(pid).items())
 
-    def _waits_for_threads(self, pid: int, stack: str, *, has_lost_one: bool) -> bool:
-        """Return True if the main thread waits for threads that all wait.
-
-        Requires a thread that waits for other ranks, or a thread ended by an exception (`has_lost_one`).
-        """
+    def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
+        """Return True if the main thread waits for threads that wait for other ranks, or have failed."""
         threads = program_threads(stack)
-        if not lock_waited_for(own_stack(stack)) or not (has_lost_one or any(map(waits_for_others, threads))):
+        if not lock_waited_for(own_stack(stack)) or not (has_thread_error or any(map(waits_for_others, threads))):
             return False
         if not all(waits_for_others(thread) or lock_waited_for(thread) for thread in threads):
             return False
@@ -297,15 +284,53 @@ class HangWatch:
             if is_over:
                 return
 
-    def _do_not_match(self, living: Collection[int]) -> bool:
-        """Return True if the collectives of the ranks are known to mismatch."""
-        return bool(judge_collectives(comparable_logs(read_logs(self._folder)), living))
-
     def _part_now(self, living: Collection[int]) -> bool:
         """Return True if a live rank's last collective is the first mismatch."""
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
         return bool(judge_collectives(logs, living)) and not judge_collectives(previous, living)
+
+
+def unmet(folder: Path) -> tuple[Joining, ...]:
+    """Return the processes left in `init_process_group`, by rank, if any of them raised."""
+    return tuple(_notes(folder, RAISED, SUFFIX)) if _notes(folder, RAISED) else ()
+
+
+def _notes(folder: Path, *suffixes: str) -> list[Joining]:
+    notes = []
+    for file in (path for suffix in suffixes for path in folder.glob(f"*{suffix}")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # removed when the process leaves init_process_group
+            notes.append(msgspec.json.decode(file.read_bytes(), type=Joining))
+    return sorted(notes, key=lambda note: (note.rank, note.pid))
+
+
+class _MeetingWatch:
+    """Poll the processes in `init_process_group` for a hang: all others of torchrun have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._since = 0.0
+        self._before: dict[int, float] = {}
+
+    def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
+        """Return the processes that have waited in vain for `timeout` seconds, or ()."""
+        notes = tuple(note for note in _notes(self._folder, SUFFIX) if lives(note.pid))
+        if self._before.keys() != {note.pid for note in notes}:
+            self._begin(notes, now)
+        if not notes or now - self._since < timeout:
+            return ()
+        seconds = now - self._since
+        waiting = all(is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes)
+        self._begin(notes, now)
+        needed = max(note.started or note.world_size for note in notes)
+        missing = needed - len(notes)
+        if missing > 0 and all(note.started for note in notes):
+            pids = {note.pid for note in notes}
+            missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
+        return notes if waiting and needed > 0 >= missing else ()
+
+    def _begin(self, notes: tuple[Joining, ...], now: float) -> None:
+        self._since, self._before = now, {note.pid: processor_seconds(note.pid) or 0.0 for note in notes}
 
 
 def end_agent() -> None:

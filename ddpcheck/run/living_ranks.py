@@ -80,15 +80,11 @@ class LivingRanks:
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
         facts = {}
         for rank, pid in ranks.items():
-            previous = before.get(pid, Used(0.0, 0.0))
-            spins = rank in spinning
-            facts[rank] = RankFacts(
-                is_idle(previous.whole, processor_seconds(pid), seconds),
-                spins,
-                spins and is_idle(previous.beside_main, processor_seconds(pid, beside_main=True), seconds),
-                is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls"))),
-                parted,
-            )
+            previous, spins = before.get(pid, Used(0.0, 0.0)), rank in spinning
+            idle = is_idle(previous.whole, processor_seconds(pid), seconds)
+            others = spins and is_idle(previous.beside_main, processor_seconds(pid, beside_main=True), seconds)
+            inside = is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls")))
+            facts[rank] = RankFacts(idle, spins, others, inside, parted)
         return facts
 
     def progress(self) -> dict[str, bytes]:

@@ -1,11 +1,9 @@
 """Link the launching processes of a multi-node job over torchrun's rendezvous store.
 
-Each node publishes the state of its ranks every 0.25 s. Only the first node, which has rank 0, decides that the job
-hangs. The first node collects the logs of the others once their ranks have ended, and sends them the exit code of the
-report. No port is opened, and whoever can write to the store can already make the ranks run anything. Values from the
-store are decoded as data of known types, within size limits.
-
-This module imports torch only after the rendezvous.
+Each node publishes the state of its ranks. Only the first node, which has rank 0, decides that the job hangs. It
+collects the logs of the others once their ranks have ended, and sends them the exit code of the report. No port is
+opened, and whoever can write to the store can already make the ranks run anything. Values from the store are decoded
+as data of known types, within size limits. Imports torch only after the rendezvous.
 """
 
 from __future__ import annotations
@@ -68,8 +66,6 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass
 class _Other:
-    """State of another node on the first node."""
-
     folder: Path
     state: NodeState | None = None
     ending: bytes | None = None
@@ -80,9 +76,12 @@ class _Other:
     logs: ReceivedFolder | None = None
 
     @property
-    def is_done(self) -> bool:
-        """Return True if the node sends no more data."""
+    def is_done(self) -> bool:  # sends no more data
         return self.ending is not None or bool(self.refused)
+
+    @property
+    def listens(self) -> bool:
+        return self.state is not None and not self.state.has_left and time.monotonic() - self.heard_at < _FRESH
 
 
 class NodeLink:
@@ -143,13 +142,10 @@ class NodeLink:
         self._standing = (standing, ranks, world_size)
 
     def must_end(self) -> bool:
-        """Return True if the ranks of this node must be ended.
-
-        Decided by the first node; if the first of two nodes has ended, a stuck node decides alone.
-        """
+        """Return True if the first node, or a stuck second node without a first, ends the ranks of this node."""
         if self.number:
-            left_alone = self.size == 2 and (self._gone or self._exit_code_of_first() is not None)
-            return (self._first is not None and self._first.ends) or (left_alone and self._standing[0] == "stuck")
+            is_last = self.size == 2 and (self._gone or self._exit_code_of_first() is not None)
+            return (self._first is not None and self._first.ends) or (is_last and self._standing[0] == "stuck")
         self._ends = self._ends or self._no_rank_gets_on()
         return self._ends
 
@@ -198,7 +194,7 @@ class NodeLink:
     def finish(self, exit_code: int) -> None:
         """Send the exit code of the report to other nodes; close the link."""
         self._exit_code = exit_code
-        wait_until(lambda: self._gone or not any(map(self._listens, self._others.values())), _FAREWELL, _BUSY)
+        wait_until(lambda: self._gone or not any(node.listens for node in self._others.values()), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:
@@ -213,23 +209,19 @@ class NodeLink:
 
     def _no_rank_gets_on(self) -> bool:
         """Return True if all ranks of the job are stuck or have ended."""
-        now, (standing, own_ranks, world_size) = time.monotonic(), self._standing
+        standing, own_ranks, world_size = self._standing
         standings, ranks = {standing}, {*own_ranks}
         for node in self._others.values():
             if node.state is None:
                 return False
-            ranks |= {*node.state.ranks}
-            quiet = now - node.heard_at
+            quiet = time.monotonic() - node.heard_at
             is_gone = node.is_done or node.state.has_left or quiet > WAIT
             if not is_gone and quiet > _FRESH:
                 return False
             standings.add("ended" if is_gone else node.state.standing)
+            ranks |= {*node.state.ranks}
             world_size = max(world_size, node.state.world_size)
-        all_known = all(rank in ranks for rank in range(world_size))
-        return "stuck" in standings and "on" not in standings and all_known
-
-    def _listens(self, other: _Other) -> bool:
-        return other.state is not None and not other.state.has_left and time.monotonic() - other.heard_at < _FRESH
+        return "stuck" in standings and "on" not in standings and ranks.issuperset(range(world_size))
 
     # Run by the thread, which alone uses the store
 
@@ -279,7 +271,6 @@ class NodeLink:
                         node.state, node.heard_at = state, time.monotonic()
 
     def _take(self, store: LauncherStore, number: int, other: _Other) -> None:
-        """Receive the pending parts of another node."""
         for _ in range(_AHEAD):
             if other.is_done or not store.has(name := f"part/{number}/{other.parts}"):
                 return
@@ -308,12 +299,6 @@ class NodeLink:
 
 
 def _decoded(data: bytes, kind: Any) -> Any:
-    """Decode a value of the store.
-
-    Raises:
-        ValueError: The value is too long.
-        MsgspecError: The value is not of type `kind`.
-    """
     if len(data) > _LONGEST:
         raise ValueError(f"it has sent a value of {len(data)} bytes")
     return msgspec.msgpack.decode(data, type=kind)

@@ -49,9 +49,9 @@ class SingleRun:
 class ParityRuns:
     """Run a script in a single process on the recorded samples of ranks."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path, run: Callable[..., Ending]) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, run: Callable[..., Ending]) -> None:
         """Initialize; `run(options, folder, limit=seconds)` runs the script under torchrun with logs in `folder`."""
-        self._given, self._folder, self._run = given, folder, run
+        self._args, self._folder, self._run = args, folder, run
         self._environ = dict(os.environ)
         self._began = time.time()
         self._limit = 0.0
@@ -80,7 +80,7 @@ class ParityRuns:
     def begin(self, ranks: Sequence[WatchedRank]) -> str:
         """Set the time limit and return a message on the single-process run."""
         elapsed = time.time() - self._began
-        self._limit = max(self._given.check_timeout, _TIMES * len(ranks) * elapsed)
+        self._limit = max(self._args.check_timeout, _TIMES * len(ranks) * elapsed)
         sizes = [
             max((math.ceil(entry.rows / max(1, entry.batches)) for entry in entries_of(rank, PassTaken)), default=0)
             for rank in ranks
@@ -123,7 +123,7 @@ class ParityRuns:
             world_size=size,
             order=tuple(reversed(range(size))) if is_noise else tuple(range(size)),
             backwards=min(full, default=0),
-            steps=self._given.check_parity_steps,
+            steps=self._args.check_parity_steps,
             in_turn=self._in_turn,
             draws=self._draws,
             since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
@@ -134,7 +134,7 @@ class ParityRuns:
         os.environ.update(environment_for(RunOptions(str(folder), 0, options), self._environ))
         os.environ[VARIABLE] = "1"
         try:
-            ending = self._run(_alone(self._given, folder), folder, limit=self._limit)
+            ending = self._run(_single_options(self._args, folder), folder, limit=self._limit)
         finally:
             os.environ.clear()
             os.environ.update(self._environ)
@@ -149,9 +149,8 @@ class ParityRuns:
         return SingleRun(logs, why_not, output, has_raised)
 
 
-def _alone(given: argparse.Namespace, folder: Path) -> argparse.Namespace:
-    """Return torchrun options for one local process with output in a file."""
-    options = copy.copy(given)
+def _single_options(args: argparse.Namespace, folder: Path) -> argparse.Namespace:
+    options = copy.copy(args)
     options.nproc_per_node, options.nnodes, options.node_rank, options.standalone = "1", "1:1", 0, True
     options.max_restarts, options.redirects, options.tee, options.log_dir = 0, "3", "0", str(folder / "output")
     options.local_ranks_filter = ""
@@ -164,7 +163,7 @@ def _signal_of(ending: Ending) -> int:
     return -code if code < 0 else ending.exit_code - 128 if ending.exit_code == 128 + signal.SIGKILL else 0
 
 
-def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: float) -> str:
+def _why_ended(ending: Ending, logs: Sequence[WatchedRank], output: str, limit: float) -> str:
     if ending.interrupted:
         return INTERRUPTED
     if ending.hang is not None:
@@ -172,12 +171,12 @@ def _why_ended(ending: Ending, left: Sequence[WatchedRank], output: str, limit: 
         reason = "has not ended within" if ending.hang.seconds >= limit else "made no progress for"
         return f"it {reason} {ending.hang.seconds:.0f} s, and was stopped{where}"
     if signum := _signal_of(ending):
-        where = _line_in(rank.stack for rank in left)  # faulthandler writes stacks at SIGSEGV etc.
+        where = _line_in(rank.stack for rank in logs)  # faulthandler writes stacks at SIGSEGV etc.
         return f"it was ended by signal {signum}{where}{_MEMORY if signum == signal.SIGKILL else ''}"
     if ending.exit_code:
-        message = f"it ended with exit code {ending.exit_code}: {_last_words(left, output)}".rstrip(": ")
+        message = f"it ended with exit code {ending.exit_code}: {_last_words(logs, output)}".rstrip(": ")
         return message + (_MEMORY if _OF_MEMORY.search(message) else "")
-    if errors := [entry for rank in left for entry in entries_of(rank, WatchingFailed)]:
+    if errors := [entry for rank in logs for entry in entries_of(rank, WatchingFailed)]:
         return f"{errors[0].recorder} of ddpcheck has failed in it: {errors[0].why}"
     return ""
 
@@ -190,9 +189,9 @@ def _line_in(stacks: Iterable[str]) -> str:
     return "".join(f" at {line}" for stack in stacks for line in program_lines(stack)[:1])
 
 
-def _last_words(left: Sequence[WatchedRank], output: str) -> str:
+def _last_words(logs: Sequence[WatchedRank], output: str) -> str:
     """Return the exception that ended a process, or the last printed line."""
-    for entry in (item for rank in left for item in entries_of(rank, RankRaised)):
+    for entry in (item for rank in logs for item in entries_of(rank, RankRaised)):
         failure = failures.raised(0, dict(entry.reply))
         text = failure.message.removeprefix("rank 0 raised ")
         return f"{text} at {failure.location}" if failure.location else text

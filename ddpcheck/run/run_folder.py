@@ -23,11 +23,7 @@ _MOST_TAKEN = 9  # names to try if other users created the folder
 
 
 def shared_folder(name: str) -> Path:
-    """Create or return the log folder shared by all processes of a launch.
-
-    Raises:
-        UsageError: Other users own all folders of this name.
-    """
+    """Create or return the log folder of a launch; raise `UsageError` if others own it."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):
@@ -58,7 +54,6 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def _owns(process: Path, folder: Path) -> bool:
-    """Return True if a process of this user refers to a folder."""
     try:
         is_named = folder.name.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
         files = (os.readlink(file) for file in (process / "fd").iterdir())

@@ -1,8 +1,7 @@
-"""Save a run as one anonymized file, and judge a saved run anywhere.
+"""Save a run as one anonymized file for bug reports, and judge a saved run anywhere.
 
-The file is meant for bug reports. Names of the program are replaced by consistent pseudonyms, and the file has no
-source code. Words of Python, torch and ddpcheck are kept, since the judges read them. Folders of this machine are
-replaced by markers, which `here` replaces by the folders of the reading machine.
+Names of the program are replaced by pseudonyms, and the file has no source code. Words of Python, torch and ddpcheck
+are kept, since the judges read them. Folders of this machine are replaced by markers.
 
 Also writes the last collectives as Flight Recorder dumps, for `torchfrtrace` and `ddpcheck hang`: gloo writes no dump,
 and its in-memory entries have neither the ranks of a group nor the completion state.
@@ -24,11 +23,11 @@ import sys
 import sysconfig
 import zlib
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from gzip import GzipFile, compress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -38,6 +37,7 @@ from ddpcheck.findings.evidence.endings import DEFAULT_GROUP
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.files import MOST_BYTES, MOST_RANKS, within
 from ddpcheck.findings.program_blocks import ProgramSource
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location, Report
 from ddpcheck.report.hang.flight_recorder import CALL_KEY, DTYPES
 from ddpcheck.run.ending import Ending, still_in_a_call
@@ -82,7 +82,6 @@ def here(value: Any) -> Any:
 
 
 def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
-    """Apply `changed` to each string of nested lists and dicts."""
     if isinstance(value, str):
         return changed(value)
     if isinstance(value, dict):
@@ -100,11 +99,10 @@ def _marked(text: str) -> str:
 @functools.cache
 def _folders(working: str) -> dict[str, list[str]]:
     """Return local folders by marker; `here` inserts the first of each list."""
-    torch = importlib.util.find_spec("torch")
-    torch_folders = [os.path.dirname(folder) for folder in (torch and torch.submodule_search_locations) or ()]
+    packages = map(os.path.dirname, _torch_folders())
     folders = {
         "ddpcheck": [str(_OWN)],
-        "packages": [*torch_folders, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
+        "packages": [*packages, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
         "python": [sysconfig.get_path("stdlib")],
         "here": [working],
         "home": [str(Path.home())],
@@ -117,21 +115,18 @@ def _folders(working: str) -> dict[str, list[str]]:
 
 @functools.cache
 def _known_words() -> frozenset[str]:
-    """Return the words of Python, ddpcheck and the commonly used parts of torch."""
     words = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, *sys.stdlib_module_names}
     for module in [name for name in sys.modules if name.partition(".")[0] in {"torch", "ddpcheck"}]:
         words.update(module.split("."))
-    for path in _sources():
+    of_torch = (Path(folder, part).glob("*.py") for folder in _torch_folders() for part in _OF_TORCH)
+    for path in itertools.chain(_OWN.rglob("*.py"), *of_torch):
         words.update(_WORD.findall(path.read_text(encoding="utf-8", errors="replace")))
     return frozenset(words)
 
 
-def _sources() -> Iterator[Path]:
-    yield from _OWN.rglob("*.py")
+def _torch_folders() -> Sequence[str]:
     torch = importlib.util.find_spec("torch")
-    for folder in (torch and torch.submodule_search_locations) or ():
-        for part in _OF_TORCH:
-            yield from Path(folder, part).glob("*.py")
+    return (torch and torch.submodule_search_locations) or ()
 
 
 _BEGINNING = '{"kind": "run"'
@@ -141,12 +136,9 @@ _PACKED = b"\x1f\x8b"  # magic number of gzip
 def write_record(
     path: Path, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource
 ) -> Report:
-    """Write a run to a file (".gz": compressed) and return its report.
+    """Write a run to a file (".gz": compressed) and return its report; may raise `OSError`.
 
     `source` has the answers on the source of the script that the judges have requested.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     record = {
         "kind": "run",
@@ -162,11 +154,7 @@ def write_record(
 
 
 def unpacked(data: bytes) -> bytes:
-    """Decompress gzip data; return other data unchanged.
-
-    Raises:
-        OSError: The data is truncated, damaged, or too large.
-    """
+    """Decompress gzip data, if it is; raise `OSError` if truncated, damaged or too large."""
     try:
         return within(GzipFile(fileobj=BytesIO(data)).read(MOST_BYTES + 1)) if data.startswith(_PACKED) else data
     except (EOFError, zlib.error) as error:
@@ -179,11 +167,7 @@ def is_record(text: str) -> bool:
 
 
 def judge_record(text: str) -> Report:
-    """Build the report on a recorded run.
-
-    Raises:
-        ValueError: The record is incomplete, or from another version of ddpcheck.
-    """
+    """Build the report on a recorded run; raise `ValueError` if incomplete or incompatible."""
     try:
         data = here(json.loads(text))
         ending = msgspec.convert(data["ending"], Ending, str_keys=True)
@@ -205,13 +189,10 @@ def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     """Inverse of `_fields_of`; counts the entries that this version cannot read."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")
-    hints = get_type_hints(WatchedRank)
-    known = {name: value for name, value in fields.items() if name in hints and name != "entries"}
-    rank = {name: msgspec.convert(value, hints[name], str_keys=True) for name, value in known.items()}
+    rank = msgspec.convert({**fields, "entries": []}, WatchedRank, str_keys=True)
     entries = [entry_from_fields(kind, entry_fields) for kind, entry_fields in fields["entries"]]
     readable = [entry for entry in entries if entry is not None]
-    rank["unknown"] = rank.get("unknown", 0) + len(entries) - len(readable)
-    return WatchedRank(entries=readable, **rank)
+    return replace(rank, entries=readable, unknown=rank.unknown + len(entries) - len(readable))
 
 
 _VERSION = "2.10"  # version of Flight Recorder in torch 2.13
@@ -224,11 +205,7 @@ _RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfl
 
 
 def prepare(folder: Path) -> None:
-    """Create the folder for the dumps.
-
-    Raises:
-        UsageError: The folder cannot be created, or is not empty.
-    """
+    """Create an empty folder for the dumps; raise `UsageError` if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

@@ -1,8 +1,4 @@
-"""Build the `Report` on a finished script or an active run (`ddpcheck live`).
-
-An active run is sampled twice and not modified: each rank writes its stack to a file in the folder of the run, as
-during hang detection.
-"""
+"""Build the `Report` on a finished script, or on an active run (`ddpcheck live`) from two samples of its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,7 @@ from ddpcheck.rules.gradients.wrapper_lines import not_here
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.script_table import HEADINGS, rows_of
-from ddpcheck.rules.verdict import Told, Verdict, judge_all, status_of
+from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
@@ -79,59 +75,32 @@ def report_on_script(
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
     comparison = _comparison(ranks, singles)
     parity = _parity(comparison, singles)
-    chosen = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore)
+    select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     cause = ""
     equal = {} if comparison is None or isinstance(parity, Exception) else confirmed(comparison)
     if isinstance(parity, Verdict) and parity.findings:
-        cause = join_names(codes_that_explain(parity.findings[0], chosen.kept))
+        kept = sort_out(judged.findings, script, select=select, ignore=ignore).kept
+        cause = join_names(codes_that_explain(parity.findings[0], kept))
         judged = judged.adding("parity", [] if cause else parity.findings)
-    select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
-    status, detail = _entered(facts) if ranks else _none_entered(ending)
-    if ending.unwatched:
-        status, detail = "error", "; ".join(ending.unwatched)
+    status, detail = _entered(facts, ending)
     checks = [CheckResult("ranks", status, detail=detail)]
     if ending.doing:
         checks.insert(0, _goes_on(ending))
     elif cut_short := _why_ended(ranks, ending):
         checks.insert(0, CheckResult("script", "error", detail=cut_short))
-    check: tuple[CheckStatus, str] | None
     for heading in HEADINGS:
-        if (why := facts.unwatched.get(heading)) is not None:
-            check = "error", why
-        elif heading == "parity":
+        if heading == "parity" and heading not in facts.unwatched:
             check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
-        elif heading == "collectives":
-            check = _of_collectives(facts, judged.told.get(heading, ()), chosen.kept)
-        elif (error := judged.errors.get(heading)) is not None:
-            check = "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
         else:
-            check = judged.status_of(heading, chosen.kept)
-            before, _, rest = check[1].partition("not compared") if check is not None else ("", "", "")
-            if rest and ";" not in rest and heading in equal:
-                check = "passed", before + equal[heading]
+            check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
             codes = rules_of_check("run", heading)
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
-    world: dict[str, Any] = {
-        "world_size": facts.world_size,
-        "steps": facts.steps if facts.wrappers else facts.optimizer_steps,
-    }
-    notes = [] if ending.unended is None else [_of_unended(ending.unended)]
-    if ranks and (restart := ranks[0].started.restart) < ending.restart:
-        notes.append(
-            f"torchrun has started the ranks {counted(ending.restart + 1, 'time')}: this is the report on start "
-            f"{restart + 1}, and after that no rank joined a process group where ddpcheck could see it"
-        )
-    if (launched := max((rank.started.launched for rank in ranks), default=0)) > 1:
-        notes.append(
-            f"torchrun has started the script {launched} times, and each process starts its own ranks: leave "
-            "--nproc-per-node out"
-        )
-    if facts.world_size == 1:
-        notes.append("one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2")
-    if notes:
+    steps = facts.steps if facts.wrappers else facts.optimizer_steps
+    world: dict[str, Any] = {"world_size": facts.world_size, "steps": steps}
+    if notes := list(_notes(facts, ending)):
         world["notes"] = notes
     report = Report(
         target=script,
@@ -145,8 +114,39 @@ def report_on_script(
     return chosen.complete(report).with_excerpts()
 
 
+def _check_of(
+    heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
+) -> tuple[CheckStatus, str] | None:
+    """Return status and detail of a check; `equal`: what a single process has confirmed, by heading."""
+    if (why := facts.unwatched.get(heading)) is not None:
+        return "error", why
+    if heading == "collectives":
+        return _of_collectives(facts, judged.told.get(heading, ()), kept)
+    if (error := judged.errors.get(heading)) is not None:
+        return "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
+    check = judged.status_of(heading, kept)
+    before, _, rest = check[1].partition("not compared") if check is not None else ("", "", "")
+    return ("passed", before + equal[heading]) if rest and ";" not in rest and heading in equal else check
+
+
+def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
+    if ending.unended is not None:
+        yield _of_unended(ending.unended)
+    if facts.ranks and (restart := facts.ranks[0].started.restart) < ending.restart:
+        yield (
+            f"torchrun has started the ranks {counted(ending.restart + 1, 'time')}: this is the report on start "
+            f"{restart + 1}, and after that no rank joined a process group where ddpcheck could see it"
+        )
+    if (launched := max((rank.started.launched for rank in facts.ranks), default=0)) > 1:
+        yield (
+            f"torchrun has started the script {launched} times, and each process starts its own ranks: leave "
+            "--nproc-per-node out"
+        )
+    if facts.world_size == 1:
+        yield "one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2"
+
+
 def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Comparison | None:
-    """Return the runs to compare; `None` without a single-process run."""
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
@@ -154,7 +154,6 @@ def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> C
 
 
 def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
-    """Compare the ranks with a single process; `None` if no comparison was requested."""
     if comparison is None:
         return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
     try:
@@ -166,20 +165,16 @@ def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verd
 def _of_parity(
     verdict: Verdict | Exception, told: Sequence[Told], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of the "parity" check."""
     if isinstance(verdict, Exception):
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
     if verdict.findings and others:
         first = verdict.findings[0]
-        return (
-            "failed" if first.severity is Severity.ERROR else "warned",
-            f"{first.message} ({others} may explain this)",
-        )
+        status: CheckStatus = "failed" if first.severity is Severity.ERROR else "warned"
+        return status, f"{first.message} ({others} may explain this)"
     return status_of(verdict, told, kept)
 
 
 def _goes_on(ending: Ending) -> CheckResult:
-    """Return the check line of a running script."""
     activities = "; ".join(told_together(ending.doing.items()))
     if ending.hang is None:
         return CheckResult("script", "skipped", detail=f"it is still running: {activities}")
@@ -222,7 +217,6 @@ def _aborted_at_exit(ranks: Sequence[WatchedRank], ending: Ending) -> list[int]:
 
 
 def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
-    """Return status and detail of the "ranks" check without watched ranks."""
     joined = "joined a process group where ddpcheck could see it"
     if not ending.exit_codes:  # exit code 0, interrupted, or the agent stopped
         return "skipped", f"no rank {joined}; for a recipe, use `ddpcheck report`"
@@ -231,9 +225,12 @@ def _none_entered(ending: Ending) -> tuple[CheckStatus, str]:
     return "skipped", f"the script {end} before a rank {joined}; see the script's own error"
 
 
-def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
-    """Return status and detail of the "ranks" check: watched ranks, wrappers and steps."""
+def _entered(facts: ScriptFacts, ending: Ending) -> tuple[CheckStatus, str]:
     ranks, size, steps = facts.ranks, facts.world_size, facts.optimizer_steps
+    if ending.unwatched:
+        return "error", "; ".join(ending.unwatched)
+    if not ranks:
+        return _none_entered(ending)
     if why := facts.unwatched.get("ranks"):
         return "error", why
     if missing := facts.elsewhere:
@@ -265,7 +262,6 @@ def _entered(facts: ScriptFacts) -> tuple[CheckStatus, str]:
 
 
 def _wrappers(facts: ScriptFacts) -> str:
-    """Describe the DDP wrappers and their step counts."""
     counts = Counter(f"{wrapper.made.module} ({counted(wrapper.steps, 'step')})" for wrapper in facts.wrappers)
     return ", ".join(f"{times} times {name}" if times > 1 else name for name, times in counts.items())
 
@@ -286,15 +282,7 @@ _BETWEEN = 3.0  # seconds between the two samples
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
-    """Build the report on an active run; takes about four seconds.
-
-    Args:
-        folder: Log folder of the run.
-        settings: Selected, ignored and suppressed rules.
-
-    Raises:
-        UsageError: No live rank has a log in `folder`.
-    """
+    """Build the report on an active run in about 4 s; raise `UsageError` without live rank."""
     processes = LivingRanks(folder)
     before, since, progress = used(processes.living()[0]), time.monotonic(), processes.progress()
     time.sleep(_BETWEEN)
@@ -312,13 +300,12 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
     return report_on_script((folder / SCRIPT).read_text(), ending, logs, settings)
 
 
-def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: dict[int, str]) -> str:
-    """Describe the activity of a rank, such as "is at train.py:12"."""
+def _doing(log: WatchedRank, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
     place = f" at {lines[0]}" if lines else " in code of a library"
     steps = f", after {counted(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
-    if rank in got_on:
+    if rank in moving:
         return f"was{place}, and made progress{steps}"
     if rank in waiting:
         stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
@@ -326,18 +313,17 @@ def _doing(log: WatchedRank, stacks: dict[int, str], got_on: set[int], waiting: 
     return f"is{place}{steps}"
 
 
-def the_run(given: str | None) -> Path:
-    """Return the folder of the given run, or the user's only active run.
+def the_run(folder: str | None) -> Path:
+    """Return the folder if it is of an active run, by default of the user's only active run.
 
-    Raises:
-        UsageError: No run or several runs match, or the system is not Linux.
+    Raises `UsageError` if no run or several runs match, or the system is not Linux.
     """
     if sys.platform != "linux":
         raise UsageError("ddpcheck live looks at processes by /proc, which only Linux has")
-    if given is not None:
-        if not is_own_folder(Path(given)) or not (Path(given) / SCRIPT).is_file():
-            raise UsageError(f"{given} is not the folder of an active `ddpcheck run`")
-        return Path(given)
+    if folder is not None:
+        if not is_own_folder(Path(folder)) or not (Path(folder) / SCRIPT).is_file():
+            raise UsageError(f"{folder} is not the folder of an active `ddpcheck run`")
+        return Path(folder)
     runs = [path for path in own_folders() if (path / SCRIPT).exists() and LivingRanks(path).living()[0]]
     if len(runs) == 1:
         return runs[0]

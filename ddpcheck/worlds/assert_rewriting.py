@@ -1,7 +1,6 @@
-"""pytest's assertion rewriting for test modules imported on a rank.
+"""pytest's assertion rewriting for test modules imported on a rank, which pytest does in the collecting process only.
 
-pytest rewrites modules in the collecting process only; a rank imports them again. If the private pytest API differs,
-modules are imported without rewriting. This module is light.
+If the private pytest API differs, modules are imported without rewriting. This module is light.
 """
 
 from __future__ import annotations

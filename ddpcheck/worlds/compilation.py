@@ -1,8 +1,7 @@
 """Control of `torch.compile` on a rank: eager execution in checks, compile time tracking.
 
-In eager mode (`force_eager`) dropout draws the same numbers in every repetition of a step, our dispatch modes see each
-operation, and a missing gradient has its cause in the user's code. The DDP step is also run once as compiled
-(`ddpcheck.gather.phases.ddp_step`).
+In eager mode dropout draws the same numbers in every repetition of a step, our dispatch modes see each operation, and
+a missing gradient has its cause in the user's code. The DDP step also runs once as compiled (`gather.phases.ddp_step`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import FrameType
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
 from typing import Any, Literal
 
 from ddpcheck.findings.tracebacks import passes_on
@@ -25,13 +24,9 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 @dataclass(slots=True)
 class _Compiling:
-    """State of compilation in this process."""
-
     asked: bool = False  # code outside of torch has called torch.compile
     eager: bool = False  # run compiled code eagerly
-    seconds: float = 0.0  # compile time since `forget_time`
-    since: float = 0.0  # `time.monotonic()` at the start of the current compilation; 0 if none
-    tell: Callable[[float, float], None] = lambda seconds, since: None  # called with `seconds`, `since` on change
+    times: Any = field(default_factory=lambda: SimpleNamespace(compiled=0.0, compiles_since=0.0))  # a rank's `Slots`
 
 
 _state = _Compiling()
@@ -43,13 +38,10 @@ def is_asked_for() -> bool:
     return _state.asked
 
 
-def watch_compiling(tell: Callable[[float, float], None]) -> None:
-    """Track compilations and compile time in this process; requires torch to be imported.
-
-    `tell` is called with `seconds` and `since` of `_Compiling` when a compilation starts or ends.
-    """
+def watch_compiling(times: Any) -> None:
+    """Track compilations and compile time in `times`, a rank's `Slots`; requires torch to be imported."""
     torch: Any = sys.modules["torch"]
-    _state.tell = tell
+    _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
         sys.modules["torch._inductor.config"].compile_threads = 1  # type: ignore[attr-defined]  # env is read on import
     original = torch.compile
@@ -72,17 +64,12 @@ def watch_compiling(tell: Callable[[float, float], None]) -> None:
 
 def forget_time() -> None:
     """Reset the compile time to 0."""
-    if _state.seconds or _state.since:
-        _state.seconds = _state.since = 0.0
-        _state.tell(0.0, 0.0)
+    _state.times.compiled = _state.times.compiles_since = 0.0
 
 
 def run_as_written() -> None:
-    """Run compiled code eagerly in this process from now on.
-
-    Includes TorchScript, whose profiling executor switches to optimized code with different rounding after some calls.
-    """
-    if not _state.eager:
+    """Run compiled code eagerly in this process from now on."""
+    if not _state.eager:  # TorchScript's profiling executor changes to code with different rounding later
         _kept.enter_context(sys.modules["torch"].jit.optimized_execution(False))
     _state.eager = True
     if "torch._dynamo" in sys.modules:  # a preloaded module may hold compiled functions
@@ -93,10 +80,7 @@ def run_as_written() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """Set the `torch.compiler` stance within the block, for all threads.
-
-    No effect if torch has no stances (before 2.6) or inside a compiled region.
-    """
+    """Set the `torch.compiler` stance in the block, for all threads; no effect before torch 2.6."""
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:
@@ -106,7 +90,7 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Register the timing callbacks and apply the eager stance; repeatable, e.g. after `torch._dynamo.reset`."""
+    """Register the timing callbacks and apply the eager stance; repeatable, for `torch._dynamo.reset`."""
     import torch
     import torch._dynamo
 
@@ -122,14 +106,12 @@ def _settle() -> None:
 
 
 def _begun(_arguments: Any = None) -> None:
-    _state.since = time.monotonic()
-    _state.tell(_state.seconds, _state.since)
+    _state.times.compiles_since = time.monotonic()
 
 
 def _ended(_arguments: Any = None) -> None:
-    _state.seconds += time.monotonic() - _state.since
-    _state.since = 0.0
-    _state.tell(_state.seconds, 0.0)
+    _state.times.compiled += time.monotonic() - _state.times.compiles_since
+    _state.times.compiles_since = 0.0
 
 
 def _is_of_torch(caller: FrameType, torch: Any) -> bool:

@@ -1,9 +1,8 @@
-"""Detection of ranks that wait for each other or for a finished rank.
+"""Detection of ranks that wait for each other or for a finished rank; on Linux, for ranks on CPUs.
 
 Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
 a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has
-another Python thread. Ranks that compute, sleep, read files or transfer data do not match. Linux only, and not for GPU
-ranks, whose GPU work does not show in the process.
+another Python thread. Ranks that compute, sleep, read files or transfer data do not match.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 
 from ddpcheck.findings.files import process_stat
 from ddpcheck.findings.stacks import Frame, has_other_threads, own_stack, waits_for_others
-from ddpcheck.findings.wording import format_ranks
+from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 INTERVAL = 0.5  # seconds between two checks
@@ -32,8 +31,8 @@ class DeadlockDetector:
 
     def __init__(self, processes: RankProcesses, device: str) -> None:
         self._processes = processes
-        multiple_ranks = len(processes.ranks) > 1 and processes.one_machine
-        self._possible = sys.platform == "linux" and device == "cpu" and multiple_ranks
+        is_local = len(processes.ranks) > 1 and processes.one_machine
+        self._possible = sys.platform == "linux" and device == "cpu" and is_local  # GPU work shows in no process
         self._next = 0.0
         self.reset()
 
@@ -57,15 +56,14 @@ class DeadlockDetector:
             self.reset()
             if cpu_seconds is not None:
                 self._since, self._used = now, cpu_seconds
-            return ""
-        if now - self._since < _SECONDS:
+        if self._since is None or now - self._since < _SECONDS:
             return ""
         finished = [rank.number for rank in self._processes.ranks if rank.number not in self._stacks]
         if not finished:
             return "every rank waits for another one, in collectives that do not match"
         return (
-            f"{format_ranks([*self._stacks])} {'waits' if len(self._stacks) == 1 else 'wait'} in a collective, and "
-            f"{format_ranks(finished)} {'has' if len(finished) == 1 else 'have'} finished without it, or joined it "
+            f"{format_ranks([*self._stacks])} {agreeing('waits', [*self._stacks])} in a collective, and "
+            f"{format_ranks(finished)} {agreeing('has', finished)} finished without it, or joined it "
             "with a different shape"
         )
 
@@ -99,10 +97,7 @@ class DeadlockDetector:
 
 
 def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
-    """Return the CPU seconds of a process, or `None` if busy or exited.
-
-    `beside_main` excludes the main thread.
-    """
+    """Return the CPU seconds of a process or, with `beside_main`, of its other threads; `None` if busy or exited."""
     try:
         threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
         for attempt in range(_GLANCES):
@@ -132,7 +127,7 @@ def gloo_wants_gil(pid: int) -> bool:
     return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
 
 
-_GLOO = "pt_gloo_runloop"
+_GLOO = "pt_gloo_runloop"  # name of a thread
 _FOR_GIL = 0.5  # seconds, up to 100 wakeups
 _LOOKS_FOR_GIL = 10
 

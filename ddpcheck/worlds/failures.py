@@ -191,12 +191,9 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
 
 
 def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Describe a rank whose main thread waits for a failed thread.
+    """Describe a rank whose main thread waits for a failed thread, unless user code still runs in another thread.
 
-    Args:
-        rank: The rank.
-        dump: Stack dump of all threads; returns `None` if user code still runs in another thread.
-        error: JSON list of the thread's name and its fields for `raised`, or ''.
+    `error`: JSON list of the thread's name and its fields for `raised`, or ''.
     """
     waits_in = "" if program_threads(dump) else lock_waited_for(own_stack(dump))
     if not error or not waits_in:
@@ -255,7 +252,6 @@ def hang(failures: Sequence[RankFailure], headline: str) -> HangError:
 
 
 def _summary(rest: Sequence[RankFailure]) -> str:
-    """Summarize the failures outside the headline, with equal failures grouped."""
     phrases = []
     for failure in rest:
         text = phrase(failure)

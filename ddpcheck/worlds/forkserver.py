@@ -1,9 +1,8 @@
 """Fork server: a process with torch imported that forks ranks on request.
 
-The only user code that runs in the fork server is the import of preloaded modules. The server is started by exec, stays
-single-threaded, runs no torch operation, and has no state that a rank could inherit. Each request from the parent is
-one packet on a socket, with file descriptors attached. Forks and exits are reported on a socket per world. When the
-parent ends for any reason, the server kills all ranks and removes the scratch directories.
+It is started by exec, stays single-threaded, runs no torch operation, and no user code except the import of preloaded
+modules. Each request from the parent is one packet on a socket, with file descriptors attached. Forks and exits are
+reported on a socket per world. When the parent ends, the server kills all ranks and removes the scratch directories.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -54,8 +54,6 @@ class _Order(NamedTuple):
 
 @dataclass
 class _World:
-    """Server-side state of one world."""
-
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
@@ -123,15 +121,10 @@ class Server:
         gc.collect()
         gc.freeze()
         self._complete = True
-        yield True
-        yield from self._until_no_rank_is_left()
-        for _ in _collapse_memory(self._libc):
+        for _ in itertools.chain([None], _collapse_memory(self._libc)):
             yield True
-            yield from self._until_no_rank_is_left()
-
-    def _until_no_rank_is_left(self) -> Iterator[bool]:
-        while self._ranks and not self._ahead:
-            yield False
+            while self._ranks and not self._ahead:
+                yield False
 
     def serve(self) -> None:
         """Serve requests until the parent is gone, then kill every rank."""
@@ -199,10 +192,9 @@ class Server:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _receive(self) -> bool:
-        try:
+        data = b""
+        with contextlib.suppress(OSError):
             data, fds, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, wire.MAX_FDS + 1)
-        except OSError:
-            return False
         if not data:
             return False
         request = pickle.loads(data)
@@ -293,22 +285,17 @@ class Server:
             os._exit(70)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if info is None:
-                return
-            pid = info.si_pid
-            entry = self._ranks.pop(pid, None)
-            if entry is not None:
-                _kill(pid, signal.SIGKILL)  # the group, e.g. data loader workers; the zombie keeps the pid reserved
-            _, status = os.waitpid(pid, 0)
-            if entry is not None:
-                number, rank = entry
-                self._worlds[number].tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
-                self._drop_if_over(number)
+        with contextlib.suppress(ChildProcessError):  # no child is left
+            while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = info.si_pid
+                entry = self._ranks.pop(pid, None)
+                if entry is not None:
+                    _kill(pid, signal.SIGKILL)  # the group, e.g. data loader workers; the zombie keeps the pid reserved
+                _, status = os.waitpid(pid, 0)
+                if entry is not None:
+                    number, rank = entry
+                    self._worlds[number].tell(("exit", rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+                    self._drop_if_over(number)
 
     def _drop_if_over(self, number: int) -> None:
         world = self._worlds[number]
@@ -318,7 +305,6 @@ class Server:
             del self._worlds[number]
 
     def _end(self) -> None:
-        """Kill all ranks and their descendants, and remove the scratch directories."""
         deadline = time.monotonic() + 2.0
         for pid in list(self._ranks):
             _kill(pid, signal.SIGKILL)
@@ -349,10 +335,7 @@ def _children() -> list[int]:
 
 
 def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
-    """Collapse our memory into huge pages stepwise, for cheaper forks.
-
-    No effect on older kernels.
-    """
+    """Collapse our memory into huge pages stepwise, for cheaper forks; no effect on older kernels."""
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -26,14 +26,13 @@ DDP = (
     "ddpcheck.gather.phases.local_step",
     "ddpcheck.gather.phases.ddp_step",
 )
-"""The modules that ranks import which use DistributedDataParallel, or in which `check` runs.
+"""Modules that ranks with DDP import. The fork server imports them when it has time.
 
-The fork server imports it by itself when it has time. Ranks that need it at once name it in `World(preload=...)`: then
-they are not forked before, and do not import it each on its own.
+`World(preload=...)` names them for ranks that need them at once: these are forked after the import.
 """
 
 ONLY_WHAT_IS_ASKED_FOR = "_DDPCHECK_NO_PRELOAD"
-"""Variable with which a fork server imports nothing by itself: for our tests of sessions that do without DDP."""
+"""Environment variable for our tests: a fork server then imports nothing by itself."""
 
 
 def import_named(name: str) -> str:

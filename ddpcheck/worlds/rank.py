@@ -1,11 +1,4 @@
-"""Rank of a world: set up, run tasks from the parent, report results.
-
-Code on a rank gets its context from `current`, keeps values between runs in `state`, and records its position with
-`set_status` and `set_collective`. Both write to a small memory-mapped file, which the parent can read even if this
-process hangs in C++ or is dead.
-
-This module imports torch only inside functions.
-"""
+"""Rank of a world: set up, run tasks from the parent, report results. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -112,12 +106,6 @@ def set_collective(text: str) -> None:
         _slots.collective_bytes = text.encode("utf-8", "replace")[:2048]
 
 
-def set_compiling(seconds: float, since: float) -> None:
-    """Record the compile seconds and the start of the current compilation."""
-    if _slots is not None:
-        _slots.compiled, _slots.compiles_since = seconds, since
-
-
 def read_slots(directory: Path, rank: int) -> Slots:
     """Return the slots of a rank from its file; empty slots if unreadable."""
     try:
@@ -160,8 +148,6 @@ def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.3)
     if _context is not None:
-        import shutil
-
         shutil.rmtree(_context.directory, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -194,7 +180,6 @@ def _live(sock: socket.socket) -> None:
 
 
 def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
-    """Run one task and return the packed reply, result or failure."""
     global _task
     set_status("")
     set_collective("")
@@ -229,8 +214,6 @@ def announce(error: BaseException) -> None:
 
 @dataclass
 class _Task:
-    """The current task of this rank."""
-
     sock: socket.socket
     run: int
     pid: int = field(default_factory=os.getpid)
@@ -291,7 +274,7 @@ def _set_up(config: wire.RankConfig) -> None:
 
     torch.set_num_threads(config.threads)  # first: an earlier OpenMP operation may hang after a fork
     take_over(config, config.context)
-    compilation.watch_compiling(set_compiling)
+    compilation.watch_compiling(_slots)
     for name in config.preload:  # no-op after a fork from the server
         if refusal := import_named(name):
             raise UsageError(refusal)
@@ -303,7 +286,6 @@ def _set_up(config: wire.RankConfig) -> None:
 
 
 def _reset_process_group(config: wire.RankConfig, number: int) -> None:
-    """Destroy all process groups and initialize the next default group."""
     import torch
     import torch.distributed as dist
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
@@ -67,24 +68,20 @@ class RankProcesses:
 
         With `ahead`, other worlds may start first. Raises `OSError` if the system is out of resources.
         """
-        peers = []
-        try:
+        with contextlib.ExitStack() as stack:
+            fds = []
             for config in configs:
                 rank_sock, peer = socket.socketpair()
-                peers.append(peer)
+                fds.append(stack.enter_context(peer).fileno())
                 rank_sock.setblocking(False)
-                rank = Rank(config.rank, rank_sock)
-                self.ranks.append(rank)
-                self._selector.register(rank_sock, selectors.EVENT_READ, rank)
+                self.ranks.append(Rank(config.rank, rank_sock))
+                self._selector.register(rank_sock, selectors.EVENT_READ, self.ranks[-1])
             starts = list(zip(starters, hash_seeds, strict=True))
             for starter, seed in dict.fromkeys(starts):
-                fds = {rank: end.fileno() for rank, end in enumerate(peers) if starts[rank] == (starter, seed)}
-                self._launches.append(starter(str(self._directory), fds, seed, configs[0].preload, ahead))
-                for number in fds:
+                start_fds = {rank: fd for rank, fd in enumerate(fds) if starts[rank] == (starter, seed)}
+                self._launches.append(starter(str(self._directory), start_fds, seed, configs[0].preload, ahead))
+                for number in start_fds:
                     self.ranks[number].launch = self._launches[-1]
-        finally:
-            for peer in peers:
-                peer.close()
         for launch in self._launches:
             if launch.channel is not None:
                 self._selector.register(launch.channel, selectors.EVENT_READ, None)
@@ -105,8 +102,8 @@ class RankProcesses:
     @property
     def has_failed(self) -> bool:
         """True if a rank has failed or exited, or the ranks cannot continue."""
-        answers = [rank.answer[0] for rank in self.ranks if rank.answer is not None]
-        return bool(self.error) or "failure" in answers or any(rank.ended is not None for rank in self.ranks)
+        has_failure = any(rank.answer is not None and rank.answer[0] == "failure" for rank in self.ranks)
+        return bool(self.error) or has_failure or any(rank.ended is not None for rank in self.ranks)
 
     @property
     def has_lost_one(self) -> bool:
@@ -120,7 +117,7 @@ class RankProcesses:
 
     def update_context(self, context: wire.ProcessContext) -> None:
         """Send the ranks a new environment, working directory and import path."""
-        self._post_all(wire.pack(("context", context)))
+        self._post_all("context", context)
         if not self.ready:
             self.born = time.monotonic()
 
@@ -130,11 +127,12 @@ class RankProcesses:
         self.born = time.monotonic()
         for rank in self.ranks:
             rank.ready = None
-        self._post_all(wire.pack(("reset_process_group",)))
+        self._post_all("reset_process_group")
 
     # --- Sending and receiving ---------------------------------------------------------------------------------
 
-    def _post_all(self, data: bytes) -> None:
+    def _post_all(self, *message: Any) -> None:
+        data = wire.pack(message)
         for rank in self.ranks:
             self.post(rank, data)
 
@@ -150,13 +148,10 @@ class RankProcesses:
         if any(launch.channel is None for launch in self._launches):
             seconds = min(seconds, _POLL)
         for key, mask in self._selector.select(max(0.0, seconds)):
-            rank = key.data
-            if rank is None:
-                continue  # launch channels are read below
-            if mask & selectors.EVENT_WRITE:
-                self.post(rank, b"")
-            if mask & selectors.EVENT_READ:
-                self._read_rank(rank)
+            if key.data is not None and mask & selectors.EVENT_WRITE:
+                self.post(key.data, b"")
+            if key.data is not None and mask & selectors.EVENT_READ:  # `None`: a launch channel, read below
+                self._read_rank(key.data)
         for launch in self._launches:
             for event in launch.events():
                 self._note(event)
@@ -209,8 +204,11 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kill every rank and wait for the exits."""
-        self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+        self._signal(self._running(), signal.SIGKILL)
         self._await_ends()
+
+    def _running(self) -> list[int]:
+        return [rank.number for rank in self.ranks if rank.ended is None]
 
     def _signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         for launch in self._launches:
@@ -233,9 +231,9 @@ class RankProcesses:
         self.sent_off = True
         self.poll(0)
         if idle and self.ready:
-            self._post_all(wire.pack(("close",)))
+            self._post_all("close")
         else:
-            self._signal([rank.number for rank in self.ranks if rank.ended is None], signal.SIGKILL)
+            self._signal(self._running(), signal.SIGKILL)
 
     def terminate(self, idle: bool) -> None:
         """Request exit of every rank and wait; kill on timeout."""

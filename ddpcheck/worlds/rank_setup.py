@@ -1,7 +1,4 @@
-"""Setup of a rank: output, environment, seeds, device, process group.
-
-This module is light: it imports torch only inside functions.
-"""
+"""Setup of a rank: output, environment, seeds, device, process group. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from datetime import timedelta
+from fcntl import ioctl
 from pathlib import Path
 
 from ddpcheck.findings.errors import DDPCheckError, UsageError
@@ -29,7 +27,9 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
     the route to rank 0, `master` the address under which each rank reaches rank 0's machine, which may be this machine.
     """
     if one_machine:
-        return _loopback()
+        with contextlib.suppress(OSError):
+            return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+        return ""
     try:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError:
@@ -38,13 +38,6 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
         return ""
     names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
     return next(filter(None, names), "")
-
-
-def _loopback() -> str:
-    try:
-        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-    except OSError:
-        return ""
 
 
 def _leads_nowhere(address: str) -> bool:
@@ -60,11 +53,6 @@ def route(address: str, port: int) -> tuple[str, str]:
 
 
 def _interface_of(address: str) -> str:
-    """Return the network interface with this IPv4 address, or '' if not found."""
-    try:
-        from fcntl import ioctl
-    except ImportError:
-        return ""
     query = 0x8915  # SIOCGIFADDR of Linux: netdevice(7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -96,7 +84,7 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
         wire.NO_LAUNCH: "0",
     }
     if "GLOO_SOCKET_IFNAME" not in environment:
-        address, _ = route(*config.store) if config.store else ("", "")
+        address = route(*config.store)[0] if config.store else ""
         if interface := gloo_interface(config.store is None, address, config.masters):
             environment["GLOO_SOCKET_IFNAME"] = interface
     for name in os.environ.keys() - environment.keys():
@@ -128,12 +116,9 @@ def seed() -> None:
 
 
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
-    """Set the device of a rank; return (device, True if shared).
+    """Set the device of a rank; return (device, True if shared), or raise `UsageError`.
 
     `rank` and `world_size` count only the ranks that see the same GPUs.
-
-    Raises:
-        UsageError: There is no GPU, or fewer GPUs than ranks with backend 'nccl'.
     """
     if device == "cpu":
         return "cpu", False
@@ -149,9 +134,8 @@ def choose_device(device: str, backend: str, rank: int, world_size: int) -> tupl
             f"backend 'nccl' needs a GPU for every rank: {world_size} ranks, {count} GPU{'s' * (count > 1)}; "
             "use backend='gloo' to share, or fewer ranks."
         )
-    index = rank % count
-    torch.cuda.set_device(index)
-    return f"cuda:{index}", world_size > count
+    torch.cuda.set_device(rank % count)
+    return f"cuda:{rank % count}", world_size > count
 
 
 def join_group(config: wire.RankConfig, store: str) -> None:

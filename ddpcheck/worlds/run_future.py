@@ -13,7 +13,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.deadlock import DeadlockDetector
-from ddpcheck.worlds.rank import read_slots
+from ddpcheck.worlds.rank import Slots, read_slots
 from ddpcheck.worlds.rank_processes import RankProcesses
 
 Result = TypeVar("Result")
@@ -37,19 +37,14 @@ class Running(Protocol):
     closed: bool
     failed: bool
 
-    def close(self) -> None:
-        """End the ranks."""
+    def close(self) -> None: ...
 
 
 class RunFuture(Generic[Result]):
     """Future of the results of a run, returned by `World.start`."""
 
     def __init__(
-        self,
-        world: Running,
-        processes: RankProcesses,
-        timeout: float,
-        watch: Callable[[frozenset[int], frozenset[int]], str | None] | None,
+        self, world: Running, processes: RankProcesses, timeout: float, watch: Callable[..., str | None] | None
     ) -> None:
         self._world = world
         self._processes = processes
@@ -123,13 +118,13 @@ class RunFuture(Generic[Result]):
             grace = self._failed_at + (_LOST if self._processes.has_lost_one else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_look:  # by our clock: a rank's clock may differ
-            turns = [read_slots(self._world.directory, rank.number).turns for rank in ranks]
+            turns = [slots.turns for slots in self._slots()]
             if turns != self._turns:
                 self._turns, self._got_on = turns, now
             self._next_look = now + _LOOK
         deadline, headline = self._deadline()
         if now >= deadline:  # extend by torch.compile time; read the files only here
-            compiled = sum(read_slots(self._world.directory, rank.number).compiling(now) for rank in ranks)
+            compiled = sum(slots.compiling(now) for slots in self._slots())
             deadline += min(compiled, _LONGEST_COMPILATION)  # the sum bounds how long ranks waited for each other
         if now >= deadline:
             return self._fail(headline)
@@ -139,7 +134,7 @@ class RunFuture(Generic[Result]):
         if self._watch is not None:
             if now >= self._next_watch:
                 finished = frozenset(rank.number for rank in ranks if rank.answer is not None)
-                sentence = self._watch(finished, running)
+                sentence = self._watch(self._world, finished, running)
                 if (spent := time.monotonic() - now) > _BRIEF:  # extend the deadline: may be a debugger session
                     self._allowed += spent
                     self._deadlock.reset()
@@ -181,7 +176,6 @@ class RunFuture(Generic[Result]):
     # --- Failed runs ---------------------------------------------------------------------------------------------
 
     def _fail(self, headline: str | None) -> float:
-        """Kill every rank and set the error, a `HangError` with a headline."""
         self._world.failed = True
         self._error = self._end_ranks(headline)
         if isinstance(self._error, RankError):
@@ -191,6 +185,9 @@ class RunFuture(Generic[Result]):
                         self._error.results[rank.number] = wire.loads(rank.answer[1])
         return 0.0
 
+    def _slots(self) -> list[Slots]:
+        return [read_slots(self._world.directory, rank.number) for rank in self._processes.ranks]
+
     def _end_ranks(self, headline: str | None) -> BaseException:
         processes = self._processes
         if processes.refused:
@@ -198,13 +195,13 @@ class RunFuture(Generic[Result]):
             return UsageError(processes.error)
         dumps = processes.dump_stacks()
         # Read before killing: a rank leaves its collective when the first killed rank is gone.
-        slots = {rank.number: read_slots(self._world.directory, rank.number) for rank in processes.ranks}
+        slots_by_rank = self._slots()
         now = time.monotonic()
         replies = {rank.number: rank.failing for rank in processes.ranks if rank.answer is None}
         processes.kill()
         records = []
-        for rank in processes.ranks:
-            place, collective = slots[rank.number].place, slots[rank.number].collective
+        for rank, slots in zip(processes.ranks, slots_by_rank, strict=True):
+            place, collective = slots.place, slots.collective
             output = failures.tail(processes.path(rank.number, "out"))
             # Ignore answers of stuck ranks after the dump: they react to the kill of other ranks.
             if rank.answer is not None and rank.number not in dumps:

@@ -1,8 +1,4 @@
-"""Start of ranks from the parent: fork server, or exec if unsafe.
-
-Each start method, including `launchers`, returns a `StartedRanks` with events and signals. A fork costs milliseconds,
-an exec an import of torch; otherwise the methods are equivalent.
-"""
+"""Start of ranks from the parent: by fork (milliseconds), or by exec (an import of torch) if a fork is unsafe."""
 
 from __future__ import annotations
 
@@ -50,14 +46,8 @@ _FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # not inherited: DETAIL adds extra co
 # ("query" and "value", "encoder" and "decoder") swap places.
 _HASH_SEEDS = ("230", "391")
 
-_SERVER_CODE = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
-)
-_RANK_CODE = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[3]); "
-    "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_SERVER_CODE = "from ddpcheck.worlds.forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[4])"
+_RANK_CODE = "from ddpcheck.worlds.rank import main_spawned; main_spawned(int(sys.argv[1]), int(sys.argv[2]))"
 
 _STOPPED = 3.0  # seconds after which a fork server stopped by a signal is discarded
 
@@ -71,11 +61,8 @@ The code of an exit is `None` where the process that had started the rank was lo
 class StartedRanks(Protocol):
     """Ranks started with one hash seed."""
 
-    channel: socket.socket | None
-    """Readable when there may be events; `None` when one has to ask from time to time."""
-
-    over: bool
-    """Whether there will be no more events."""
+    channel: socket.socket | None  # readable if there may be events; `None`: to be polled
+    over: bool  # no more events
 
     def events(self) -> list[Event]:
         """Return the events since the last call; does not wait."""
@@ -88,10 +75,7 @@ class StartedRanks(Protocol):
 
 
 Starter = Callable[[str, Mapping[int, int], str, Sequence[str], bool], StartedRanks]
-"""Starts ranks: each finds its files in the directory, and its end of a socket pair at its descriptor of the mapping.
-
-The others are the hash seed, the modules to be imported before, and whether the ranks are made ahead of their use.
-"""
+"""Starts ranks, given scratch directory, rank -> its socket's descriptor, hash seed, preloaded modules, and `ahead`."""
 
 
 def import_path() -> tuple[str, ...]:
@@ -126,38 +110,42 @@ def hash_seeds(world_size: int, *, own: bool) -> list[str]:
     return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
 
 
-def interpreter() -> list[str]:
-    """Return the Python command with -O and -B as in this process."""
+def _popen(
+    code: str, fd: int, environment: Mapping[str, str], stdout: Any, stderr: Any, *words: str
+) -> subprocess.Popen[bytes]:
+    """Run `code` in Python with the words `fd`, our pid, our import path and `words`."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
         )
     flags = ["-O"] * sys.flags.optimize + ["-B"] * bool(sys.flags.dont_write_bytecode)
-    return [sys.executable, *flags]
+    code = f"import sys, json; sys.path[:] = json.loads(sys.argv[3]); {code}"
+    return subprocess.Popen(
+        [sys.executable, *flags, "-c", code, str(fd), str(os.getpid()), json.dumps(import_path()), *words],
+        env=environment,
+        pass_fds=(fd,),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,  # Ctrl-C must reach only the parent
+    )
 
 
 # --- By fork -------------------------------------------------------------------------------------------------------
 
 
 class _ForkServer:
-    """The parent's handle on a fork server."""
-
     def __init__(self, hash_seed: str) -> None:
         self.hash_seed = hash_seed
         self.asked_at: float | None = None  # time of the oldest unanswered request
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # closed with the server
         self._sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path, modules = json.dumps(import_path()), json.dumps([name for name in _IN_TESTS if name in sys.modules])
+        modules = json.dumps([name for name in _IN_TESTS if name in sys.modules])
+        environment = {**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed}
         with child_sock:
-            self.process = subprocess.Popen(
-                [*interpreter(), "-c", _SERVER_CODE, str(child_sock.fileno()), str(os.getpid()), path, modules],
-                env={**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed},
-                pass_fds=(child_sock.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                start_new_session=True,  # Ctrl-C must reach only the parent
+            self.process = _popen(
+                _SERVER_CODE, child_sock.fileno(), environment, subprocess.DEVNULL, self._log, modules
             )
 
     def __str__(self) -> str:
@@ -237,15 +225,11 @@ def _after_fork() -> None:
 
 
 atexit.register(shut_down)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class ForkedRanks:
-    """Ranks forked by the server of a hash seed, after importing `preload`.
-
-    With `ahead`, the server may run its deferred imports first.
-    """
+    """Ranks forked by the server of a hash seed, after importing `preload` and, if `ahead`, all deferred modules."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool
@@ -337,18 +321,10 @@ class SpawnedRanks:
         self.channel: socket.socket | None = None
         self.over = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        path = json.dumps(import_path())
+        environment = {**inherited_environment(), "PYTHONHASHSEED": hash_seed}
         for rank, fd in fds.items():
             with open(os.path.join(directory, f"rank{rank}.out"), "ab") as output:
-                self._processes[rank] = subprocess.Popen(
-                    [*interpreter(), "-c", _RANK_CODE, str(fd), str(os.getpid()), path],
-                    env={**inherited_environment(), "PYTHONHASHSEED": hash_seed},
-                    pass_fds=(fd,),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+                self._processes[rank] = _popen(_RANK_CODE, fd, environment, output, output)
         self._news: list[Event] = [("forked", [(rank, process.pid) for rank, process in self._processes.items()])]
 
     def events(self) -> list[Event]:
@@ -376,11 +352,9 @@ class SpawnedRanks:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    if hasattr(os, "waitid"):
-        try:
+    if hasattr(os, "waitid"):  # not on macOS before Python 3.13
+        with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            pass
     return process.poll() is not None
 
 
@@ -388,3 +362,7 @@ def kill_group(pid: int) -> None:
     """Kill the process group of `pid`."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
+
+
+STARTERS: dict[str | None, Starter] = {"fork": ForkedRanks, "spawn": SpawnedRanks}
+"""By start method."""

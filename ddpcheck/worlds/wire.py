@@ -1,15 +1,13 @@
-"""Messages between parent and ranks: length-prefixed pickles, functions by value.
+"""Messages between parent and ranks: tuples as length-prefixed pickles, on one stream socket per rank.
 
-Parent and rank exchange tuples on one stream socket per rank. The fork server reports forks and exits on one stream
-socket per world. A function and its arguments are one cloudpickle inside a tuple, so that a rank can report an import
-error of the payload.
-
-Large values are split for torch stores: a TCPStore closes the connection on a value of more than 8 MiB.
+A function and its arguments are one cloudpickle inside a tuple, so that a rank can report an import error of the
+payload. Large values are split for torch stores: a TCPStore closes the connection on a value of more than 8 MiB.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import io
 import os
@@ -86,15 +84,10 @@ def read(sock: socket.socket, size: int) -> bytearray | None:
     """Read `size` bytes from a blocking socket; `None` if disconnected."""
     data = bytearray(size)
     view = memoryview(data)
-    while view:
-        try:
-            count = sock.recv_into(view, min(len(view), _CHUNK))
-        except ConnectionError:
-            return None
-        if not count:
-            return None
-        view = view[count:]
-    return data
+    with contextlib.suppress(ConnectionError):
+        while view and (count := sock.recv_into(view, min(len(view), _CHUNK))):
+            view = view[count:]
+    return None if view else data
 
 
 class Outbox:
@@ -115,7 +108,7 @@ class Outbox:
                 self._parts[0] = self._parts[0][sock.send(self._parts[0]) :]
                 if not self._parts[0]:
                     self._parts.popleft()
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             pass
         except OSError:
             self._parts.clear()
@@ -129,18 +122,14 @@ class Inbox:
 
     def drain(self, sock: socket.socket) -> tuple[list[Any], bool]:
         """Return complete messages without waiting, and False if disconnected."""
-        connected = True
-        while True:
-            try:
-                chunk = sock.recv(_CHUNK)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                chunk = b""
-            if not chunk:
-                connected = False
-                break
-            self._data += chunk
+        connected = False
+        try:
+            while chunk := sock.recv(_CHUNK):
+                self._data += chunk
+        except BlockingIOError:
+            connected = True
+        except OSError:
+            pass
         return list(self._messages()), connected
 
     def _messages(self) -> Iterator[Any]:
@@ -245,17 +234,13 @@ def _find(name: str, file: str) -> bool:
         package = sys.modules.get(parent)
         path = getattr(package, "__path__", None)
         package_file = getattr(package, "__file__", None)
-        if package is None or path is None or (package_file is not None and not _find(parent, package_file)):
+        if path is None or (package_file is not None and not _find(parent, package_file)):
             return False
     finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path]
     for finder in finders:
-        try:
-            spec = finder.find_spec(name, path)
-        except Exception:
-            continue
-        if spec is not None:
-            origin = spec.origin
-            return origin is not None and os.path.realpath(origin) == os.path.realpath(file)
+        with contextlib.suppress(Exception):
+            if (spec := finder.find_spec(name, path)) is not None:
+                return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
     return False
 
 

@@ -214,7 +214,7 @@ def test_a_rank_whose_main_thread_waits_for_threads_that_wait(
     monkeypatch.setattr(hang_watch, "_LOCKED", 0.0)
     watch = HangWatch(tmp_path, 60.0, lambda: None)
     watch.stop()
-    assert watch._waits_for_threads(os.getpid(), other + main, has_lost_one=lost_one) is waits
+    assert watch._waits_for_threads(os.getpid(), other + main, has_thread_error=lost_one) is waits
 
 
 @pytest.mark.slow

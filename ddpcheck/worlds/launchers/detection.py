@@ -1,11 +1,8 @@
-"""Detect the launcher of this process (torchrun, `mpirun`, `srun`) from environment variables. Pure.
+"""Detect the launcher of this process (torchrun, `mpirun`, `srun`) from environment variables. Pure and light.
 
-Nothing is guessed. `detect` ignores an incomplete environment (`RANK` without `WORLD_SIZE`); `require` raises and names
-the missing variable (rule DDP603). SLURM does not set the first host, the tasks per node or a port directly.
-
-This module is light. Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of
-Open MPI, section "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT
-VARIABLES"; scontrol(1), "show hostnames".
+Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of Open MPI, section
+"Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT VARIABLES";
+scontrol(1), "show hostnames".
 """
 
 from __future__ import annotations
@@ -15,22 +12,20 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 _FIRST_PORT = 20_000
-_PORTS = 10_000  # size of the range, below the ephemeral ports of the kernel
+_PORTS = 10_000  # size of the range, below Linux's ephemeral ports (from 32768)
 _STEPS = 101  # prime, so that steps of neighbouring jobs get different ports
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a compressed host list such as `rack[1-3,7]-gpu[01-16],login`.
+    """Return the first host of a compressed list such as `rack[1-3,7]-gpu[01-16],login`, or raise `UsageError`.
 
     Same as the first line of `scontrol show hostnames`.
-
-    Raises:
-        UsageError: The list cannot be parsed.
     """
     match = re.match(r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|$)", nodes)
     if match is None:
@@ -52,11 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return the port of a job step from "<job id> <step id>".
-
-    20000 + (101 * job + step) % 10000, below Linux's ephemeral ports (from 32768). The port is not reserved: another
-    program on the machine of rank 0 may use it.
-    """
+    """Return the port of a job step from "<job id> <step id>"; another program may already use it."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -83,62 +74,53 @@ class LauncherEnv:
         return self.local_world_size == self.world_size
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Environment variables of one launcher; the first set variable counts."""
+class _Names(NamedTuple):
+    """Environment variables of one launcher, separated by spaces; the first set variable counts."""
 
     launcher: str
     rank: str
     world_size: str
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-    job: tuple[str, ...]
+    local_rank: str
+    local_world_size: str
+    job: str  # all set variables count
 
 
 # By precedence: a launcher may run inside a later one in this list.
 _TORCHRUN = _Names(
-    "torchrun",
-    "RANK",
-    "WORLD_SIZE",
-    ("LOCAL_RANK",),
-    ("LOCAL_WORLD_SIZE",),
-    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
 )
 _OPEN_MPI = _Names(
     "mpirun",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid OMPI_MCA_orte_hnp_uri",
 )
 _MPICH = _Names(
     "mpiexec",
     "PMI_RANK",
     "PMI_SIZE",
-    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ("PMI_JOBID", "PALS_APID", "PMI_PORT"),
+    "MPI_LOCALRANKID PMI_LOCAL_RANK",
+    "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+    "PMI_JOBID PALS_APID PMI_PORT",
 )
-_SLURM = _Names(
-    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
-)
+_SLURM = _Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID SLURM_STEP_ID")
 BY_HAND = "the environment"  # launcher name if the variables were set by hand
-_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ())
+_PLAIN = _Names(BY_HAND, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "")
 
-
-_BY_HAND = "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 
 # Launcher names as in `mmcv` and `mmengine`: (variables, missing variable, advice).
+_PYTORCH = "torchrun, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
 LAUNCHERS = {
-    "pytorch": ((_TORCHRUN, _PLAIN), "RANK", _BY_HAND),
+    "pytorch": ((_TORCHRUN, _PLAIN), "RANK", _PYTORCH),
     "mpi": ((_OPEN_MPI, _MPICH), "OMPI_COMM_WORLD_RANK or PMI_RANK", "mpirun or mpiexec"),
     "slurm": ((_SLURM,), "SLURM_JOB_ID", "srun"),
 }
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
-    """Return the launcher environment; `None` without launcher or with world size 1.
+    """Return the launcher environment; `None` if there is none, it is incomplete, or with world size 1.
 
     Also `None` in child processes of a rank, which inherit the variables, and in an interactive SLURM shell.
     """
@@ -154,19 +136,15 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
     Uses the innermost launcher, or only `launcher`, a key of `LAUNCHERS`.
 
     Raises:
-        UsageError: No launcher started this process, or its variables are incomplete or invalid.
+        UsageError: No launcher started this process, or its variables are incomplete or invalid (rule DDP603).
     """
-    if launcher is not None:
-        return _require_one(environ, launcher)
-    if (launch := _read(environ)) is not None:
-        return launch
-    raise UsageError(
-        "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
-    )
-
-
-def _require_one(environ: Mapping[str, str], launcher: str) -> LauncherEnv:
+    if launcher is None:
+        if (launch := _read(environ)) is not None:
+            return launch
+        raise UsageError(
+            "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        )
     present, (accepted, missing, advice) = _spoken(environ), LAUNCHERS[launcher]
     for names in present:
         if names in accepted:
@@ -215,9 +193,10 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
             f"{names.rank}={rank} and {names.world_size}={world_size} do not go together: "
             "ranks count from 0 to one less."
         )
-    rank_key = next((name for name in names.local_rank if name in environ), None)
-    size_key = next((name for name in names.local_world_size if name in environ), None)
-    local_world_size = _number(environ, size_key, names) if size_key else None
+    local_rank, local_world_size = (
+        next((_number(environ, name, names) for name in keys.split() if name in environ), None)
+        for keys in (names.local_rank, names.local_world_size)
+    )
     nodes = node = ""
     if names is _SLURM:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
@@ -237,9 +216,9 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
         names.launcher,
         rank,
         world_size,
-        _number(environ, rank_key, names) if rank_key else None,
+        local_rank,
         local_world_size,
-        " ".join(environ[name] for name in names.job if name in environ),
+        " ".join(environ[name] for name in names.job.split() if name in environ),
         address,
         port,
         environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -10,7 +10,6 @@ import selectors
 import shutil
 import signal
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ class Follower:
                     hosted.end()
 
     def _wait(self) -> None:
-        """Wait for messages or the next poll of files and processes."""
         asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
         with selectors.DefaultSelector() as selector:
             selector.register(self.sock, selectors.EVENT_READ)
@@ -92,7 +90,7 @@ class Follower:
             while data:
                 try:
                     data = data[self.sock.send(data) :]
-                except (BlockingIOError, InterruptedError):
+                except BlockingIOError:
                     if not ready.select(_STUCK):
                         raise ConnectionAbortedError("the leader does not listen") from None
 
@@ -100,17 +98,8 @@ class Follower:
 class _Hosted:
     """One rank of one world, started by this process."""
 
-    def __init__(
-        self,
-        follower: Follower,
-        number: int,
-        directory: str,
-        rank: int,
-        hash_seed: str,
-        preload: Sequence[str],
-        ahead: bool,
-        method: str,
-    ) -> None:
+    def __init__(self, follower: Follower, number: int, method: str, rank: int, directory: str, *options: Any) -> None:
+        """Start the rank; `options`: hash seed, preload and ahead, as for a `Starter`."""
         self._follower = follower
         self._number = number
         self._rank = rank
@@ -124,14 +113,12 @@ class _Hosted:
             self._directory.mkdir(mode=0o700)
         self._sock, rank_sock = socket.socketpair()
         self._sock.setblocking(False)
-        start: starting.Starter = starting.ForkedRanks if method == "fork" else starting.SpawnedRanks
         # The fork server removes the directory if this process dies; the leader removes its own.
         scratch = "" if self._shared and method == "fork" else directory
         with rank_sock:
-            self.launch = start(scratch, {rank: rank_sock.fileno()}, hash_seed, preload, ahead)
+            self.launch = starting.STARTERS[method](scratch, {rank: rank_sock.fileno()}, *options)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the sockets of this rank with a selector."""
         if not self._said_all:
             writes = selectors.EVENT_WRITE if self._outbox else 0
             selector.register(self._sock, selectors.EVENT_READ | writes)
@@ -141,12 +128,11 @@ class _Hosted:
     # --- Requests of the leader ----------------------------------------------------------------------------------
 
     def post(self, data: bytes) -> None:
-        """Relay bytes from the leader to the rank."""
         self._outbox.send(self._sock, data)
 
     def signal(self, number: int) -> None:
         """Signal the rank; send the dump after SIGUSR1 if on another machine."""
-        if self._shared or number != getattr(signal, "SIGUSR1", None):
+        if self._shared or number != signal.SIGUSR1:
             self.launch.signal([self._rank], number)
             return
         stack = self._directory / f"rank{self._rank}.stack"
@@ -182,21 +168,20 @@ class _Hosted:
 
     def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
         """Convert the times in a message of a rank to the leader's clock."""
+        kind, first, second = message
         offset = self._follower.welcome.offset
-        if message[0] == "ready":
-            return (message[0], message[1] + offset, *message[2:])
-        if message[0] in ("failure", "failing"):
-            return (*message[:2], {**message[2], "when": message[2]["when"] + offset}, *message[3:])
-        return message
+        if kind == "ready":
+            return kind, first + offset, second
+        return message if kind == "result" else (kind, first, {**second, "when": second["when"] + offset})
 
     def _show_files(self) -> None:
-        """Send changes of the rank's files to the leader if on another machine."""
         if not self._shared:
             for kind in ("slots", "out", "attachment"):
                 self._show(f"rank{self._rank}.{kind}")
             self._show(f"collectives-{self._rank}.log")
 
     def _show(self, name: str) -> None:
+        """Send the changes of a file to the leader."""
         try:
             data = (self._directory / name).read_bytes()
         except OSError:

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -157,7 +157,6 @@ def _check_backend(backend: str | None) -> str:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise `UsageError` for arguments unknown to `torch.distributed.init_process_group`, before the rendezvous."""
     params = inspect.signature(dist.init_process_group).parameters
     if any(param.kind is param.VAR_KEYWORD for param in params.values()):
         return
@@ -176,9 +175,9 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         address, port = store.address
         local_address, master = route(address, port)
         machine = this_machine()
-        seat = RankDevices(machine, launch.local_rank, _visible_gpus(machine), asked, master)
-        replies = meeting.gather("call init_dist", json.dumps(asdict(seat)), met)
-        seats = [RankDevices(**{**fields, "gpus": tuple(fields["gpus"])}) for fields in map(json.loads, replies)]
+        seat = (machine, launch.local_rank, _visible_gpus(machine), asked, master)
+        replies = map(json.loads, meeting.gather("call init_dist", json.dumps(seat), met))
+        seats = [RankDevices(host, local, tuple(gpus), *others) for host, local, gpus, *others in replies]
         if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
             _kept.append(store)  # an early rank of the next group could connect to a store that is closing
         backend = choose_backend(seats)
@@ -196,7 +195,7 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in seats])
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             values["GLOO_SOCKET_IFNAME"] = interface
-        _set_up(store, launch, backend, values, meeting, options)
+        _set_up(meeting, backend, values, options)
     except BaseException:
         meeting.leave(_LAST_WORD)
         raise
@@ -206,24 +205,17 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-def _set_up(
-    store: LauncherStore,
-    launch: LauncherEnv,
-    backend: str,
-    values: dict[str, str],
-    meeting: _Meeting,
-    options: dict[str, Any],
-) -> None:
+def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: dict[str, Any]) -> None:
     """Initialize the group with these environment variables; roll back on failure."""
+    launch = meeting.launch
+    if backend != "mpi":  # which has its own rank and rendezvous
+        group = PrefixStore("group", meeting.store.store)
+        options = {**options, "store": group, "rank": launch.rank, "world_size": launch.world_size}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         try:
-            if backend == "mpi":
-                dist.init_process_group(backend, **options)  # MPI has its own rank and rendezvous
-            else:
-                group = PrefixStore("group", store.store)
-                dist.init_process_group(backend, store=group, rank=launch.rank, world_size=launch.world_size, **options)
+            dist.init_process_group(backend, **options)
         except Exception as error:
             text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             meeting.give_up(DDPCheckError(f"Rank {launch.rank} could not set up {backend}: {text}"), error)
@@ -237,16 +229,14 @@ def _set_up(
     _set.update({name: value for name, value in values.items() if before[name] != value})
 
 
-def _visible_gpus(machine: str) -> tuple[str, ...]:
+def _visible_gpus(machine: str) -> list[str]:
     """Return an id for each visible GPU in order, comparable between ranks."""
-    if not torch.cuda.is_available():
-        return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)  # not in every torch
         names.append(str(uuid) if uuid else f"{machine} {visible} {index}")
-    return tuple(names)
+    return names
 
 
 # --- GPU of each rank, and the backend: computed from the devices of all ranks, so that all ranks agree --------------
@@ -279,11 +269,9 @@ def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
     Ranks with the same visible GPUs take them in order of local rank, round-robin if there are more ranks than GPUs.
     A rank with a single visible GPU, for example under SLURM, takes that GPU.
     """
-    local = local_ranks(seats)
-    order = sorted(range(len(seats)), key=lambda rank: (local[rank], rank))
     taken: Counter[tuple[str, ...]] = Counter()
     chosen: list[int | None] = [None] * len(seats)
-    for rank in order:
+    for _, rank in sorted(zip(local_ranks(seats), range(len(seats)), strict=True)):
         if gpus := seats[rank].gpus:
             chosen[rank] = taken[gpus] % len(gpus)
             taken[gpus] += 1
@@ -291,12 +279,8 @@ def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
 
 
 def choose_backend(seats: Sequence[RankDevices]) -> str:
-    """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`.
-
-    Raises:
-        UsageError: The ranks request different backends, or `nccl` without a GPU for each rank.
-    """
-    by_backend = {seat.backend: rank for rank, seat in reversed(list(enumerate(seats)))}
+    """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`; may raise `UsageError`."""
+    by_backend = {seat.backend: rank for rank, seat in reversed([*enumerate(seats)])}
     if len(by_backend) > 1:
         text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
         raise UsageError(f"The ranks were asked for different backends: {text}; pass the same on every rank.")
@@ -325,51 +309,44 @@ class _Meeting:
     """Exchange between ranks before the process group exists."""
 
     def __init__(self, store: LauncherStore, launch: LauncherEnv, seconds: float) -> None:
-        self._store = store
-        self._launch = launch
-        self._seconds = seconds
+        self.store, self.launch, self._seconds = store, launch, seconds
         self._deadline = time.monotonic() + seconds
 
     def gather(self, what: str, data: str = "", met: Callable[[], None] = lambda: None) -> list[str]:
-        """Wait for all ranks and return their data in rank order.
+        """Wait for all ranks and return their data in rank order; raises for late, failed and lost ranks.
 
         Rank 0 calls `met` when all ranks have arrived, before any rank can continue or start another attempt.
-
-        Raises:
-            HangError: A rank did not arrive in time.
-            DDPCheckError: Another rank could not initialize the group, or the store is gone.
         """
-        keys = [f"{what}/{rank}" for rank in range(self._launch.world_size)]
+        keys = [f"{what}/{rank}" for rank in range(self.launch.world_size)]
         try:
-            self._store.put(keys[self._launch.rank], data.encode())
-            if self._launch.rank == 0:
+            self.store.put(keys[self.launch.rank], data.encode())
+            if self.launch.rank == 0:
                 self._wait(dict(enumerate(keys)), keys, what)
                 met()
-                self._store.put(what, json.dumps([self._store.get(name).decode() for name in keys]).encode())
+                self.store.put(what, json.dumps([self.store.get(name).decode() for name in keys]).encode())
             self._wait({0: what}, keys, what)
-            values: list[str] = json.loads(self._store.get(what))
+            return list(json.loads(self.store.get(what)))
         except StoreGoneError as error:
             raise DDPCheckError(
-                f"The store that the ranks met on has ended while rank {self._launch.rank} set up the process group; "
+                f"The store that the ranks met on has ended while rank {self.launch.rank} set up the process group; "
                 "see the output of rank 0."
             ) from error
-        return values
 
-    def _wait(self, names: Mapping[int, str], own: list[str], what: str) -> None:
-        """Wait for all keys in `names`; on timeout report ranks missing in `own`."""
+    def _wait(self, names: Mapping[int, str], keys: list[str], what: str) -> None:
+        """Wait for all keys in `names`; on timeout report ranks missing in `keys`."""
 
         def check(_missing: list[int]) -> None:
-            if self._store.has(_GIVEN_UP):
-                is_late, reason = json.loads(self._store.get(_GIVEN_UP))
+            if self.store.has(_GIVEN_UP):
+                is_late, reason = json.loads(self.store.get(_GIVEN_UP))
                 raise HangError(reason) if is_late else DDPCheckError(reason)
 
-        if not self._store.wait_for(names, self._deadline, check, longest=_PAUSE):
+        if not self.store.wait_for(names, self._deadline, check, longest=_PAUSE):
             return
-        missing = [rank for rank, name in enumerate(own) if not self._store.has(name)] or [0]
+        missing = [rank for rank, name in enumerate(keys) if not self.store.has(name)] or [0]
         self.give_up(
             HangError(
-                f"{format_ranks(missing).capitalize()} of {self._launch.world_size} did not {what} within "
-                f"{self._seconds:g} s; check that {self._launch.launcher} started all of them with the same arguments, "
+                f"{format_ranks(missing).capitalize()} of {self.launch.world_size} did not {what} within "
+                f"{self._seconds:g} s; check that {self.launch.launcher} started all of them with the same arguments, "
                 "and the output of the missing ones."
             )
         )
@@ -377,13 +354,13 @@ class _Meeting:
     def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
         """Raise an error on this rank and on all other ranks."""
         with contextlib.suppress(StoreGoneError):
-            self._store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())
+            self.store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())
         raise error from cause
 
     def leave(self, seconds: float) -> None:
         """Leave the store; rank 0 waits up to `seconds` for readers."""
         with contextlib.suppress(StoreGoneError):
-            if self._store.next("left") == self._launch.world_size:
-                self._store.put("left/all", b"")
-            if self._launch.rank == 0:
-                wait_until(lambda: self._store.has("left/all"), seconds, _PAUSE)
+            if self.store.next("left") == self.launch.world_size:
+                self.store.put("left/all", b"")
+            if self.launch.rank == 0:
+                wait_until(lambda: self.store.has("left/all"), seconds, _PAUSE)

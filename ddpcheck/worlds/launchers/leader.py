@@ -1,9 +1,9 @@
-"""Leader on rank 0 of a world with one rank per launched process.
+"""Leader on rank 0 of a world with one rank per launched process (follower).
 
-Each launched process (follower) starts a rank, relays messages between the rank and rank 0, and reports its exit. A
-rank that is killed, exits or hangs thus affects no launched process, and a `World` is independent of rank locations.
+A follower starts a rank, relays messages between the rank and rank 0, and reports its exit. A rank that is killed,
+exits or hangs thus affects no launched process, and a `World` is independent of rank locations.
 
-Messages are tuples. To a follower: `("open", world, directory, rank, hash seed, preload, ahead, method)`,
+Messages are tuples. To a follower: `("open", world, method, rank, directory, hash seed, preload, ahead)`,
 `("bytes", world, data)`, `("signal", world, number)`, `("close", world)` and `("bye",)`. From a follower:
 `("bytes", world, data)`, `("file", world, name, offset, data)`, `("event", world, event)` and `("over", world)`.
 
@@ -60,14 +60,7 @@ def _visible(hello: Hello) -> list[str | None]:
 
 
 class Leader:
-    """Launched processes as hosts of worlds; passed as option `hosts`.
-
-    Attributes:
-        world_size: Number of ranks.
-        launcher: Name of the launcher.
-        one_machine: True if all ranks are on this machine.
-        sharing: Number of ranks that see the same GPUs as rank 0.
-    """
+    """Launched processes as hosts of worlds; passed as option `hosts`."""
 
     def __init__(
         self,
@@ -79,21 +72,20 @@ class Leader:
     ) -> None:
         """Wait for the followers; arguments and exceptions as in `gather`.
 
-        `on_lost` is called in a background thread when a connection closes, with rank and pid (`None` on another
-        machine).
+        When a connection closes, a background thread calls `on_lost` with rank and pid (`None` on another machine).
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
         own_hello, joined = gather(launch, timeout, store)
         self._followers = {connection[1].launch.rank: _Follower(connection, on_lost) for connection in joined}
-        self.one_machine = all(welcome.shared for _, _, welcome in joined)
+        self.one_machine = all(welcome.shared for _, _, welcome in joined)  # this machine
         self._hellos = [own_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
         self._place()
 
     def _place(self) -> None:
         self._places = places(self._hellos)
-        self.sharing = self._places[0]["sharing"][1]
+        self.sharing = self._places[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
     def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
         """Return a leader for the first `len(contexts)` ranks, with their current contexts."""
@@ -106,7 +98,7 @@ class Leader:
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
         """Return the config of a rank with its process context and store."""
         hello = self._hellos[config.rank]
-        store = None if self.one_machine else (hello.master or "localhost", self._meeting_port(config.directory))
+        store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
         config = replace(config, store=store, masters=masters, **self._places[config.rank])
         if config.rank == 0:
@@ -119,8 +111,7 @@ class Leader:
             context=replace(remote, environment={**remote.environment, **overrides}, explicit=local.explicit),
         )
 
-    def _meeting_port(self, directory: str) -> int:
-        """Return the store port of a world; create the store if needed."""
+    def _store_port(self, directory: str) -> int:
         if directory not in self._stores:
             from torch._C._distributed_c10d import TCPStore
 
@@ -129,11 +120,9 @@ class Leader:
             self._stores[directory] = TCPStore("localhost", 0, None, True, wait_for_workers=False)
         return self._stores[directory].port
 
-    def starter(self, rank: int, own: starting.Starter) -> starting.Starter:
+    def starter(self, rank: int, method: str | None) -> starting.Starter:
         """Return the starter of a rank: local for rank 0, else remote."""
-        if rank == 0:
-            return own
-        return partial(RemoteRanks, self._followers[rank], own is starting.ForkedRanks)
+        return partial(RemoteRanks, self._followers[rank], method) if rank else starting.STARTERS[method]
 
     def close(self) -> None:
         """Dismiss the followers and wait for the connections to close."""
@@ -146,8 +135,6 @@ class Leader:
 
 
 class _Follower:
-    """Leader-side connection to one follower."""
-
     def __init__(self, joined: Joined, on_lost: Callable[[int, int | None], object]) -> None:
         self._sock, hello, welcome = joined
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
@@ -198,14 +185,7 @@ class RemoteRanks:
     """One rank of a world, started by a follower."""
 
     def __init__(
-        self,
-        follower: _Follower,
-        forked: bool,
-        directory: str,
-        fds: Mapping[int, int],
-        hash_seed: str,
-        preload: Sequence[str] = (),
-        ahead: bool = False,
+        self, follower: _Follower, method: str | None, directory: str, fds: Mapping[int, int], *options: Any
     ) -> None:
         ((self._rank, descriptor),) = fds.items()
         self._follower = follower
@@ -220,14 +200,12 @@ class RemoteRanks:
         self._number = next(_numbers)
         follower.worlds[self._number] = self
         self._sender = threading.Thread(target=self._send, name=f"ddpcheck-to-rank-{self._rank}", daemon=True)
-        remote_dir, method = follower.directory_for(directory), "fork" if forked else "spawn"
-        follower.send("open", self._number, remote_dir, self._rank, hash_seed, tuple(preload), ahead, method)
+        follower.send("open", self._number, method, self._rank, follower.directory_for(directory), *options)
         self._sender.start()
         if follower.lost is not None:
             self.lose(follower.lost)
 
     def _send(self) -> None:
-        """Relay bytes from the world to the rank until the socket closes."""
         with contextlib.suppress(OSError):
             while data := self._end.recv(_CHUNK):
                 self._follower.send("bytes", self._number, data)
@@ -240,7 +218,12 @@ class RemoteRanks:
             if kind == "bytes":
                 self._end.sendall(rest[0])
             elif kind == "file":
-                self._keep(*rest)
+                name, offset, data = rest
+                fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
+                with os.fdopen(fd, "wb") as file:
+                    file.seek(offset)
+                    file.write(data)
+                    file.truncate()
             elif kind == "event":
                 self._ended |= rest[0][0] == "exit"
                 self._notify.sendall(wire.pack(rest[0]))
@@ -253,14 +236,6 @@ class RemoteRanks:
         if not self._ended:
             self.take("event", ("exit", self._rank, None, when))
         self.take("over")
-
-    def _keep(self, name: str, offset: int, data: bytes) -> None:
-        """Write a chunk of a remote rank's file into the local directory."""
-        fd = os.open(self._directory / os.path.basename(name), os.O_WRONLY | os.O_CREAT, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.seek(offset)
-            file.write(data)
-            file.truncate()
 
     # --- For `RankProcesses` -----------------------------------------------------------------------------------
 

@@ -1,13 +1,9 @@
-"""Group of launched processes: membership, all-gather, detection of lost ranks.
+"""Group of launched processes: membership, all-gather, detection of lost ranks. Light until a session is joined.
 
 Each rank runs the same tests and gathers values at the same points, one epoch per test: `begin`, any number of
 `gather`, `end`. A rank that fails early goes directly to `end`; a rank waiting in `gather` then raises, and all ranks
-are synchronized in the next epoch. Every wait has a deadline, and its error names the missing ranks.
-
-Rank 0 also leads worlds, which the other ranks follow in a thread. Test code that needs ranks runs in worlds, so that
-the launched processes survive a failed rank.
-
-This module is light: it imports torch only when a session is joined.
+are synchronized in the next epoch. Rank 0 also leads worlds, which the other ranks follow in a thread: the launched
+processes survive a failed rank.
 """
 
 from __future__ import annotations
@@ -41,12 +37,12 @@ _ORPHANED = 5.0  # seconds until a process without a launcher is forced to exit
 
 @dataclass(slots=True)
 class Epoch:
-    """Interval between calls of `begin` or `end`; `out_of_step`: why `gather` raises."""
+    """Interval between calls of `begin` or `end`."""
 
     number: int
     label: str
     steps: int = 0
-    out_of_step: str | None = None
+    out_of_step: str | None = None  # why `gather` raises
 
 
 class RankGroup:
@@ -63,13 +59,7 @@ class RankGroup:
     """
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
-        """Rendezvous with the other ranks.
-
-        Raises:
-            UsageError: No rendezvous address is known.
-            HangError: A rank did not arrive in time.
-            DDPCheckError: The ranks cannot reach each other.
-        """
+        """Rendezvous with the other ranks; raises as `open_store`, and `HangError` if a rank is late."""
         self.launch = launch
         self.rank = launch.rank
         self.world_size = launch.world_size
@@ -138,11 +128,8 @@ class RankGroup:
     def gather(self, what: str, value: object, *, timeout: float) -> list[Any]:
         """All-gather a picklable value; return the values in rank order.
 
-        `what` describes this point of the program; it must be equal on all ranks.
-
-        Raises:
-            HangError: A rank did not call `gather` in time.
-            RankError: A rank exited, left, or is at a different point.
+        `what` describes this point of the program; it must be equal on all ranks. Raises `HangError` if a rank did not
+        call `gather` in time, and `RankError` if a rank exited, left, or is at a different point.
         """
         self._check()
         if self.epoch.out_of_step is not None:
@@ -204,8 +191,6 @@ class RankGroup:
             )
 
     def _await(self, what: str, names: dict[int, str], timeout: float) -> None:
-        """Wait until all keys in `names` exist."""
-
         def came(rank: int) -> bool:
             """Check again if a rank wrote its key before moving on."""
             return self.store.has(names[rank])
@@ -221,15 +206,12 @@ class RankGroup:
                 )
 
         if late := self.store.wait_for(names, time.monotonic() + timeout, check):
-            who = format_ranks(late).capitalize()
-            raise HangError(f"{who} did not reach {what} of {self.epoch.label} within {timeout:g} s{self._last(late)}.")
-
-    def _last(self, ranks: Sequence[int]) -> str:
-        positions = []
-        for rank in ranks:
-            if self.store.has(f"at/{rank}"):
-                positions.append(f"rank {rank} was last in {self.store.get(f'at/{rank}').decode()}")
-        return "; " + ", ".join(positions) if positions else ""
+            labels = {rank: self.store.get(f"at/{rank}").decode() for rank in late if self.store.has(f"at/{rank}")}
+            positions = ", ".join(f"rank {rank} was last in {label}" for rank, label in labels.items())
+            raise HangError(
+                f"{format_ranks(late).capitalize()} did not reach {what} of {self.epoch.label} within {timeout:g} s"
+                f"{f'; {positions}' if positions else ''}."
+            )
 
     # --- Lost ranks ------------------------------------------------------------------------------------------------
 
@@ -260,17 +242,17 @@ class RankGroup:
                 return self.mark_broken("; ".join(reasons) + ".")
         except StoreGoneError:
             return str(self._lost_store())
-        if self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH:
-            return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
-        return None
+        is_ending = self.terminated is not None and time.monotonic() > self.terminated + _AFTERMATH
+        return self._mark_terminated() if is_ending else None
+
+    def _mark_terminated(self) -> str:
+        return self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
 
     def _lost_store(self) -> RankError:
-        """Return the exception for a lost store, naming exited ranks if known."""
         wait_until(lambda: self.gone, _AFTERMATH)
-        if self.gone:
-            return RankError(self.mark_broken("; ".join(self.gone.values()) + "."))
         keeper = self.launch.launcher if self.launch.agent else "rank 0"
-        return RankError(self.mark_broken(f"the store that {keeper} keeps does not answer any more."))
+        reason = "; ".join(self.gone.values()) or f"the store that {keeper} keeps does not answer any more"
+        return RankError(self.mark_broken(f"{reason}."))
 
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
@@ -279,8 +261,7 @@ class RankGroup:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         self.terminated = time.monotonic()
         if not self._busy and self.broken is None:
-            self.mark_broken(f"{self.launch.launcher} has told rank {self.rank} to end.")
-            raise KeyboardInterrupt(self.broken)
+            raise KeyboardInterrupt(self._mark_terminated())
 
     def announce(self, reason: str) -> None:
         """Announce that this rank leaves; `reason` completes "rank 1 has left (...)"."""

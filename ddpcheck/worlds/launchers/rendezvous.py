@@ -1,9 +1,7 @@
 """Rendezvous of launched processes: one connection per rank to rank 0, the leader.
 
 The port is published in an existing store, in a file on one machine, or on several machines in a torch store at the
-launcher's address. Both sides prove that they know a secret token before anything is unpickled.
-
-This module is light: it imports torch only if the ranks are on several machines.
+launcher's address (only then torch is imported). Both sides prove that they know a token before anything is unpickled.
 """
 
 from __future__ import annotations
@@ -44,15 +42,12 @@ def this_machine() -> str:
 
 def how_it_ended(rank: int, pid: int | None) -> str:
     """Return how a rank exited; `pid` is `None` on another machine."""
-    code = None if pid is None else _exit_code(pid)
-    return f"rank {rank} has ended (its launcher knows how)" if code is None else died(rank, code, 0.0).message
-
-
-def _exit_code(pid: int) -> int | None:
-    """Return the exit code of an unreaped process, negative for a signal."""
-    wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
-    state, *_, status = process_stat(pid) or ("", "")
-    return os.waitstatus_to_exitcode(int(status)) if state in ("Z", "X") else None
+    if pid is not None:
+        wait_until(lambda: process_stat(pid)[:1] in ([], ["Z"], ["X"]), _DEATH, _POLL)
+        state, *_, status = process_stat(pid) or ("", "")
+        if state in ("Z", "X"):
+            return died(rank, os.waitstatus_to_exitcode(int(status)), 0.0).message
+    return f"rank {rank} has ended (its launcher knows how)"
 
 
 PATIENCE = 120.0  # seconds that launched processes wait for each other at startup
@@ -100,9 +95,9 @@ def _machine() -> str:
     return " ".join([this_machine(), *spaces])
 
 
-def _file(launch: LauncherEnv) -> Path | None:
-    """Return the rendezvous file, or `None` for several machines or unknown job."""
-    if not launch.one_machine or not (launch.job or launch.address):
+def _file(launch: LauncherEnv, store: LauncherStore | None) -> Path | None:
+    """Return the rendezvous file, or `None` with a store, for several machines or unknown job."""
+    if store is not None or not launch.one_machine or not (launch.job or launch.address):
         return None
     return meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
 
@@ -118,14 +113,11 @@ def gather(
 ) -> tuple[Hello, list[Joined]]:
     """Accept one connection per rank; return own `Hello` and connections by rank.
 
-    Called on rank 0. `store` is an existing store shared by all ranks.
-
-    Raises:
-        UsageError: No rendezvous address is known.
-        HangError: Some ranks did not connect in time.
+    `store` is an existing store shared by all ranks. Raises `UsageError` without a rendezvous address, and `HangError`
+    if some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    own_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch) if store is None else None
+    own_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
     joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
@@ -190,14 +182,9 @@ def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello |
 def join(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[socket.socket, Welcome]:
-    """Connect to the leader from a rank above 0; `store` as in `gather`.
-
-    Raises:
-        UsageError: No rendezvous address is known.
-        DDPCheckError: The leader did not appear in time.
-    """
+    """Connect to the leader from a rank above 0, or raise `DDPCheckError`; `store` as in `gather`."""
     deadline = time.monotonic() + timeout
-    path = _file(launch) if store is None else None
+    path = _file(launch, store)
     if path is not None:
         read_address = partial(look_up, path)
     else:
@@ -237,14 +224,12 @@ def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> s
         sock = socket.create_connection((address, port), _HANDSHAKE)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         sock.settimeout(_ANSWER)
         sock.sendall(token[:_HALF])
         if hmac.compare_digest(wire.read(sock, _HALF) or b"", token[_HALF:]):
             sock.sendall(wire.pack(Hello.of(launch, sock.getpeername()[0])))
             return sock
-    except OSError:
-        pass
     sock.close()
     return None
 

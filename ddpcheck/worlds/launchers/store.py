@@ -1,9 +1,7 @@
-"""Key-value store of launched ranks with non-blocking reads.
+"""Key-value store of launched ranks: the TCPStore of torchrun's agent, or a TCPStore on rank 0.
 
-Uses the TCPStore of torchrun's agent, or a TCPStore on rank 0. Waiting polls instead of blocking, so that two threads
-can share a store and a waiting rank can detect lost ranks.
-
-This module is light: it imports torch only when a store is opened.
+Waiting polls instead of blocking, so that two threads can share a store and a waiting rank can detect lost ranks.
+Imports torch only when a store is opened.
 """
 
 from __future__ import annotations
@@ -43,18 +41,13 @@ class StoreGoneError(Exception):
 
 
 class LauncherStore:
-    """Key-value store shared by all ranks.
-
-    Attributes:
-        store: The torch store; also used to initialize process groups.
-        kept: Returns True while the server process of the store is alive.
-    """
+    """Key-value store shared by all ranks."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
-        self.store = PrefixStore(prefix, store)
-        self.kept: Callable[[], bool] = lambda: True
+        self.store = PrefixStore(prefix, store)  # also used to initialize process groups
+        self.kept: Callable[[], bool] = lambda: True  # the server process of the store is alive
         self._over = False
 
     @property
@@ -129,11 +122,8 @@ def open_store(
 ) -> tuple[LauncherStore, Callable[[], None]]:
     """Open the store of a launch; return (store, callback for full attendance).
 
-    `as_told` uses the port of the launch even on one machine, where a rendezvous file would do.
-
-    Raises:
-        UsageError: No rendezvous address is known.
-        DDPCheckError: The store cannot be created or reached.
+    `as_told` uses the port of the launch even on one machine, where a rendezvous file would do. Raises `UsageError`
+    without a rendezvous address, and `DDPCheckError` if the store cannot be created or reached.
     """
     deadline = time.monotonic() + timeout
     launch = _placed(launch, as_told)
@@ -173,7 +163,6 @@ def open_store(
 
 
 def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
-    """Return the launch with address and port filled in if derivable."""
     if as_told and launch.one_machine and not launch.address:
         return replace(launch, address="127.0.0.1")
     if launch.launcher != "srun" or launch.one_machine:
@@ -234,11 +223,7 @@ def meeting_point(job: str) -> Path:
 
 
 def publish(path: Path, port: int, token: str) -> None:
-    """Write port and token to a file readable only by this user.
-
-    Raises:
-        DDPCheckError: The file cannot be written.
-    """
+    """Write port and token to a file readable only by this user, or raise `DDPCheckError`."""
     draft = ""
     try:
         fd, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
