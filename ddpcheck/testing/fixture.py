@@ -47,8 +47,7 @@ class DDPWorld:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        size: int = self._lease.options["world_size"]
-        return size
+        return int(self._lease.options["world_size"])
 
     def __call__(self, **options: Any) -> DDPWorld:
         """Return another world with options of `@pytest.mark.ddp` and `ddpcheck.World`.
@@ -171,7 +170,6 @@ class DDPWorld:
 
 
 def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
-    """Return `error` with the headline of the outcome as message."""
     if error is not None and str(error) == verdict.headline:
         return error
     if error is None:

@@ -1,9 +1,4 @@
-"""pytest plugin under a launcher: all ranks run the same tests in lockstep.
-
-Registered only if a launcher is detected. The ranks synchronize after collection if a test needs ranks, and then after
-every phase of every test: a test that fails on one rank fails on all, so that all ranks stop after the same test. Rank
-0 reports; the other ranks are silent unless rank 0 has died.
-"""
+"""pytest plugin under a launcher: all ranks run the same tests in lockstep."""
 
 from __future__ import annotations
 
@@ -32,31 +27,32 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Register `InStep` under a launcher; `is_ours`: True if a test needs ranks."""
+    """Register `InStep` under a launcher."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
         config.pluginmanager.register(InStep(config, launch, is_ours, options), "ddpcheck-instep")
 
 
+@dataclass(eq=False)
 class InStep:
-    """pytest hooks of one rank."""
+    """pytest hooks of one rank.
 
-    def __init__(
-        self, config: pytest.Config, launch: LauncherEnv, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
-    ) -> None:
-        self._config = config
-        self._launch = launch
-        self._is_ours = is_ours
-        self._options = options
-        self._settings = Settings()
-        self._launched: RankGroup | None = None
-        self._terminal: launched_ranks.Terminal | None = None
-        self._session: pytest.Session | None = None
-        self._uncollected: list[str] = []
-        self._going = False
+    The ranks synchronize after collection if a test needs ranks, and then after every phase of every test: a test that
+    fails on one rank fails on all, so that all ranks stop after the same test. Rank 0 reports; the other ranks are
+    silent unless rank 0 has died.
+    """
 
-    # --- Meeting -----------------------------------------------------------------------------------------------------
+    _config: pytest.Config
+    _launch: LauncherEnv
+    _is_ours: Callable[[pytest.Item], bool]  # True if a test needs ranks
+    _options: Sequence[str]
+    _settings: Settings = field(default_factory=Settings)
+    _launched: RankGroup | None = None
+    _terminal: launched_ranks.Terminal | None = None
+    _session: pytest.Session | None = None
+    _uncollected: list[str] = field(default_factory=list)
+    _going: bool = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -66,7 +62,6 @@ class InStep:
             self._terminal = launched_ranks.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record collection errors."""
         if report.failed:
             self._uncollected.append(f"{report.nodeid}: {_last_line(str(report.longrepr))}")
 
@@ -132,8 +127,6 @@ class InStep:
         if self._launch.rank == 0:
             raise pytest.UsageError(sentence)
         pytest.exit(sentence, returncode=0)
-
-    # --- Tests -------------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -219,8 +212,6 @@ class InStep:
             report.longrepr = longrepr
         return report
 
-    # --- The end -----------------------------------------------------------------------------------------------------
-
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """Gather the coverage data on rank 0 before pytest-cov reports."""
@@ -264,12 +255,9 @@ class InStep:
             self._terminal.show()
 
 
-# --- Outcome of a phase, sent to the other ranks ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Told:
-    """Outcome of a test phase on one rank."""
+    """Outcome of a test phase on one rank, sent to the other ranks."""
 
     ended: Ended | None = None  # set if not failed
     reply: dict[str, Any] | None = None  # `failures.described`, set if failed
@@ -315,7 +303,6 @@ def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
 
 
 def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
-    """Describe the first difference between the tests of rank 0 and another rank."""
     tests, uncollected = lists[0]
     ranks = [rank for rank, pair in enumerate(lists) if pair != lists[0]]
     other_tests, other_uncollected = lists[ranks[0]]

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,23 +30,16 @@ Lent = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a launch
 
 
 class Ranks:
-    """All ranks of a session.
-
-    Attributes:
-        live: True if the output of ranks is shown while they run (`-s`).
-        terminal: Terminal for pdb, or `None`.
-        following: Test after the current test.
-        next_options: World options of the following test, or `None` if it needs no fresh ranks.
-    """
+    """All ranks of a session."""
 
     def __init__(self, config: pytest.Config) -> None:
-        worker = hasattr(config, "workerinput")
+        is_worker = hasattr(config, "workerinput")
         self._pool = WorldPool()
-        self._controller = os.getppid() if worker else None
-        self.following: pytest.Item | None = None
-        self.next_options: Mapping[str, Any] | None = None
-        self.live = config.getoption("capture", "no") == "no" and not worker
-        self.terminal = None if worker else PdbTerminal(config)
+        self._controller = os.getppid() if is_worker else None
+        self.following: pytest.Item | None = None  # test after the current test
+        self.next_options: Mapping[str, Any] | None = None  # of its world; `None` if it needs no fresh ranks
+        self.live = config.getoption("capture", "no") == "no" and not is_worker  # show output of running ranks (`-s`)
+        self.terminal = None if is_worker else PdbTerminal(config)  # for pdb
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """Return a fresh world, or the shared world of the test's module."""
@@ -106,7 +100,6 @@ class JoinedRanks(Ranks):
         world.close()
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0; return its result or raise on every rank."""
         return once(self._launched, what, work)
 
 
@@ -114,34 +107,25 @@ def _module(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
+@dataclass(eq=False)
 class Record:
-    """State and results of a test that needs ranks.
+    """State and results of a test that needs ranks."""
 
-    Attributes:
-        seeds: States of the random number generators at the start of the test.
-        setups: Fixtures set up on the ranks.
-        leases: All leases of the test.
-        shown: Report content that replaces the parent's traceback, or `None`.
-        explained: Error of `ddp_world.run` and report sections shown beside the parent's traceback.
-        failed: True if the test failed; its ranks are not reused.
-        quitting: True if the user quit the debugger to end the session.
-    """
-
-    def __init__(self, item: pytest.Item) -> None:
-        self.item = item
-        self.seeds: Mapping[str, Any] = {}
-        self.setups: list[RankFixture] = []
-        self.leases: list[WorldLease] = []
-        self.shown: Any = None
-        self.explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
-        self.failed = False
-        self.quitting = False
-        self._warned: set[object] = set()
+    item: pytest.Item
+    seeds: Mapping[str, Any] = field(default_factory=dict)  # states of the random number generators at the start
+    setups: list[RankFixture] = field(default_factory=list)  # fixtures set up on the ranks
+    leases: list[WorldLease] = field(default_factory=list)
+    shown: Any = None  # report content that replaces the parent's traceback
+    # error of `ddp_world.run`, and report sections shown beside the parent's traceback
+    explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
+    failed: bool = False  # the ranks of a failed test are not reused
+    quitting: bool = False  # user quit the debugger to end the session
+    _warned: set[object] = field(default_factory=set)
 
     def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
         """Return the artifacts of the ranks; merge their coverage and re-issue their warnings."""
-        attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
-        artifacts: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
+        ranks = range(world.world_size)
+        artifacts: dict[int, RankArtifacts] = {rank: wire.loads(d) for rank in ranks if (d := world.attachment(rank))}
         for rank, attachment in artifacts.items():
             if attachment.coverage:
                 add_coverage(attachment.coverage)
@@ -173,17 +157,13 @@ def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
 
 
 class WorldLease:
-    """Lease of a world, acquired on first use and after a failure.
-
-    Attributes:
-        attachment: Artifacts of the last run by rank.
-    """
+    """Lease of a world, acquired on first use and after a failure."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
         self.ranks = ranks
         self._record = record
         self.options = dict(options)
-        self.attachment: dict[int, RankArtifacts] = {}
+        self.attachment: dict[int, RankArtifacts] = {}  # of the last run, by rank
         self._world: Lent | None = None
         self._printed: list[int] = []  # characters of output already shown or kept, by rank
         record.leases.append(self)

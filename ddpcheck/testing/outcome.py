@@ -24,11 +24,7 @@ _LONGEST = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
-    """Write the next HTML report of node id `test`; return its path.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write the next HTML report of node id `test`; return its path."""
     if folder is None:
         return None
     from ddpcheck.render import renderer_for
@@ -135,9 +131,6 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
     )
 
 
-# --- As pytest shows it ----------------------------------------------------------------------------------------------
-
-
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
     """Return report sections on the failures, if the first has a pytest representation."""
     first = verdict.first
@@ -154,16 +147,13 @@ def as_pytest_shows(
 
     `test` is the location of the test, as in `pytest.Item.location`.
     """
-    first = verdict.first
-    longrepr = None
-    is_single = first is not None and first.kind not in ("stuck", "died") and verdict.mismatch is None
-    if first is not None and first.rank in attachment and is_single:
+    first, longrepr = verdict.first, None
+    if first is not None and first.rank in attachment and first.kind not in ("stuck", "died") and not verdict.mismatch:
         longrepr = copy.copy(attachment[first.rank].failure)
-    if longrepr is None:
+    if first is None or longrepr is None:
         longrepr = _from_text(verdict, test)
     elif longrepr.reprcrash is not None:
         longrepr.reprcrash = copy.copy(longrepr.reprcrash)
-        assert first is not None
         longrepr.reprcrash.message = f"rank {first.rank}: {longrepr.reprcrash.message}"
         if chain := getattr(longrepr, "chain", None):  # serialized by pytest-xdist
             longrepr.chain = [*chain[:-1], (chain[-1][0], longrepr.reprcrash, chain[-1][2])]

@@ -14,7 +14,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,13 +135,11 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
             fixtures |= value.arguments if isinstance(value, RankFixture) else {name: value}
         for name, value, reason in wire.unsendable(fixtures):
             advice = (
-                "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the "
-                "value in the test."
+                "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
+                if type(value).__module__.startswith("_pytest.")
+                else "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make "
+                "the value in the test."
             )
-            if type(value).__module__.startswith("_pytest."):
-                advice = (
-                    "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
-                )
             raise UsageError(
                 f"The fixture {name!r} of {test} has a value of type {type(value).__qualname__} that cannot be sent to "
                 f"the ranks ({type(reason).__name__}: {reason}); {advice}"
@@ -160,18 +158,13 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
 # --- On a rank -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class FixtureMaker:
-    """Creates the per-rank fixture values on a rank, each once.
+    """Creates the per-rank fixture values on a rank, each once."""
 
-    Attributes:
-        teardown: Exit stack that tears down the fixtures.
-        properties: Name and value of each `record_property` call.
-    """
-
-    def __init__(self, teardown: contextlib.ExitStack, properties: list[tuple[str, object]]) -> None:
-        self.teardown = teardown
-        self.properties = properties
-        self._made: dict[object, Any] = {}
+    teardown: contextlib.ExitStack  # tears down the fixtures
+    properties: list[tuple[str, object]]  # name and value of each `record_property` call
+    _made: dict[object, Any] = field(default_factory=dict)
 
     def make(self, value: Any) -> Any:
         """Return the value, or the per-rank value if `value` is a placeholder."""

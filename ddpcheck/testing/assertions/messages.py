@@ -1,7 +1,6 @@
 """Messages of assertions on reports, anomalous parameters and values of ranks.
 
-Pure functions on plain data; this module is light: it never imports torch. The text on tensor differences comes from
-`torch.testing.assert_close`; this module adds the differing items and ranks.
+This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Any
 from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
 from ddpcheck.findings.selection import is_any_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
-
-# Gradients and their references
 
 _VERDICTS = {
     "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own", ("DDP301", "DDP302")),
@@ -101,7 +98,6 @@ def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
 
 
 def _is_on_gradients(finding: Finding) -> bool:
-    """Return True for DDP3xx findings, findings tagged with DDP3xx, and errors."""
     is_tagged = any(tag.startswith("DDP3") for tag in finding.tags)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or is_tagged
 
@@ -121,9 +117,6 @@ def _finding_lines(finding: Finding) -> list[str]:
     lines = [f"{finding.code} {', '.join(finding.subjects)}: {finding.message}{where}"]
     lines += [f"  {fact}" for fact in finding.evidence]
     return [*lines, f"  fix: {finding.what_to_do}"]
-
-
-# Parameters and the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +182,6 @@ class CompareOptions:
 
     @property
     def exact(self) -> bool:
-        """True if both tolerances are 0."""
         return self.rtol == 0.0 and self.atol == 0.0
 
 
@@ -332,7 +324,6 @@ def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues
 
 
 def _details(item: Mismatch, how: str) -> list[str]:
-    """Describe one mismatch in detail."""
     kinds = {entry.kind for entry in item.held}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"

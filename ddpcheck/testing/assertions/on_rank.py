@@ -1,8 +1,4 @@
-"""Computations of the assertions on a rank: anomalous parameters, fingerprints, distances.
-
-Tensors stay on their device, where the fingerprints are computed; values are broadcast only if fingerprints differ, in
-pieces of `_PIECE` bytes.
-"""
+"""Computations of the assertions on a rank: anomalous parameters, fingerprints, distances."""
 
 from __future__ import annotations
 
@@ -106,7 +102,7 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
         yield from _modules_in(child, depth + 1)
 
 
-_PIECE = 1 << 24
+_PIECE = 1 << 24  # bytes in one broadcast
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
 _NUMBERS = (bool, int, float, complex)
 _KEYS = (str, bytes, *_NUMBERS, type(None), enum.Enum)
@@ -260,7 +256,6 @@ def _nans(tensor: torch.Tensor) -> str:
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the first True."""
     flat_index = mask.reshape(-1).byte().argmax()
     return tuple(int(index) for index in torch.unravel_index(flat_index, mask.shape))
 
@@ -272,9 +267,6 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     real = (real.float() if real.dtype.itemsize == 1 else real) + 0.0  # -0.0 + 0.0 is 0.0
     return real.masked_fill_(torch.isnan(real), math.nan)
-
-
-# Values
 
 
 def measured(
