@@ -32,23 +32,16 @@ a recipe: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/fi
 function without arguments that returns one; without attr, the module has functions model, batch and loss
 """
 
-
 _RULES = "rules by code, prefix or name; comma separated or repeated"
-OPTIONS: Mapping[str, tuple[str, str]] = {
+OPTIONS: Mapping[str, tuple[str, str]] = {  # metavar and help
     "--steps": ("N", "training steps (default 3)"),
     "--world-size": ("N", "ranks (default 2)"),
     "--backend": ("NAME", "gloo or nccl (default: by device)"),
     "--device": ("NAME", "cpu or cuda (default cpu)"),
     "--timeout": ("SECONDS", "report a hang after SECONDS (default 30)"),
     "--seed": ("N", "seed of all random numbers (default 0)"),
-    "--launcher": (
-        "WHEN",
-        "run on the ranks that torchrun, mpirun or srun has started: auto (default), on or off",
-    ),
-    "--preload": (
-        "MODULES",
-        "modules to import once, before ranks are forked; comma separated or repeated",
-    ),
+    "--launcher": ("WHEN", "run on the ranks that torchrun, mpirun or srun has started: auto (default), on or off"),
+    "--preload": ("MODULES", "modules to import once, before ranks are forked; comma separated or repeated"),
     "--select": ("RULES", f"report only these {_RULES}"),
     "--ignore": ("RULES", f"do not report these {_RULES}"),
     "--fail-on": ("SEVERITY", "error, warning, note or never (default error)"),
@@ -64,8 +57,6 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
         "files that ddpcheck wrote there before",
     ),
 }
-"""What options of several commands take, and mean."""
-
 _OF_A_CHECK = ("--steps", "--world-size", "--backend", "--device", "--timeout", "--seed", "--launcher", "--preload")
 _REPEATED = ("--preload", "--select", "--ignore")
 
@@ -86,7 +77,8 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", help=debug)
 
     def no_command(_arguments: argparse.Namespace) -> int:
         parser.print_help(sys.stderr)
@@ -104,9 +96,7 @@ def make_parser() -> Parser:
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        subparser.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-        )
+        subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
         subparser.set_defaults(command=run, parser=subparser)
         return subparser
 
@@ -180,7 +170,6 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str] = FORMATS) -> None:
-    """Add the named options of `OPTIONS`."""
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)

@@ -46,13 +46,11 @@ from ddpcheck.worlds.failures import has_lost_another
 if TYPE_CHECKING:
     from ddpcheck.run.parity_run import ParityRuns, SingleRun
 
+_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
+
 
 def examine_options(given: argparse.Namespace) -> None:
-    """Validate the script path and the options of torchrun.
-
-    Raises:
-        UsageError: An option is invalid; the message has the option and its value.
-    """
+    """Validate the script path and the options of torchrun."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     if not given.module and not given.no_python and not os.path.exists(given.training_script):
@@ -82,9 +80,6 @@ def run_agent(
     """Run the script with torchrun's agent and return its ending.
 
     Exit code: of the first failed rank, or 128 + signal. `limit`: seconds of a single-process run, without messages.
-
-    Raises:
-        UsageError: torchrun rejects an option.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -191,9 +186,6 @@ def _without_broken_error_files() -> Patch:
             failure.error_file = ""
 
     return patched(ProcessFailure, "__post_init__", before)
-
-
-_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
 
 
 def run_script(arguments: argparse.Namespace) -> int:
@@ -319,33 +311,22 @@ def show_report(
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
-    for error in [one.error for rank in ranks for one in rank.entries if isinstance(one, WatchingFailed)] * given.debug:
-        complain(error, kind="debug")
-    ending = replace(ending, unmet=() if ranks else unmet(folder), restart=last_restart(folder))
-    ending = replace(ending, unwatched=unwatched_in(folder))
+    for entry in (entry for rank in ranks for entry in rank.entries if given.debug):
+        if isinstance(entry, WatchingFailed):
+            complain(entry.error, kind="debug")
+    unmet_ranks = () if ranks else unmet(folder)
+    ending = replace(ending, unmet=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
     if given.check_flight_recorder is not None:
         try:
             write_flight_records(Path(given.check_flight_recorder), ranks, ending)
         except OSError as error:
             complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
     source = ProgramSource()
-    report = report_on_script(
-        script,
-        ending,
-        ranks,
-        settings,
-        baseline=baseline,
-        source=source,
-        singles=singles,
-    )
+    report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source, singles=singles)
     if given.check_record is not None:
         keep_record(given.check_record, script, ending, ranks, source, report)
-    if (
-        given.check_output is None
-        and given.check_format is None
-        and not given.verbose
-        and (report.status == "clean" or not (ranks or report.findings))
-    ):
+    is_brief = given.check_output is None and given.check_format is None and not given.verbose
+    if is_brief and (report.status == "clean" or not (ranks or report.findings)):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
         say(f"clean: {report.checks[0].detail}" if report.status == "clean" else report.checks[-1].detail)
@@ -373,11 +354,8 @@ def keep_record(
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
-# Multi-node jobs: the first node reports on the ranks of all nodes
-
-
 def hand_over(link: NodeLink, ending: Ending) -> int | None:
-    """Send the logs to the first node; return the exit code if accepted."""
+    """Send the logs to the first node, which reports on all ranks; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))

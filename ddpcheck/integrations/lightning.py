@@ -69,16 +69,13 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which the strategy has just wrapped."""
-        model: Any = trainer.strategy.model
         try:
-            wrapper = find_wrapper(model)
+            wrapper = find_wrapper(trainer.strategy.model)
         except UsageError:
             if trainer.world_size > 1:
                 kind = type(trainer.strategy).__name__
-                text = (
-                    f"DDPCheckCallback: {kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
-                )
-                warnings.warn(text, stacklevel=2)
+                text = f"{kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
+                warnings.warn(f"DDPCheckCallback: {text}", stacklevel=2)
             return
         options = self._options
         if getattr(wrapper, "static_graph", False) and not pl_module.automatic_optimization:

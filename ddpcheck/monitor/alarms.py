@@ -34,19 +34,14 @@ class Left:
 
 
 class AlarmBoard:
-    """Alarms of a process group's ranks, and exchange of values after an alarm.
-
-    Attributes:
-        silent: Ranks that have left or timed out; from then on this rank no longer communicates.
-    """
-
-    _every = _THEN_EVERY
+    """Alarms of a process group's ranks, and exchange of values after an alarm."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         self._exchange = StoreExchange.over(group, "watch", timeout)
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
-        self.silent: tuple[int, ...] = ()
+        self.silent: tuple[int, ...] = ()  # ranks that have left or timed out; then this rank stops communicating
+        self._every = _THEN_EVERY
         self._kept: list[str] = []  # keys of the last gathers
 
     @property

@@ -118,7 +118,6 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
-    """Return the findings on the steps of an optimizer."""
     parts = [[step for step, _ in entries] for entries in steps]
     inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
     if any(step.parts_given for entries in parts for step in entries):

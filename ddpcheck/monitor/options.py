@@ -19,11 +19,7 @@ OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """Options of a watch, documented in `ddpcheck.watch`.
-
-    Raises:
-        UsageError: An option has an invalid value.
-    """
+    """Options of a watch, documented in `ddpcheck.watch`; an invalid value raises `UsageError`."""
 
     detect_anomalous_params: bool = True
     check_consistency_every: int = 0
@@ -42,6 +38,5 @@ class WatchOptions:
         if isinstance(self.ignore, str) or not all(isinstance(pattern, str) for pattern in self.ignore):
             raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {self.ignore!r}")
         if self.on_finding not in ("raise", "warn") and not callable(self.on_finding):
-            raise UsageError(
-                f"on_finding is 'raise', 'warn' or a function that takes a Finding, not {self.on_finding!r}"
-            )
+            expected = "'raise', 'warn' or a function that takes a Finding"
+            raise UsageError(f"on_finding is {expected}, not {self.on_finding!r}")

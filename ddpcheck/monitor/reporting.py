@@ -69,19 +69,12 @@ class FindingReporter:
         locate: Callable[[Finding], Finding] = lambda finding: finding,
         reported: Sequence[Finding] = (),
     ) -> None:
-        """Initialize with already reported findings.
-
-        Args:
-            options: The watch options; uses `on_finding` and `ignore`.
-            shows_warnings: False on all ranks but one, since all have the same findings.
-            locate: Adds the source line to a finding.
-            reported: Findings that were already reported.
-        """
+        """Initialize with findings that were already reported."""
         self._reported = ReportedCauses(reported)
         self._on_finding = options.on_finding
         self._ignore = tuple(options.ignore)
-        self._shows_warnings = shows_warnings
-        self._locate = locate
+        self._shows_warnings = shows_warnings  # on one rank only, since all have the same findings
+        self._locate = locate  # adds the source line to a finding
 
     @property
     def findings(self) -> list[Finding]:

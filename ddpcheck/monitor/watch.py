@@ -104,20 +104,11 @@ class Watch:
     """Watch on a wrapper, returned by `watch`; attached until `close`."""
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        options: WatchOptions,
-        *,
-        reported: Sequence[Finding] = (),
-        began_alike: bool = False,
+        self, wrapper: nn.Module, options: WatchOptions, *, reported: Sequence[Finding] = (), began_alike: bool = False
     ) -> None:
         """Attach to a wrapper.
 
-        Args:
-            wrapper: As in `watch`.
-            options: As in `watch`.
-            reported: Findings that were already reported.
-            began_alike: True if parameters are known to be equal on all ranks at construction of the wrapper.
+        `reported` were already reported; `began_alike`: parameters were equal on all ranks at its construction.
         """
         wrapper = find_wrapper(wrapper)
         if options.check_parity_every and not is_ddp(wrapper):
