@@ -64,7 +64,7 @@ def describe_environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "start method": _start_method(),
         "torch": _torch(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
         "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
         "variables": shown_variables(os.environ),
     }
@@ -76,7 +76,8 @@ def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: HIDDEN if _SECRET.search(name) else _IN_URL.sub(f"{HIDDEN}@", value) for name, value in ours.items()}
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or ""."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -6,7 +6,7 @@ import atexit
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from typing import Any
@@ -118,8 +118,9 @@ class Watch:
             )
         self._options = options
         self._alarms = AlarmBoard(group_of(wrapper), options.timeout)
-        first = self._alarms.rank == self._alarms.ranks[0]
-        self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
+        is_first = self._alarms.rank == self._alarms.ranks[0]
+        self._reporter = FindingReporter(options, shows_warnings=is_first, locate=self._locate, reported=reported)
+        self._report = self._reporter.report
         self._apart = ApartMarks(lambda: self._recorder, under_no_sync=True)
         self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_ignored([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
@@ -206,12 +207,8 @@ class Watch:
             reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (marks := self._apart.at_last()) is not None:
-            self._report(
-                judge_apart([[rank_marks] for rank_marks in self._alarms.gather("apart", marks, at_most=_LAST_WAIT)])
-            )
-
-    def _report(self, findings: Iterable[Finding]) -> None:
-        self._reporter.report(findings)
+            marks_by_rank = self._alarms.gather("apart", marks, at_most=_LAST_WAIT)
+            self._report(judge_apart([[rank_marks] for rank_marks in marks_by_rank]))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -232,8 +229,8 @@ class Watch:
         """Return the findings so far as a report for the renderers."""
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
-        checks = tuple(self._unwatched)
-        return Report(type(self._recorder.module).__qualname__, world=world, checks=checks, findings=findings)
+        name = type(self._recorder.module).__qualname__
+        return Report(name, world=world, checks=tuple(self._unwatched), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Use `context()` around a rerun forward pass that explains a missing parameter."""
@@ -280,7 +277,8 @@ class Watch:
     def cannot_follow(self) -> None:
         """Warn that steps cannot be followed."""
         if self._alarms.rank == self._alarms.ranks[0]:
-            warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
+            text = "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they"
+            warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
         """Request an exchange of reports by all ranks after the next step."""
@@ -319,11 +317,6 @@ class Watch:
         return replace(finding, location=location).relocated(finding.location, PARAMETER_MADE)
 
 
-_HIDDEN = (
-    "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they cannot be followed"
-)
-
-
 def _is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
@@ -338,9 +331,8 @@ def _unwatched(error: Exception, recorder: Recorder) -> None:
     detail = in_a_line(error)  # if every watch has been freed
     for watch in _at_exit:
         detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
-        watch._unwatched += [
-            CheckResult(name, "error", detail=detail) for name in recorder.subjects or (recorder.name,)
-        ]
+        names = recorder.subjects or (recorder.name,)
+        watch._unwatched += [CheckResult(name, "error", detail=detail) for name in names]
         if watch._attached and recorder.subjects == OF_A_WRAPPER:
             watch._leave(error)
     warnings.warn(FindingWarning(f"ddpcheck: {', '.join(recorder.subjects) or recorder.name}: {detail}"), stacklevel=2)

@@ -108,16 +108,13 @@ def copied(nest: Any) -> Any:
     copies: dict[int, Any] = {}
 
     def leaf_copied(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
-            return leaf.clone()
-        return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "copy") else leaf
-
-    def once(leaf: Any) -> Any:
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf_copied(leaf)
+            is_array = type(leaf).__module__ == "numpy" and hasattr(leaf, "copy")
+            is_copied = not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_array
+            copies[id(leaf)] = leaf if not is_copied else leaf.copy() if is_array else leaf.clone()
         return copies[id(leaf)]
 
-    return tree_map(once, nest)
+    return tree_map(leaf_copied, nest)
 
 
 def to_device(nest: Any, device: torch.device) -> Any:

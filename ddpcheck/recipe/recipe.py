@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -121,7 +122,8 @@ class Recipe:
             kwargs = dict(self.ddp_kwargs)
             if device.type == "cuda":
                 kwargs.setdefault("device_ids", [device.index])
-            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", _wrap_in_ddp, module, kwargs)
+            wrap = functools.partial(nn.parallel.DistributedDataParallel, module, **kwargs)
+            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", wrap)
         if not isinstance(wrapped, nn.Module):
             raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
         return wrapped
@@ -136,11 +138,6 @@ def _needs_closure(optimizer: Any) -> bool:
         params = inspect.signature(optimizer.step).parameters.values()
         return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in params)
     return False
-
-
-@for_target
-def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, **kwargs)
 
 
 @for_target
