@@ -69,8 +69,9 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which the strategy has just wrapped."""
+        model: Any = trainer.strategy.model
         try:
-            wrapper = find_wrapper(trainer.strategy.model)
+            wrapper = find_wrapper(model)
         except UsageError:
             if trainer.world_size > 1:
                 kind = type(trainer.strategy).__name__

@@ -69,7 +69,6 @@ class FindingReporter:
         locate: Callable[[Finding], Finding] = lambda finding: finding,
         reported: Sequence[Finding] = (),
     ) -> None:
-        """Initialize with findings that were already reported."""
         self._reported = ReportedCauses(reported)
         self._on_finding = options.on_finding
         self._ignore = tuple(options.ignore)
@@ -78,7 +77,6 @@ class FindingReporter:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return all reported findings in order."""
         return self._reported.findings
 
     def report(self, findings: Iterable[Finding]) -> None:

@@ -275,7 +275,6 @@ class Watch:
         self._report(judge_reports([report], self._recorder.context, settled=False))
 
     def cannot_follow(self) -> None:
-        """Warn that steps cannot be followed."""
         if self._alarms.rank == self._alarms.ranks[0]:
             text = "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they"
             warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)

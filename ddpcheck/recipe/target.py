@@ -13,7 +13,6 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,9 @@ def load_object(target: str) -> Any:
     value: Any = module
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
-            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+            close = difflib.get_close_matches(part, [name for name in vars(module) if not name.startswith("_")], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"{place} has no attribute {part!r}{hint}")
         value = getattr(value, part)
     return value
 
@@ -257,8 +258,3 @@ def _unused_of(module: ModuleType) -> list[str]:
         used.update(code.co_names)
         pending += [inner for inner in code.co_consts if inspect.iscode(inner)]
     return [name for name in _defined_in(module) if name not in used]
-
-
-def _did_you_mean(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, [choice for choice in choices if not choice.startswith("_")], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

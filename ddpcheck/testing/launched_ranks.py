@@ -150,11 +150,9 @@ class LaunchedWorld:
         return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
-        """Return the bytes last saved by a rank with `ddpcheck.rank.save_attachment`."""
         return self._left[rank][0]
 
     def output(self, rank: int) -> str:
-        """Return the output of a rank so far."""
         return self._left[rank][1]
 
     def close(self) -> None:

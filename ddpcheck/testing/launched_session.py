@@ -63,7 +63,8 @@ class InStep:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._uncollected.append(f"{report.nodeid}: {_last_line(str(report.longrepr))}")
+            lines = [line for line in str(report.longrepr).splitlines() if line.strip()]
+            self._uncollected.append(f"{report.nodeid}: {lines[-1].removeprefix('E').strip() if lines else ''}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -323,8 +324,3 @@ def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]])
         f"{start}test {index + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
         f"Every rank that {launcher} starts must be given the same options and see the same files."
     )
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("E").strip() if lines else ""

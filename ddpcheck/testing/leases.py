@@ -44,12 +44,10 @@ class Ranks:
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """Return a fresh world, or the shared world of the test's module."""
         options = {**options, "watch": watch}
-        if options.pop("reuse", "test") == "module":
-            return self._pool.lease_shared(_module(item), **options)
-        return self._pool.acquire(following=self.next_options, **options)
+        owner = _module(item) if options.pop("reuse", "test") == "module" else None
+        return self._pool.acquire(owner=owner, following=self.next_options, **options)
 
     def release(self, world: Lent, *, broken: bool) -> None:
-        """Take back the world of a test; a broken world is not reused."""
         assert isinstance(world, World)
         self._pool.release(world, broken=broken)
 
@@ -229,7 +227,6 @@ class WorldLease:
             yield rank, text
 
     def collect_output(self) -> None:
-        """Add the output of the ranks to the test report."""
         if self._world is not None and not self.ranks.live:
             for rank, text in self._new_output(self._world):
                 self._record.add_section("stdout", rank, self._world, text)

@@ -49,7 +49,6 @@ class TestConditions:
 
     @classmethod
     def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
-        """Return the conditions of this process."""
         config = item.config
         per_test = config.getoption("cov_context", None) == "test"
         return cls(
@@ -109,7 +108,6 @@ class CoverageOptions:
 
     @classmethod
     def now(cls, context: str) -> CoverageOptions | None:
-        """Return the settings of this process; `None` if coverage is not active."""
         current = _current_coverage()
         if current is None:
             return None

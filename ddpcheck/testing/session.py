@@ -85,7 +85,6 @@ class Session:
         return fixture
 
     def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
-        """Yield the value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
             folder = item.config.getoption(REPORT_FOLDER, None)

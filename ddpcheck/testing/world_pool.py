@@ -49,40 +49,31 @@ class WorldPool:
         self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds by (owner, kind)
         self._closing: deque[World] = deque()
 
-    def acquire(self, *, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return an unused world: the spare if of this kind, else new.
+    def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
+        """Return the owner's shared world with a new process group, or an unused world: the spare, or a new one.
 
-        `following` are the options of the next lease, for which a spare is started; `None` for no spare, since every
-        start takes CPU time.
-        """
-        self._enter()
-        world = self._prepared(_kind(options), options) or start_world(**options)
-        self._leased[world] = None
-        self._prepare(following)
-        return world
-
-    def lease_shared(self, owner: Hashable, **options: Any) -> World:
-        """Return an owner's shared world of these options, with a new process group.
-
-        The world is replaced if it failed, was released as broken, or does not reset its process group in time. The
-        owner is, for example, a test module; `end` closes its worlds.
+        An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
+        released as broken, or does not reset its process group in time. Without an owner, a spare is started for
+        `following`, the options of the next lease; `None` for no spare, since every start takes CPU time.
         """
         self._enter()
         kind = _kind(options)
-        key = (owner, kind)
-        idle = self._idle.setdefault(key, [])
+        key = None if owner is None else (owner, kind)
+        idle = [] if key is None else self._idle.setdefault(key, [])
         world = None
         while idle and world is None:
             candidate = idle.pop()
             world = self._updated(candidate, candidate.wait_ready(_PATIENCE), options)
         world = world or self._prepared(kind, options) or start_world(**options)
         self._leased[world] = key
+        if key is None:
+            self._prepare(following)
         return world
 
     def release(self, world: World, *, broken: bool = False) -> None:
         """Take a world back without waiting; `broken` worlds are not reused.
 
-        Worlds of `acquire` are closed in the background; worlds of `lease_shared` reset their process group.
+        Shared worlds reset their process group; others are closed in the background.
         """
         self._enter()
         key = self._leased.pop(world, None)
@@ -114,8 +105,6 @@ class WorldPool:
         while self._closing:
             self._closing.popleft().close()
 
-    # --- A spare -----------------------------------------------------------------------------------------------
-
     def _prepared(self, kind: Kind, options: Mapping[str, Any]) -> World | None:
         """Return the spare if of this kind, updated to these options."""
         if self._spare is None or self._spare[0] != kind:
@@ -144,8 +133,6 @@ class WorldPool:
         if options is not None and kind is not None and self._spare is None:
             with contextlib.suppress(DDPCheckError):
                 self._spare = kind, start_world(**options, ahead=True)
-
-    # --- Ending ------------------------------------------------------------------------------------------------
 
     def _begin_close(self, world: World) -> None:
         world.begin_close()

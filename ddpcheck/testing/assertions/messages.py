@@ -48,8 +48,8 @@ def parity_failure_message(
         for check, (reference, _, codes) in _VERDICTS.items()
         if is_any_selected(codes, select=select, ignore=ignore)
     }
-    entries = [entry for entry in report.parity if entry.reference in wanted.values()]
-    mismatched = [entry for entry in entries if not _is_near(entry, tolerance)]
+    distances = [_distance(entry, tolerance) for entry in report.parity if entry.reference in wanted.values()]
+    mismatched = [distance for distance in distances if not distance[0] <= distance[1]]
     if tolerance is not None and not mismatched:
         selected = tuple(finding for finding in selected if finding.code not in _BY_TOLERANCE)
     explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
@@ -59,7 +59,7 @@ def parity_failure_message(
     lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
     lines = [line for finding in (*selected, *withheld) for line in _finding_lines(finding)]
     if unexplained or (mismatched and tolerance is not None):
-        lines += _beyond(mismatched, len(entries), tolerance)
+        lines += _beyond(mismatched, len(distances))
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
     if not lacking and not lines:
         return ""
@@ -70,11 +70,10 @@ def parity_failure_message(
     return "\n".join([title, "", f"{report.target}: {world}", *lacking, *lines])
 
 
-def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] | None) -> list[str]:
-    distances = [(entry, *_distance(entry, tolerance)) for entry in far]
-    worst = sorted(distances, key=lambda item: -item[1] / (item[2] or 1e-300))[:_MOST_ENTRIES]
-    lines = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
-    lines += [f"  {item.parameter} in step {item.step}, against {item.reference}: {text}" for item, _, _, text in worst]
+def _beyond(far: Sequence[tuple[float, float, str]], count: int) -> list[str]:
+    worst = sorted(far, key=lambda distance: -distance[0] / (distance[1] or 1e-300))[:_MOST_ENTRIES]
+    lines = [f"{len(far)} of {count} comparisons of a gradient with its reference are beyond the tolerance:"]
+    lines += [f"  {text}" for _, _, text in worst]
     return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
 
 
@@ -83,18 +82,14 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
 
     With a tolerance, the bound on the norm follows from |g - r| <= atol + rtol * |r| for every element.
     """
+    where = f"{entry.parameter} in step {entry.step}, against {entry.reference}"
     if tolerance is None:
-        distance, allowed = entry.relative_error, entry.tolerance
-        return distance, allowed, f"relative error {distance:.2g}, allowed {allowed:.2g}"
+        error, allowed = entry.relative_error, entry.tolerance
+        return error, allowed, f"{where}: relative error {error:.2g}, allowed {allowed:.2g}"
     rtol, atol = tolerance
-    distance, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
+    error, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
     terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
-    return distance, allowed, f"norm of the difference {distance:.4g}, allowed {allowed:.4g} ({terms})"
-
-
-def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
-    distance, allowed, _ = _distance(entry, tolerance)
-    return distance <= allowed
+    return error, allowed, f"{where}: norm of the difference {error:.4g}, allowed {allowed:.4g} ({terms})"
 
 
 def _is_on_gradients(finding: Finding) -> bool:
@@ -237,7 +232,6 @@ class Mismatch:
 
     @property
     def held(self) -> list[Entry]:
-        """Entries of the ranks that have the item."""
         return [entry for entry in self.entries.values() if entry is not None]
 
     @property
