@@ -64,10 +64,9 @@ def examine_options(given: argparse.Namespace) -> None:
         is_valid = False
     if not is_valid:
         raise UsageError(f"--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not {ranks!r}")
-    try:
+    min_nodes, max_nodes = 0, 0
+    with contextlib.suppress(ValueError, RuntimeError):
         min_nodes, max_nodes = parse_min_max_nnodes(given.nnodes)
-    except (ValueError, RuntimeError):
-        min_nodes, max_nodes = 0, 0
     if not 0 < min_nodes <= max_nodes:
         raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {given.nnodes!r}")
     if given.max_restarts < 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.monitor.reporting import OnFinding, WatchOptions
 from ddpcheck.monitor.watch import Watch
 
 

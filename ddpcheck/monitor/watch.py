@@ -28,10 +28,9 @@ from ddpcheck.judge.loop.watched_steps import judge_reports
 from ddpcheck.judge.replicas.script_changes import judge_ignored
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.model_parts import ModelParts
-from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
-from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
+from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.ignored_data import IgnoredData

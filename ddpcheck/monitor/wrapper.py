@@ -23,8 +23,7 @@ from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
 from ddpcheck.judge.parameters.missing_parameters import judge_uninitialised
 from ddpcheck.judge.replicas.descriptions import judge_descriptions, judge_options
-from ddpcheck.monitor.options import OnFinding, WatchOptions
-from ddpcheck.monitor.reporting import FindingReporter, as_text
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, WatchOptions, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
@@ -116,6 +117,7 @@ class Record:
     shown: Any = None  # report content that replaces the parent's traceback
     # error of `ddp_world.run`, and report sections shown beside the parent's traceback
     explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
+    report_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of kept HTML reports
     failed: bool = False  # the ranks of a failed test are not reused
     quitting: bool = False  # user quit the debugger to end the session
     _warned: set[object] = field(default_factory=set)
@@ -158,7 +160,7 @@ class WorldLease:
     """Lease of a world, acquired on first use and after a failure."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
-        self.ranks = ranks
+        self._ranks = ranks
         self._record = record
         self.options = dict(options)
         self.attachment: dict[int, RankArtifacts] = {}  # of the last run, by rank
@@ -171,7 +173,7 @@ class WorldLease:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self.ranks.acquire(self._record.item, self.options, self._watch)
+            self._world = self._ranks.acquire(self._record.item, self.options, self._watch)
             self._printed = [0] * self._world.world_size
         return self._world
 
@@ -184,7 +186,7 @@ class WorldLease:
             Return values by rank, outcome of the test, and the error if ranks failed.
         """
         world = self.world
-        debugger = self.ranks.terminal is not None
+        debugger = self._ranks.terminal is not None
         conditions = TestConditions.of(self._record.item, since=self._record.seeds, debugger=debugger)
         error: RankError | None = None
         try:
@@ -203,16 +205,16 @@ class WorldLease:
         return error
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        self.ranks.check_controller()
+        self._ranks.check_controller()
         self._show(world, last=False)
-        if self.ranks.terminal is not None:
-            self.ranks.terminal.attend(world.directory)
+        if self._ranks.terminal is not None:
+            self._ranks.terminal.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
     def _show(self, world: Lent, *, last: bool) -> None:
         """Print new output of the ranks under `-s`, prefixed with the rank."""
-        if self.ranks.live:
+        if self._ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
                 for line in text.splitlines():
                     sys.stdout.write(f"[rank {rank}] {line}\n")
@@ -227,7 +229,7 @@ class WorldLease:
             yield rank, text
 
     def collect_output(self) -> None:
-        if self._world is not None and not self.ranks.live:
+        if self._world is not None and not self._ranks.live:
             for rank, text in self._new_output(self._world):
                 self._record.add_section("stdout", rank, self._world, text)
 
@@ -236,4 +238,4 @@ class WorldLease:
             return
         self.collect_output()
         world, self._world = self._world, None
-        self.ranks.release(world, broken=self._record.failed)
+        self._ranks.release(world, broken=self._record.failed)

@@ -8,6 +8,7 @@ current process (`monkeypatch`, `capsys`, `caplog` ...).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -64,20 +65,12 @@ class Builtin(OnRank):
 class RankFixture(OnRank):
     """Placeholder for a user fixture that depends on per-rank values."""
 
-    function: Any  # fixture function, or `InModule`
+    find: Callable[[], Any]  # returns the fixture function
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class InModule:
-    """Reference to a fixture function by module and name."""
-
-    module: str
-    name: str
-
-    def find(self) -> Any:
-        """Import the module and unwrap the function from its `pytest.fixture` object."""
-        return _function_of(getattr(importlib.import_module(self.module), self.name))
+def _function_in(module: str, name: str) -> Any:
+    return _function_of(getattr(importlib.import_module(module), name))
 
 
 def _function_of(holder: Any) -> Any:
@@ -86,13 +79,13 @@ def _function_of(holder: Any) -> Any:
     return getattr(getattr(holder, "__pytest_wrapped__", None), "obj", None)
 
 
-def reference(function: Any) -> Any:
-    """Return a picklable fixture function, by name (keeps module globals) if importable."""
+def reference(function: Any) -> Callable[[], Any]:
+    """Return a picklable function that finds a fixture function, by name (keeps module globals) if importable."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
     if module is not None and _function_of(getattr(module, name, None)) is function and wire.importable(module):
-        return InModule(module.__name__, name)
-    return function
+        return functools.partial(_function_in, module.__name__, name)
+    return lambda: function
 
 
 _CAPTURES = {
@@ -180,7 +173,7 @@ class FixtureMaker:
             return self.teardown.enter_context(_BUILTIN[value.name](value.detail, self))
         if not isinstance(value, RankFixture):
             return _rank_values()[value.name]
-        function = value.function.find() if isinstance(value.function, InModule) else value.function
+        function = value.find()
         arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
         if inspect.isgeneratorfunction(function):
             return self.teardown.enter_context(_generated(value.name, function(**arguments)))

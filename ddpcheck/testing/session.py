@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
 import unittest
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,7 +15,7 @@ from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
-from ddpcheck.testing.outcome import REPORT_FOLDER, as_pytest_shows, keep_report, to_raise
+from ddpcheck.testing.outcome import as_pytest_shows, to_raise
 from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
@@ -77,9 +75,9 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        function = rank_fixtures.reference(_bound(fixturedef, request))
+        find = rank_fixtures.reference(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
-        fixture = rank_fixtures.RankFixture(fixturedef.argname, function, converted)
+        fixture = rank_fixtures.RankFixture(fixturedef.argname, find, converted)
         item.stash[_RECORD].setups.append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
         return fixture
@@ -87,10 +85,7 @@ class Session:
     def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
         record = item.stash[_RECORD]
         try:
-            folder = item.config.getoption(REPORT_FOLDER, None)
-            keep = functools.partial(keep_report, folder, item.nodeid, itertools.count(1))
-            rent = functools.partial(WorldLease, self._ranks, record)
-            yield DDPWorld(self._settings, rent, self._options(item), keep)
+            yield DDPWorld(self._ranks, record, self._settings, self._options(item))
         finally:
             with contextlib.ExitStack() as stack:  # release every world even if one release raises
                 for lease in record.leases:
