@@ -36,27 +36,7 @@ def run_env(arguments: argparse.Namespace) -> int:
     if arguments.skill:
         print_out(str(files("ddpcheck") / "SKILL.md"))
         return EXIT_CLEAN
-    environment = describe_environment()
-    width = Medium.of(sys.stdout).width
-    text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
-    print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
-    return EXIT_CLEAN
-
-
-def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield a line for each value; nested mappings are indented below their heading."""
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            yield f"{indent}{name}:{'' if value else ' none'}"
-            yield from _lines(value, indent + "  ")
-        else:
-            text = ", ".join(value) or "none" if isinstance(value, list) else str(value)
-            yield f"{indent}{name}: {printable(text)}"
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return the environment by heading, as strings, numbers, lists and nested mappings."""
-    return {
+    environment = {
         "ddpcheck": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
         "system": " ".join(filter(None, (platform.system(), platform.release(), platform.machine()))),
@@ -68,6 +48,21 @@ def describe_environment() -> dict[str, Any]:
         "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
         "variables": shown_variables(os.environ),
     }
+    width = Medium.of(sys.stdout).width
+    text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
+    print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
+    return EXIT_CLEAN
+
+
+def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield a line for each value; nested mappings are indented below their heading."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{name}:{'' if value else ' none'}"
+            yield from _lines(value, indent + "  ")
+        else:
+            text = ", ".join(value) or "none" if isinstance(value, list) else str(value)
+            yield f"{indent}{name}: {printable(text)}"
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -110,11 +110,9 @@ def _disagreement(ended: Mapping[int, Ended]) -> str:
     return f"ranks disagree: {', '.join(told_together((rank, _said(outcome)) for rank, outcome in ordered))}"
 
 
-def _said(one: Ended) -> str:
-    if one.how == "passed":
-        return "passed"
-    verb = "skipped" if one.how == "skipped" else "failed as expected"
-    return f"{verb} ({one.reason})" if one.reason else verb
+def _said(ended: Ended) -> str:
+    verb = "failed as expected" if ended.how == "xfailed" else ended.how
+    return f"{verb} ({ended.reason})" if ended.reason else verb
 
 
 def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:

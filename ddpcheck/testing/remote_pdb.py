@@ -118,9 +118,8 @@ class PdbTerminal:
         """Serve debugger connections of the ranks until none is left."""
         deadline = time.monotonic()
         while True:
-            calls = sorted(directory.glob("rank*.pdb"), key=_age)
-            if calls:
-                self._answer(calls[0])
+            if (place := min(directory.glob("rank*.pdb"), key=_age, default=None)) is not None:
+                self._answer(place)
                 deadline = time.monotonic() + _NEXT_WORD
             elif time.monotonic() >= deadline:
                 return
