@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 _AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
 
 
-def examine_options(given: argparse.Namespace) -> None:
+def examine_options(args: argparse.Namespace) -> None:
     """Validate the script path and the options of torchrun."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-    if not given.module and not given.no_python and not os.path.exists(given.training_script):
-        raise UsageError(f"no such file: {given.training_script}{near_file(Path(given.training_script))}")
-    ranks = given.nproc_per_node
+    if not args.module and not args.no_python and not os.path.exists(args.training_script):
+        raise UsageError(f"no such file: {args.training_script}{near_file(Path(args.training_script))}")
+    ranks = args.nproc_per_node
     try:
         is_valid = determine_local_world_size(ranks) > 0
     except (ValueError, RuntimeError) as error:
@@ -66,15 +66,15 @@ def examine_options(given: argparse.Namespace) -> None:
         raise UsageError(f"--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not {ranks!r}")
     min_nodes, max_nodes = 0, 0
     with contextlib.suppress(ValueError, RuntimeError):
-        min_nodes, max_nodes = parse_min_max_nnodes(given.nnodes)
+        min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if not 0 < min_nodes <= max_nodes:
-        raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {given.nnodes!r}")
-    if given.max_restarts < 0:
-        raise UsageError(f"--max-restarts is a number from 0 on, not {given.max_restarts}")
+        raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {args.nnodes!r}")
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts is a number from 0 on, not {args.max_restarts}")
 
 
 def run_agent(
-    run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
+    run: Any, args: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
 ) -> Ending:
     """Run the script with torchrun's agent and return its ending.
 
@@ -84,11 +84,11 @@ def run_agent(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     quiet = limit is not None
-    watch = HangWatch(folder, given.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
+    watch = HangWatch(folder, args.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
     try:
         with _handlers_kept(), _without_broken_error_files(), _meeting(nodes), _killing(quiet):
             try:
-                run(given)
+                run(args)
             finally:
                 watch.stop()
                 watch.forget_end()
@@ -112,19 +112,19 @@ def run_agent(
     except Exception as error:
         if _is_refused_option(error):
             raise UsageError(f"torchrun refuses an option: {error}") from error
-        if given.debug:
+        if args.debug:
             traceback.print_exception(error)
         complain(f"the agent of torchrun has stopped: {named(error)}")
         return Ending(EXIT_FINDINGS)  # as torchrun exits then
     return Ending()
 
 
-def code_of_first(found: Mapping[int, Any]) -> int:
+def code_of_first(failures: Mapping[int, Any]) -> int:
     """Return the exit code of the first rank that failed on its own.
 
     A rank ended by the agent after an exception counts as failed by the exception.
     """
-    ordered = sorted(found.values(), key=lambda proc: proc.timestamp)
+    ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
     lost = [proc.pid for proc in ordered if has_lost_another(raised.get(proc.pid, ""))]
     by_itself = [proc for proc in ordered if proc.pid not in lost and proc.exitcode != -signal.SIGTERM]
@@ -290,17 +290,17 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
     return singles
 
 
-def report_output(given: argparse.Namespace) -> ReportOutput:
+def report_output(args: argparse.Namespace) -> ReportOutput:
     """Return the destination of the report, from the options of the run."""
-    given.output, given.format = given.check_output, given.check_format
-    return ReportOutput(given, None, to_stderr=True)
+    args.output, args.format = args.check_output, args.check_format
+    return ReportOutput(args, None, to_stderr=True)
 
 
 def show_report(
     script: str,
     ending: Ending,
     folder: Path,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     output: ReportOutput,
     settings: Settings,
     baseline: Report | None,
@@ -310,21 +310,21 @@ def show_report(
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
-    for entry in (entry for rank in ranks for entry in rank.entries if given.debug):
+    for entry in (entry for rank in ranks for entry in rank.entries if args.debug):
         if isinstance(entry, WatchingFailed):
             complain(entry.error, kind="debug")
     unmet_ranks = () if ranks else unmet(folder)
     ending = replace(ending, unmet=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
-    if given.check_flight_recorder is not None:
+    if args.check_flight_recorder is not None:
         try:
-            write_flight_records(Path(given.check_flight_recorder), ranks, ending)
+            write_flight_records(Path(args.check_flight_recorder), ranks, ending)
         except OSError as error:
-            complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
+            complain(f"cannot write to {args.check_flight_recorder}: {reason_of(error)}")
     source = ProgramSource()
     report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source, singles=singles)
-    if given.check_record is not None:
-        keep_record(given.check_record, script, ending, ranks, source, report)
-    is_brief = given.check_output is None and given.check_format is None and not given.verbose
+    if args.check_record is not None:
+        keep_record(args.check_record, script, ending, ranks, source, report)
+    is_brief = args.check_output is None and args.check_format is None and not args.verbose
     if is_brief and (report.status == "clean" or not (ranks or report.findings)):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")

@@ -27,7 +27,7 @@ _LONG = 0.02  # seconds per step; a store query of about 50 microseconds is then
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Gone:
     """Placeholder for the value of a rank that has left, with the reason."""
 
     why: str
@@ -94,7 +94,7 @@ class AlarmBoard:
             why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from now on rank"
             warnings.warn(f"ddpcheck: {why} {self.rank} judges alone", stacklevel=2)
             return [value]
-        reasons = {rank: reply.why for rank, reply in zip(self.ranks, replies, strict=True) if isinstance(reply, Left)}
+        reasons = {rank: reply.why for rank, reply in zip(self.ranks, replies, strict=True) if isinstance(reply, Gone)}
         if reasons:
             self.silent = tuple(reasons)
             location = user_location()
@@ -112,4 +112,4 @@ class AlarmBoard:
         if self.open:
             for key in set(keys).difference(self._kept):  # other ranks may not have read yet
                 with contextlib.suppress(Exception):  # the process with the store has exited
-                    self._exchange.put(key, Left(why))
+                    self._exchange.put(key, Gone(why))

@@ -109,7 +109,7 @@ class LaunchedWorld:
         self._options = options
         self._watch = watch
         self._world: World | None = None  # on rank 0
-        self._left: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
+        self._files: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call rank 0's function and arguments on every rank; raises as `World.run`.
@@ -125,7 +125,7 @@ class LaunchedWorld:
         contexts = [context for _, context in entries[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
         with self._session.working():  # report before the launcher kills all ranks after a crash
-            results, error, self._left = once(self._session, "the results of a run", work)
+            results, error, self._files = once(self._session, "the results of a run", work)
             if error is not None:
                 self._session.why_not(range(self._session.world_size))
                 raise error
@@ -150,10 +150,10 @@ class LaunchedWorld:
         return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
-        return self._left[rank][0]
+        return self._files[rank][0]
 
     def output(self, rank: int) -> str:
-        return self._left[rank][1]
+        return self._files[rank][1]
 
     def close(self) -> None:
         if self._world is not None:

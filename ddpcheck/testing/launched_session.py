@@ -172,9 +172,9 @@ class InStep:
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """Return the common exception of this phase; `own`: this rank's exception."""
-        local_end = _told(item, own, fell=launched.epoch.out_of_step is not None)
+        local_end = _phase_end(item, own, fell=launched.epoch.out_of_step is not None)
         try:
-            ends: list[_Told] = launched.end(local_end, timeout=self._patience(item))
+            ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
@@ -257,7 +257,7 @@ class InStep:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _PhaseEnd:
     """Outcome of a test phase on one rank, sent to the other ranks."""
 
     ended: Ended | None = None  # set if not failed
@@ -274,15 +274,15 @@ class _Told:
         return ("", self.ended.how) if self.ended is not None else ("", "")
 
 
-def _told(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _Told:
+def _phase_end(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _PhaseEnd:
     if error is None:
-        return _Told(Ended("passed"))
+        return _PhaseEnd(Ended("passed"))
     if isinstance(error, pytest.skip.Exception):
-        return _Told(Ended("skipped", error.msg or ""))
+        return _PhaseEnd(Ended("skipped", error.msg or ""))
     if isinstance(error, pytest.xfail.Exception):
-        return _Told(Ended("xfailed", error.msg or ""))
+        return _PhaseEnd(Ended("xfailed", error.msg or ""))
     output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
-    return _Told(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
+    return _PhaseEnd(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
 
 
 def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
@@ -294,12 +294,12 @@ def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
     return data if hasattr(longrepr, "reprcrash") else b""
 
 
-def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
+def _failure(rank: int, end: _PhaseEnd, caused: bool) -> RankFailure:
     """Return the failure of a rank; `caused`: another rank may be the cause."""
-    assert told.reply is not None
-    failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks differ between machines
-    if told.fell and caused:
-        return replace(failure, kind="fell", message=f"rank {rank} fell with it: {told.reply['text']}")
+    assert end.reply is not None
+    failure = failures.raised(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
+    if end.fell and caused:
+        return replace(failure, kind="fell", message=f"rank {rank} fell with it: {end.reply['text']}")
     return failure
 
 

@@ -228,10 +228,10 @@ class Mismatch:
     def measurable(self) -> bool:
         """True if only tensor values differ, so that distances can be computed."""
         kinds = {entry and (entry.kind, entry.attributes) for entry in self.entries.values()}
-        return bool(self.odd) and len(kinds) == 1 and self.held[0].kind == "tensor"
+        return bool(self.odd) and len(kinds) == 1 and self.present[0].kind == "tensor"
 
     @property
-    def held(self) -> list[Entry]:
+    def present(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry is not None]
 
     @property
@@ -295,12 +295,12 @@ def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, opti
     return all(map(is_close, values.values()))
 
 
-def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
-    """Return the message on `found`, or '' if all are within the tolerance.
+def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
+    """Return the message on `mismatches`, or '' if all are within the tolerance.
 
     `name` is the user's name of the argument.
     """
-    failed = [item for item in found if item.far or not item.distances]
+    failed = [item for item in mismatches if item.far or not item.distances]
     if not failed:
         return ""
     first, others = failed[0], failed[1:]
@@ -318,22 +318,22 @@ def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues
 
 
 def _details(item: Mismatch, how: str) -> list[str]:
-    kinds = {entry.kind for entry in item.held}
+    kinds = {entry.kind for entry in item.present}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
         text = _on_ranks({rank: entry or "nothing" for rank, entry in item.entries.items()})
         return ["Items are not the same on all ranks!", "", f"{reason}: {text}."]
-    kind, lines = item.held[0].kind, []
+    kind, lines = item.present[0].kind, []
     if kind != "tensor":
         lines = [f"{_on_ranks(item.entries)}."]
     elif not item.odd:
-        lines = [f"On every rank, {item.held[0].nans}."]
+        lines = [f"On every rank, {item.present[0].nans}."]
     elif item.measurable:
         same = [rank for rank in item.entries if rank not in item.far]
         verb = plural_verb("differs", "differ", item.far)
         lines = [f"{capitalized(format_ranks(item.far))} {verb} from {format_ranks(same)}.", *_numbers(item)]
     else:
-        for number, (name, _) in enumerate(item.held[0].attributes):
+        for number, (name, _) in enumerate(item.present[0].attributes):
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")

@@ -270,15 +270,15 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measured(
-    found: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
+    mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
     """Add distances to the first mismatch if exact, else to all.
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
-    selected = [item for item in (found[:1] if options.exact else found) if item.measurable]
+    selected = [item for item in (mismatches[:1] if options.exact else mismatches) if item.measurable]
     if not selected:
-        return list(found)
+        return list(mismatches)
     tensors = {path: value for path, kind, value in items if kind == "tensor"}
     local_distances: list[tuple[float, str]] = []
     with torch.no_grad():
@@ -287,10 +287,11 @@ def measured(
             received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
             local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = exchange.all_gather("measured", local_distances)
-    for index, item in enumerate(selected):
-        distances = {rank: values[index] for rank, values in zip(exchange.ranks, by_rank, strict=True)}
-        found = [replace(mismatch, distances=distances) if mismatch is item else mismatch for mismatch in found]
-    return list(found)
+    by_path = {
+        item.path: dict(zip(exchange.ranks, distances, strict=True))
+        for item, distances in zip(selected, zip(*by_rank, strict=True), strict=True)
+    }
+    return [replace(item, distances=by_path.get(item.path, {})) for item in mismatches]
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
