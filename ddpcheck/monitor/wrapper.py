@@ -115,8 +115,6 @@ class CheckedDistributedDataParallel(_DDP):
         """Return all findings so far."""
         return self.watch.findings
 
-    # Module methods
-
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["watch"]  # belongs to this process

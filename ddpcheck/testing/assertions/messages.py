@@ -15,7 +15,7 @@ from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, sel
 from ddpcheck.findings.selection import is_any_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
-_VERDICTS = {
+_VERDICTS = {  # by check: the reference, what to say if it was not compared, and the rules on what it finds
     "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own", ("DDP301", "DDP302")),
     "parity": (
         "single-process",
@@ -23,8 +23,6 @@ _VERDICTS = {
         ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"),
     ),
 }
-"""By check: the reference that it compares with, what to say where it was not made, and the rules on what it finds."""
-
 _BY_TOLERANCE = frozenset(code for _, _, codes in _VERDICTS.values() for code in codes) - {"DDP301"}
 _NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
@@ -148,7 +146,7 @@ def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
 
 _UNUSED = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
 _ON_SOME = "on some ranks only, on which DDP hangs (DDP104)"
-_ANOMALIES = {
+_ANOMALIES = {  # singular and plural, by (is no parameter of the model, is on some ranks only)
     (False, False): (f"parameter gets no gradient {_UNUSED}", f"parameters get no gradient {_UNUSED}"),
     (False, True): (f"parameter contributes {_ON_SOME}", f"parameters contribute {_ON_SOME}"),
     (True, False): (
@@ -156,8 +154,6 @@ _ANOMALIES = {
         "tensors get a gradient and are no parameters of the model, so DDP never synchronises them (DDP106)",
     ),
 }
-"""One anomaly, and several, by whether they are tensors that are no parameters, and whether on some ranks only."""
-
 
 _MOST_ITEMS = 8  # maximum number of further mismatches listed
 _MOST_GROUPS = 4  # maximum number of rank groups with distances

@@ -106,7 +106,7 @@ _PIECE = 1 << 24  # bytes in one broadcast
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
 _NUMBERS = (bool, int, float, complex)
 _KEYS = (str, bytes, *_NUMBERS, type(None), enum.Enum)
-_PARTS = {
+_PARTS = {  # methods that return the dense parts of a tensor, by layout
     torch.sparse_coo: ("indices", "values"),
     torch.jagged: ("offsets", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -114,10 +114,8 @@ _PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The methods that return the dense parts of a tensor, by layout."""
-
+# path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container
 Item = tuple[str, str, Any]
-"""Path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container."""
 
 
 def items_of(value: Any) -> list[Item]:
