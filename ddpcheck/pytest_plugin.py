@@ -135,29 +135,25 @@ def ddp_world(request: pytest.FixtureRequest) -> Iterator[DDPWorld]:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
     """Return the rank of this process, in a test marked `ddp`."""
-    return _fact(request)
+    return _session(request.config).fact(request.node, "rank")
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> Any:
     """Return the world size, in a test marked `ddp`."""
-    return _fact(request)
+    return _session(request.config).fact(request.node, "world_size")
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Any:
     """Return the `torch.device` of this rank, in a test marked `ddp`."""
-    return _fact(request)
+    return _session(request.config).fact(request.node, "device")
 
 
 @pytest.fixture
 def process_group(request: pytest.FixtureRequest) -> Any:
     """Return the default process group, in a test marked `ddp`."""
-    return _fact(request)
-
-
-def _fact(request: pytest.FixtureRequest) -> Any:
-    return _session(request.config).fact(request.node, str(request.fixturename))
+    return _session(request.config).fact(request.node, "process_group")
 
 
 def _is_ours(item: pytest.Item) -> bool:

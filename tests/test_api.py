@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import ddpcheck
 from ddpcheck.harness import World
 from ddpcheck.integrations.callback import WatchCallback
-from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.reporting import WatchOptions
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options

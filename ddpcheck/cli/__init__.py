@@ -1,7 +1,4 @@
-"""The command line, the only part of ddpcheck that prints and exits.
-
-The commands are in the modules of this package, and their options in `arguments`.
-"""
+"""The command line, the only part of ddpcheck that prints and exits."""
 
 from __future__ import annotations
 

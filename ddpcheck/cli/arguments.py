@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpcheck import __version__
 from ddpcheck.cli.checks import run_graph, run_hang, run_init, run_live, run_report
-from ddpcheck.cli.completion import SHELLS, run_completion
-from ddpcheck.cli.env import run_env
+from ddpcheck.cli.env import run_env, version_of
 from ddpcheck.cli.launched import on_launched_ranks
+from ddpcheck.cli.output import print_out
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of
 from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.saved import DOCUMENTS, run_diff, run_render, run_schema
-from ddpcheck.findings.errors import EXIT_USAGE
+from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE, UsageError
+from ddpcheck.findings.rules import FAMILIES, RULES
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
-from ddpcheck.run.check_options import Once, add_display_options
+from ddpcheck.run.check_options import Once, add_check_options, add_display_options
 
 EPILOG = """\
 exit codes: 0 no findings at or above --fail-on; 1 such findings; 2 wrong usage or configuration, or a bug in ddpcheck;
@@ -32,23 +32,16 @@ a recipe: `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/fi
 function without arguments that returns one; without attr, the module has functions model, batch and loss
 """
 
-
 _RULES = "rules by code, prefix or name; comma separated or repeated"
-OPTIONS: Mapping[str, tuple[str, str]] = {
+OPTIONS: Mapping[str, tuple[str, str]] = {  # metavar and help
     "--steps": ("N", "training steps (default 3)"),
     "--world-size": ("N", "ranks (default 2)"),
     "--backend": ("NAME", "gloo or nccl (default: by device)"),
     "--device": ("NAME", "cpu or cuda (default cpu)"),
     "--timeout": ("SECONDS", "report a hang after SECONDS (default 30)"),
     "--seed": ("N", "seed of all random numbers (default 0)"),
-    "--launcher": (
-        "WHEN",
-        "run on the ranks that torchrun, mpirun or srun has started: auto (default), on or off",
-    ),
-    "--preload": (
-        "MODULES",
-        "modules to import once, before ranks are forked; comma separated or repeated",
-    ),
+    "--launcher": ("WHEN", "run on the ranks that torchrun, mpirun or srun has started: auto (default), on or off"),
+    "--preload": ("MODULES", "modules to import once, before ranks are forked; comma separated or repeated"),
     "--select": ("RULES", f"report only these {_RULES}"),
     "--ignore": ("RULES", f"do not report these {_RULES}"),
     "--fail-on": ("SEVERITY", "error, warning, note or never (default error)"),
@@ -64,10 +57,23 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
         "files that ddpcheck wrote there before",
     ),
 }
-"""What options of several commands take, and mean."""
-
 _OF_A_CHECK = ("--steps", "--world-size", "--backend", "--device", "--timeout", "--seed", "--launcher", "--preload")
 _REPEATED = ("--preload", "--select", "--ignore")
+
+_SHELLS = ("bash", "zsh", "fish")
+_ALL_RULES = (*FAMILIES, *RULES, *(rule.name for rule in RULES.values()))
+_COMPLETIONS: Mapping[str, Sequence[str]] = {  # values by the name of an option or argument
+    "select": _ALL_RULES,
+    "ignore": _ALL_RULES,
+    "rules": _ALL_RULES,
+    "backend": ("gloo", "nccl"),
+    "device": ("cpu", "cuda"),
+    "launcher": ("auto", "on", "off"),
+    "fail_on": ("error", "warning", "note", "never"),
+    "format": tuple(FORMATS),
+}
+_FILES = frozenset({"target", "model", "output", "baseline", "path", "old", "new", "training_script"})
+_FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
@@ -85,8 +91,11 @@ def make_parser() -> Parser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=_version())
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    torch = f"torch {version}" if (version := version_of("torch")) else "no torch"
+    versions = f"ddpcheck {__version__} ({torch}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=versions)
+    debug = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", help=debug)
 
     def no_command(_arguments: argparse.Namespace) -> int:
         parser.print_help(sys.stderr)
@@ -104,9 +113,7 @@ def make_parser() -> Parser:
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        subparser.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-        )
+        subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
         subparser.set_defaults(command=run, parser=subparser)
         return subparser
 
@@ -166,8 +173,8 @@ def make_parser() -> Parser:
     environment.add_argument("--format", **text_or_json)
     skill = "print the path of SKILL.md, instructions on ddpcheck for a coding agent"
     environment.add_argument("--skill", action="store_true", help=skill)
-    shell = command("completion", lambda args: run_completion(args, make_parser), "print a completion script")
-    shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    shell = command("completion", run_completion, "print a completion script")
+    shell.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
     return parser
 
 
@@ -180,7 +187,6 @@ def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str] = FORMATS) -> None:
-    """Add the named options of `OPTIONS`."""
     for name in names:
         metavar, text = OPTIONS[name]
         flags = ("-o", name) if name == "--output" else (name,)
@@ -190,9 +196,37 @@ def _add(parser: argparse._ActionsContainer, *names: str, formats: Iterable[str]
             add_display_options(parser)
 
 
-def _version() -> str:
+def run_completion(arguments: argparse.Namespace) -> int:
+    """Print the completion script of a shell."""
     try:
-        torch = f"torch {version('torch')}"
-    except PackageNotFoundError:
-        torch = "no torch"
-    return f"ddpcheck {__version__} ({torch}, Python {platform.python_version()})"
+        import shtab
+    except ImportError as error:
+        raise UsageError("completion needs the package shtab, which is not installed: pip install shtab") from error
+    parser = make_parser()
+    _add_completions(parser, {"file": shtab.FILE, "folder": shtab.DIRECTORY})
+    print_out(shtab.complete(parser, arguments.shell).rstrip("\n"))
+    return EXIT_CLEAN
+
+
+def _add_completions(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            if "run" in action.choices:
+                _add_options_of_torchrun(action.choices["run"])
+            for subparser in action.choices.values():
+                _add_completions(subparser, kinds)
+            continue
+        name = action.dest.removeprefix("check_")
+        if action.choices is None and name in _COMPLETIONS:
+            action.choices = _COMPLETIONS[name]
+        if name in _FILES or name in _FOLDERS:
+            action.complete = kinds["file" if name in _FILES else "folder"]  # type: ignore[attr-defined]
+
+
+def _add_options_of_torchrun(parser: argparse.ArgumentParser) -> None:
+    """Replace the remainder argument of `run` by the options of torchrun and ddpcheck."""
+    from torch.distributed.run import get_args_parser
+
+    torchrun_parser = get_args_parser()
+    add_check_options(torchrun_parser)
+    parser.__dict__.update({**torchrun_parser.__dict__, "prog": parser.prog})

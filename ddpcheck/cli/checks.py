@@ -63,18 +63,13 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
             prepare(Path(arguments.repro))
         run: Callable[..., Report | Matrix]
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
+        extra |= {"world_size": arguments.schedule} if scheduled else {"hosts": hosts}
         if arguments.matrix:  # import only the code that is needed
             from ddpcheck.report.matrix.check_matrix import check_matrix as run
-
-            extra["hosts"] = hosts
         elif scheduled:
             from ddpcheck.report.schedule.check_schedule import check_schedule as run
-
-            extra["world_size"] = arguments.schedule
         else:
             from ddpcheck.report.checking.check import check as run
-
-            extra["hosts"] = hosts
         report = run(arguments.target, progress=progress, **asked, **extra)
         progress.clear()
         output.show(report)

@@ -36,16 +36,27 @@ def run_env(arguments: argparse.Namespace) -> int:
     if arguments.skill:
         print_out(str(files("ddpcheck") / "SKILL.md"))
         return EXIT_CLEAN
-    environment = describe_environment()
+    environment = {
+        "ddpcheck": __version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
+        "system": " ".join(filter(None, (platform.system(), platform.release(), platform.machine()))),
+        "libc": " ".join(platform.libc_ver()) or "unknown",
+        "cpus": os.cpu_count(),
+        "start method": _start_method(),
+        "torch": _torch(),
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
+        "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
+        "variables": shown_variables(os.environ),
+    }
     width = Medium.of(sys.stdout).width
     text = "\n".join(wrapped(line, width, "    ") for line in _lines(environment))
     print_out(json.dumps(environment, indent=2) if arguments.format == "json" else text)
     return EXIT_CLEAN
 
 
-def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Yield a line for each value; nested mappings are indented below their heading."""
-    for name, value in found.items():
+    for name, value in values.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}:{'' if value else ' none'}"
             yield from _lines(value, indent + "  ")
@@ -54,29 +65,14 @@ def _lines(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{name}: {printable(text)}"
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return the environment by heading, as strings, numbers, lists and nested mappings."""
-    return {
-        "ddpcheck": __version__,
-        "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
-        "system": " ".join(filter(None, (platform.system(), platform.release(), platform.machine()))),
-        "libc": " ".join(platform.libc_ver()) or "unknown",
-        "cpus": os.cpu_count(),
-        "start method": _start_method(),
-        "torch": _torch(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "pytest plugins": sorted({f"{ep.name} ({ep.value})" for ep in metadata.entry_points(group="pytest11")}),
-        "variables": shown_variables(os.environ),
-    }
-
-
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that DDP may depend on, with secrets hidden."""
     ours = {name: environ[name] for name in sorted(environ) if _OURS.match(name)}
     return {name: HIDDEN if _SECRET.search(name) else _IN_URL.sub(f"{HIDDEN}@", value) for name, value in ours.items()}
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or ""."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

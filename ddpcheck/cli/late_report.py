@@ -1,7 +1,4 @@
-"""Wait for ranks started by another launcher, and report on the logs.
-
-Runs in a background process started by `python -m ddpcheck.monitor`, and ends no processes except hung ranks.
-"""
+"""Wait in the background for ranks of `python -m ddpcheck.monitor`, end hung ranks, and report on the logs."""
 
 from __future__ import annotations
 

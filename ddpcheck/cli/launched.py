@@ -28,9 +28,7 @@ _WITHOUT_LEADER = 3.0  # seconds for other ranks, longer than for rank 0
 _LOOK = 0.25  # seconds between polls of the launcher
 
 
-def on_launched_ranks(
-    run: Callable[[argparse.Namespace, Leader | None], int],
-) -> Callable[[argparse.Namespace], int]:
+def on_launched_ranks(run: Callable[[argparse.Namespace, Leader | None], int]) -> Callable[[argparse.Namespace], int]:
     """Wrap a command to run on rank 0 of a launcher, if any."""
 
     def command(arguments: argparse.Namespace) -> int:

@@ -98,7 +98,7 @@ def near_option(parser: argparse.ArgumentParser, words: Iterable[str]) -> str:
     return ""
 
 
-EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
+EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {  # by command; each with a few words on what it does
     "": (
         ("ddpcheck init net.py:Net", "write a first recipe for a model, and check it"),
         ("ddpcheck report recipe.py", "check a recipe on two ranks"),
@@ -153,7 +153,6 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("ddpcheck init pkg.models:Net --args '3, hidden=16'", "for a constructor that needs arguments"),
     ),
 }
-"""What `ddpcheck COMMAND --help` shows at its end: examples, each with a few words on what it does."""
 
 
 def examples_of(command: str) -> str:

@@ -45,18 +45,16 @@ from ddpcheck.worlds.failures import has_lost_another
 if TYPE_CHECKING:
     from ddpcheck.run.parity_run import ParityRuns, SingleRun
 
+_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
 
-def examine_options(given: argparse.Namespace) -> None:
-    """Validate the script path and the options of torchrun.
 
-    Raises:
-        UsageError: An option is invalid; the message has the option and its value.
-    """
+def examine_options(args: argparse.Namespace) -> None:
+    """Validate the script path and the options of torchrun."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-    if not given.module and not given.no_python and not os.path.exists(given.training_script):
-        raise UsageError(f"no such file: {given.training_script}{near_file(Path(given.training_script))}")
-    ranks = given.nproc_per_node
+    if not args.module and not args.no_python and not os.path.exists(args.training_script):
+        raise UsageError(f"no such file: {args.training_script}{near_file(Path(args.training_script))}")
+    ranks = args.nproc_per_node
     try:
         is_valid = determine_local_world_size(ranks) > 0
     except (ValueError, RuntimeError) as error:
@@ -65,35 +63,31 @@ def examine_options(given: argparse.Namespace) -> None:
         is_valid = False
     if not is_valid:
         raise UsageError(f"--nproc-per-node is a number of ranks from 1 on, or auto, cpu or gpu, not {ranks!r}")
-    try:
-        min_nodes, max_nodes = parse_min_max_nnodes(given.nnodes)
-    except (ValueError, RuntimeError):
-        min_nodes, max_nodes = 0, 0
+    min_nodes, max_nodes = 0, 0
+    with contextlib.suppress(ValueError, RuntimeError):
+        min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
     if not 0 < min_nodes <= max_nodes:
-        raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {given.nnodes!r}")
-    if given.max_restarts < 0:
-        raise UsageError(f"--max-restarts is a number from 0 on, not {given.max_restarts}")
+        raise UsageError(f"--nnodes is a number of machines from 1 on, or MIN:MAX, not {args.nnodes!r}")
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts is a number from 0 on, not {args.max_restarts}")
 
 
 def run_agent(
-    run: Any, given: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
+    run: Any, args: argparse.Namespace, folder: Path, nodes: NodeLink | None = None, *, limit: float | None = None
 ) -> Ending:
     """Run the script with torchrun's agent and return its ending.
 
     Exit code: of the first failed rank, or 128 + signal. `limit`: seconds of a single-process run, without messages.
-
-    Raises:
-        UsageError: torchrun rejects an option.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     quiet = limit is not None
-    watch = HangWatch(folder, given.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
+    watch = HangWatch(folder, args.check_timeout, end_agent, None if quiet else say, nodes, limit or math.inf)
     try:
         with _handlers_kept(), _without_broken_error_files(), _meeting(nodes), _killing(quiet):
             try:
-                run(given)
+                run(args)
             finally:
                 watch.stop()
                 watch.forget_end()
@@ -117,19 +111,19 @@ def run_agent(
     except Exception as error:
         if _is_refused_option(error):
             raise UsageError(f"torchrun refuses an option: {error}") from error
-        if given.debug:
+        if args.debug:
             traceback.print_exception(error)
         complain(f"the agent of torchrun has stopped: {named(error)}")
         return Ending(EXIT_FINDINGS)  # as torchrun exits then
     return Ending()
 
 
-def code_of_first(found: Mapping[int, Any]) -> int:
+def code_of_first(failures: Mapping[int, Any]) -> int:
     """Return the exit code of the first rank that failed on its own.
 
     A rank ended by the agent after an exception counts as failed by the exception.
     """
-    ordered = sorted(found.values(), key=lambda proc: proc.timestamp)
+    ordered = sorted(failures.values(), key=lambda proc: proc.timestamp)
     raised = {proc.pid: str(proc.message) for proc in ordered if isinstance(proc.message, dict)}  # from an error file
     lost = [proc.pid for proc in ordered if has_lost_another(raised.get(proc.pid, ""))]
     by_itself = [proc for proc in ordered if proc.pid not in lost and proc.exitcode != -signal.SIGTERM]
@@ -190,9 +184,6 @@ def _without_broken_error_files() -> Patch:
             failure.error_file = ""
 
     return patched(ProcessFailure, "__post_init__", before)
-
-
-_AHEAD = 0.5  # seconds; by then the agent has started the ranks, which are importing torch
 
 
 def run_script(arguments: argparse.Namespace) -> int:
@@ -298,17 +289,17 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
     return singles
 
 
-def report_output(given: argparse.Namespace) -> ReportOutput:
+def report_output(args: argparse.Namespace) -> ReportOutput:
     """Return the destination of the report, from the options of the run."""
-    given.output, given.format = given.check_output, given.check_format
-    return ReportOutput(given, None, to_stderr=True)
+    args.output, args.format = args.check_output, args.check_format
+    return ReportOutput(args, None, to_stderr=True)
 
 
 def show_report(
     script: str,
     ending: Ending,
     folder: Path,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     output: ReportOutput,
     settings: Settings,
     baseline: Report | None,
@@ -318,33 +309,22 @@ def show_report(
     from ddpcheck.run.script_report import report_on_script
 
     ranks = read_logs(folder)
-    for error in [one.error for rank in ranks for one in rank.entries if isinstance(one, WatchingFailed)] * given.debug:
-        complain(error, kind="debug")
-    ending = replace(ending, unmet=() if ranks else unmet(folder), restart=last_restart(folder))
-    ending = replace(ending, unwatched=unwatched_in(folder))
-    if given.check_flight_recorder is not None:
+    for entry in (entry for rank in ranks for entry in rank.entries if args.debug):
+        if isinstance(entry, WatchingFailed):
+            complain(entry.error, kind="debug")
+    unmet_ranks = () if ranks else unmet(folder)
+    ending = replace(ending, unmet=unmet_ranks, restart=last_restart(folder), unwatched=unwatched_in(folder))
+    if args.check_flight_recorder is not None:
         try:
-            write_flight_records(Path(given.check_flight_recorder), ranks, ending)
+            write_flight_records(Path(args.check_flight_recorder), ranks, ending)
         except OSError as error:
-            complain(f"cannot write to {given.check_flight_recorder}: {reason_of(error)}")
+            complain(f"cannot write to {args.check_flight_recorder}: {reason_of(error)}")
     source = ProgramSource()
-    report = report_on_script(
-        script,
-        ending,
-        ranks,
-        settings,
-        baseline=baseline,
-        source=source,
-        singles=singles,
-    )
-    if given.check_record is not None:
-        keep_record(given.check_record, script, ending, ranks, source, report)
-    if (
-        given.check_output is None
-        and given.check_format is None
-        and not given.verbose
-        and (report.status == "clean" or not (ranks or report.findings))
-    ):
+    report = report_on_script(script, ending, ranks, settings, baseline=baseline, source=source, singles=singles)
+    if args.check_record is not None:
+        keep_record(args.check_record, script, ending, ranks, source, report)
+    is_brief = args.check_output is None and args.check_format is None and not args.verbose
+    if is_brief and (report.status == "clean" or not (ranks or report.findings)):
         for note in report.world.get("notes", ()):
             complain(note, kind="note")
         say(f"clean: {report.checks[0].detail}" if report.status == "clean" else report.checks[-1].detail)
@@ -372,11 +352,8 @@ def keep_record(
         complain(f"without the names of the program, {join_names(lost)} is not found in it", kind="note")
 
 
-# Multi-node jobs: the first node reports on the ranks of all nodes
-
-
 def hand_over(link: NodeLink, ending: Ending) -> int | None:
-    """Send the logs to the first node; return the exit code if accepted."""
+    """Send the logs to the first node, which reports on all ranks; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))

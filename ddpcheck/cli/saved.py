@@ -21,20 +21,15 @@ from ddpcheck.render.page.page import data_in
 from ddpcheck.report.matrix.matrix import Matrix
 from ddpcheck.report.settings import load_settings
 
-DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {  # class, and schemas of what it writes beside its fields
     "report": (Report, {"status": literal(Status)}),
     "matrix": (Matrix, {"kind": {"const": "matrix"}}),
     "difference": (ReportDifference, {"kind": {"const": "difference"}}),
 }
-"""By name: the class of a document, and the schemas of what it writes beside its fields."""
 
 
 def load_saved(path: str) -> Report | Matrix:
-    """Load a report, matrix or recorded run; "-" reads standard input.
-
-    Raises:
-        UsageError: The file cannot be read, or has no report, matrix or run.
-    """
+    """Load a report, matrix or recorded run; "-" reads standard input."""
     from ddpcheck.run.run_record import is_record, judge_record, unpacked  # imports all judges of `run`
 
     name = "standard input" if path == "-" else path
@@ -59,11 +54,7 @@ def load_saved(path: str) -> Report | Matrix:
 
 
 def load_report(path: str) -> Report:
-    """Load a report; a matrix is an error.
-
-    Raises:
-        UsageError: The file cannot be read, or has no report.
-    """
+    """Load a report; a matrix is an error."""
     report = load_saved(path)
     if isinstance(report, Matrix):
         raise UsageError(f"{path} is a matrix, not a report; save one with `ddpcheck report TARGET -o FILE.json`")

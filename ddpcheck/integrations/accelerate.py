@@ -10,7 +10,7 @@ from torch import nn
 from ddpcheck.findings.errors import UsageError, WrongTypeError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper
-from ddpcheck.monitor.options import WatchOptions
+from ddpcheck.monitor.reporting import WatchOptions
 from ddpcheck.monitor.watch import Watch
 
 

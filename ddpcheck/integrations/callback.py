@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.monitor.options import OnFinding, WatchOptions
+from ddpcheck.monitor.reporting import OnFinding, WatchOptions
 from ddpcheck.monitor.watch import Watch
 
 
@@ -35,12 +35,12 @@ class WatchCallback:
             timeout=timeout,
         )
         self._watch: Watch | None = None
-        self._found: Sequence[Finding] = ()
+        self._findings: Sequence[Finding] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings of the last training run, identical on every rank."""
-        return tuple(self._found if self._watch is None else self._watch.findings)
+        return tuple(self._findings if self._watch is None else self._watch.findings)
 
     def _compare(self) -> None:
         if self._watch is not None and self._compares:
@@ -52,4 +52,4 @@ class WatchCallback:
             try:
                 watch.close(failing=failing)
             finally:
-                self._found = watch.findings
+                self._findings = watch.findings

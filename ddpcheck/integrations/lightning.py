@@ -63,7 +63,7 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
         """Compare modules before the model is wrapped."""
         if stage == "fit":
             reporter = FindingReporter(self._options, shows_warnings=trainer.is_global_zero)
-            self._found = reporter.findings
+            self._findings = reporter.findings
             if self._compares and isinstance(trainer.strategy, pl.strategies.DDPStrategy) and dist.is_initialized():
                 reporter.report(compare_modules(pl_module, timeout=self._options.timeout))
 
@@ -75,16 +75,14 @@ class DDPCheckCallback(WatchCallback, pl.Callback):
         except UsageError:
             if trainer.world_size > 1:
                 kind = type(trainer.strategy).__name__
-                text = (
-                    f"DDPCheckCallback: {kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
-                )
-                warnings.warn(text, stacklevel=2)
+                text = f"{kind} uses neither DistributedDataParallel nor fully_shard; nothing is checked"
+                warnings.warn(f"DDPCheckCallback: {text}", stacklevel=2)
             return
         options = self._options
         if getattr(wrapper, "static_graph", False) and not pl_module.automatic_optimization:
             # the strategy triggers the reduction after the first backward pass has ended
             options = replace(options, check_consistency_every=0, check_parity_every=0)
-        self._watch = Watch(wrapper, options, reported=self._found)
+        self._watch = Watch(wrapper, options, reported=self._findings)
         self._watch.replay_inside(lambda: _without_logging(trainer, pl_module))
         self._compare()
 

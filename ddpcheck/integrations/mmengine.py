@@ -23,8 +23,7 @@ from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
-from ddpcheck.monitor.options import WatchOptions
-from ddpcheck.monitor.reporting import as_text
+from ddpcheck.monitor.reporting import WatchOptions, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
 

@@ -47,7 +47,7 @@ class DDPCheckCallback(WatchCallback, TrainerCallback):
     ) -> None:
         """Attach to the model, which is wrapped by now."""
         self._detach()
-        self._found = ()
+        self._findings = ()
         try:
             wrapper = find_wrapper(known["model"])
         except UsageError as error:

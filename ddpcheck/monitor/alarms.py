@@ -27,26 +27,21 @@ _LONG = 0.02  # seconds per step; a store query of about 50 microseconds is then
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Gone:
     """Placeholder for the value of a rank that has left, with the reason."""
 
     why: str
 
 
 class AlarmBoard:
-    """Alarms of a process group's ranks, and exchange of values after an alarm.
-
-    Attributes:
-        silent: Ranks that have left or timed out; from then on this rank no longer communicates.
-    """
-
-    _every = _THEN_EVERY
+    """Alarms of a process group's ranks, and exchange of values after an alarm."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         self._exchange = StoreExchange.over(group, "watch", timeout)
         self.rank = self._exchange.rank
         self.ranks = tuple(self._exchange.ranks)
-        self.silent: tuple[int, ...] = ()
+        self.silent: tuple[int, ...] = ()  # ranks that have left or timed out; then this rank stops communicating
+        self._every = _THEN_EVERY
         self._kept: list[str] = []  # keys of the last gathers
 
     @property
@@ -99,7 +94,7 @@ class AlarmBoard:
             why = f"{format_ranks(error.ranks)} did not answer within {exchange.timeout:g} s; from now on rank"
             warnings.warn(f"ddpcheck: {why} {self.rank} judges alone", stacklevel=2)
             return [value]
-        reasons = {rank: reply.why for rank, reply in zip(self.ranks, replies, strict=True) if isinstance(reply, Left)}
+        reasons = {rank: reply.why for rank, reply in zip(self.ranks, replies, strict=True) if isinstance(reply, Gone)}
         if reasons:
             self.silent = tuple(reasons)
             location = user_location()
@@ -117,4 +112,4 @@ class AlarmBoard:
         if self.open:
             for key in set(keys).difference(self._kept):  # other ranks may not have read yet
                 with contextlib.suppress(Exception):  # the process with the store has exited
-                    self._exchange.put(key, Left(why))
+                    self._exchange.put(key, Gone(why))

@@ -45,7 +45,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         self._number = 0
         self._parts = PartRecorder(self._take, [self], every)
         self._inputs = InputRecorder(self._take, 0, tuple)
-        self._given: Inputs | None = None  # inputs of the last forward pass
+        self._inputs_of_forward: Inputs | None = None  # of the last one
         self._split: ModelSplit | None = None
         self._paths: dict[int, str] | None = None  # module paths by id, set after a step
         self._written = 0
@@ -89,19 +89,19 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
         if isinstance(entry, ModelSplit):
             self._split = entry
         elif isinstance(entry, Inputs):
-            self._given = entry
+            self._inputs_of_forward = entry
         elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
-            inputs, self._given = self._given, None
+            inputs, self._inputs_of_forward = self._inputs_of_forward, None
             with contextlib.suppress(RuntimeError):  # the process with the store has exited
                 self._exchange(entry, inputs)
 
-    def _exchange(self, step: PartStep, given: Inputs | None) -> None:
+    def _exchange(self, step: PartStep, inputs: Inputs | None) -> None:
         store, split = default_store(), self._split
         if split is None:
             return
         rank = self._recorder().rank
         self._number = self._number or store.add(f"ddpcheck/parts/calls/{rank}", 1)
-        put_value(store.set, self._key(self._written, rank), pickle.dumps((step, given)))
+        put_value(store.set, self._key(self._written, rank), pickle.dumps((step, inputs)))
         if self._written >= _MOST_KEPT:
             remove_value(store.delete_key, self._key(self._written - _MOST_KEPT, rank))
         last, self._written = self._written - 1, self._written + 1
@@ -119,7 +119,6 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
 
 
 def _judge(steps: list[list[_Written]], split: ModelSplit) -> list[Finding]:
-    """Return the findings on the steps of an optimizer."""
     parts = [[step for step, _ in entries] for entries in steps]
     inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
     if any(step.parts_given for entries in parts for step in entries):

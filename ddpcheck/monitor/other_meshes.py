@@ -60,7 +60,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         is_stage = any(tensor.requires_grad for tensor in inputs)  # its backward pass continues in another stage
         by_step: dict[int, list[_Written]] = {}
         with contextlib.suppress(RuntimeError):  # the process with the store has exited
-            self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, _held(recorder, step))))
+            self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, _captured(recorder, step))))
             by_step = self._all_of([self._looks[0], self._looks[-2]] if len(self._looks) > 2 else [])
         if by_step and not any(stage for entries in by_step.values() for _, stage, _ in entries):
             groups = {key: group_by(entries, lambda entry: entry[0]) for key, entries in by_step.items()}
@@ -95,7 +95,7 @@ def _misses_ranks(recorder: StepRecorder) -> bool:
     return all(shard.device_mesh.ndim == mesh.ndim for shard in shards)
 
 
-def _held(recorder: StepRecorder, step: int) -> ReplicaCaptured:
+def _captured(recorder: StepRecorder, step: int) -> ReplicaCaptured:
     mesh = mesh_of(recorder.module)
     number = next(shard_number(shard, mesh) for shard in recorder.parameters.values())
     values = DdpStepEvidence(recorder.rank, step, parameters=fingerprints(recorder.parameters.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,24 +29,18 @@ from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 
 
+@dataclass
 class ReplicaComparison:
-    """Replica comparisons of a watch.
+    """Replica comparisons of a watch."""
 
-    Attributes:
-        again: Step after which the ranks must be compared regardless of the options; the same on all ranks.
-    """
-
-    again = -1
-
-    def __init__(self, recorder: StepRecorder, alarms: AlarmBoard) -> None:
-        self._recorder = recorder
-        self._replica = recorder.replica
-        self._alarms = alarms
+    _recorder: StepRecorder
+    _alarms: AlarmBoard
+    again: int = -1  # step after which the ranks are compared regardless of the options; the same on all ranks
 
     @property
     def next_key(self) -> str:
         """Return the key of the first gather in the next comparison."""
-        return f"digest/{self._replica.count}"
+        return f"digest/{self._recorder.replica.count}"
 
     def compare(self, step: int, *, after_backward: bool, probe: StepProbe | None = None) -> list[Finding]:
         """Compare the replicas, in full if digests differ; collective on the group.
@@ -53,8 +48,8 @@ class ReplicaComparison:
         `step` is the number of ended steps; with `after_backward`, another step has just been reduced, before the
         optimizer step, and the gradients kept by its `probe` are compared with the average.
         """
-        digest_key, key = self.next_key, self._replica.count
-        state = self._replica.capture(step, after_backward=after_backward)
+        digest_key, key = self.next_key, self._recorder.replica.count
+        state = self._recorder.replica.capture(step, after_backward=after_backward)
         alike = len(set(self._alarms.gather(digest_key, digest_of(state)))) == 1
         wrapper = self._recorder.wrapper
         keeps = probe is not None and probe.keep is not None

@@ -1,4 +1,4 @@
-"""Reporting of findings as an exception, warning or function call.
+"""Options of a watch, and reporting of findings as an exception, warning or function call.
 
 This module is light: it never imports torch.
 """
@@ -7,16 +7,46 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from ddpcheck.findings.errors import FindingsError
+from ddpcheck.findings.errors import FindingsError, UsageError
 from ddpcheck.findings.report import Finding, Location, select_findings
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, without_prefix
-from ddpcheck.monitor.options import WatchOptions
 from ddpcheck.rules.causes import ReportedCauses
+from ddpcheck.worlds.validation import check_seconds
 
 _MOST_SUBJECTS = 12
+
+OnFinding = Literal["raise", "warn"] | Callable[[Finding], object]
+"""Action on a finding: raise an exception, warn, or call a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """Options of a watch, documented in `ddpcheck.watch`; an invalid value raises `UsageError`."""
+
+    detect_anomalous_params: bool = True
+    check_consistency_every: int = 0
+    check_parity_every: int = 0
+    check_normalisation: bool = True
+    on_finding: OnFinding = "raise"
+    ignore: Sequence[str] = ()
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("check_consistency_every", "check_parity_every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"{name} is a number of steps, or 0 for never, not {value!r}")
+        check_seconds("timeout", self.timeout)
+        if isinstance(self.ignore, str) or not all(isinstance(pattern, str) for pattern in self.ignore):
+            raise UsageError(f"ignore is a list of rules, such as ['DDP215'], not {self.ignore!r}")
+        if self.on_finding not in ("raise", "warn") and not callable(self.on_finding):
+            expected = "'raise', 'warn' or a function that takes a Finding"
+            raise UsageError(f"on_finding is {expected}, not {self.on_finding!r}")
 
 
 class FindingWarning(UserWarning):
@@ -69,23 +99,14 @@ class FindingReporter:
         locate: Callable[[Finding], Finding] = lambda finding: finding,
         reported: Sequence[Finding] = (),
     ) -> None:
-        """Initialize with already reported findings.
-
-        Args:
-            options: The watch options; uses `on_finding` and `ignore`.
-            shows_warnings: False on all ranks but one, since all have the same findings.
-            locate: Adds the source line to a finding.
-            reported: Findings that were already reported.
-        """
         self._reported = ReportedCauses(reported)
         self._on_finding = options.on_finding
         self._ignore = tuple(options.ignore)
-        self._shows_warnings = shows_warnings
-        self._locate = locate
+        self._shows_warnings = shows_warnings  # on one rank only, since all have the same findings
+        self._locate = locate  # adds the source line to a finding
 
     @property
     def findings(self) -> list[Finding]:
-        """Return all reported findings in order."""
         return self._reported.findings
 
     def report(self, findings: Iterable[Finding]) -> None:

@@ -6,7 +6,7 @@ import atexit
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from typing import Any
@@ -25,10 +25,9 @@ from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_lin
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.monitor.model_parts import ModelParts
-from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
-from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
+from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.apart_marks import ApartMarks
 from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.ignored_data import IgnoredData
@@ -104,20 +103,11 @@ class Watch:
     """Watch on a wrapper, returned by `watch`; attached until `close`."""
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        options: WatchOptions,
-        *,
-        reported: Sequence[Finding] = (),
-        began_alike: bool = False,
+        self, wrapper: nn.Module, options: WatchOptions, *, reported: Sequence[Finding] = (), began_alike: bool = False
     ) -> None:
         """Attach to a wrapper.
 
-        Args:
-            wrapper: As in `watch`.
-            options: As in `watch`.
-            reported: Findings that were already reported.
-            began_alike: True if parameters are known to be equal on all ranks at construction of the wrapper.
+        `reported` were already reported; `began_alike`: parameters were equal on all ranks at its construction.
         """
         wrapper = find_wrapper(wrapper)
         if options.check_parity_every and not is_ddp(wrapper):
@@ -127,8 +117,9 @@ class Watch:
             )
         self._options = options
         self._alarms = AlarmBoard(group_of(wrapper), options.timeout)
-        first = self._alarms.rank == self._alarms.ranks[0]
-        self._reporter = FindingReporter(options, shows_warnings=first, locate=self._locate, reported=reported)
+        is_first = self._alarms.rank == self._alarms.ranks[0]
+        self._reporter = FindingReporter(options, shows_warnings=is_first, locate=self._locate, reported=reported)
+        self._report = self._reporter.report
         self._apart = ApartMarks(lambda: self._recorder, under_no_sync=True)
         self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_ignored([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
@@ -215,12 +206,8 @@ class Watch:
             reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (marks := self._apart.at_last()) is not None:
-            self._report(
-                judge_apart([[rank_marks] for rank_marks in self._alarms.gather("apart", marks, at_most=_LAST_WAIT)])
-            )
-
-    def _report(self, findings: Iterable[Finding]) -> None:
-        self._reporter.report(findings)
+            marks_by_rank = self._alarms.gather("apart", marks, at_most=_LAST_WAIT)
+            self._report(judge_apart([[rank_marks] for rank_marks in marks_by_rank]))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -241,8 +228,8 @@ class Watch:
         """Return the findings so far as a report for the renderers."""
         world = {"world_size": len(self._alarms.ranks), "steps": self.step}
         findings = tuple(sorted(self.findings, key=Finding.sort_key))
-        checks = tuple(self._unwatched)
-        return Report(type(self._recorder.module).__qualname__, world=world, checks=checks, findings=findings)
+        name = type(self._recorder.module).__qualname__
+        return Report(name, world=world, checks=tuple(self._unwatched), findings=findings)
 
     def replay_inside(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Use `context()` around a rerun forward pass that explains a missing parameter."""
@@ -287,9 +274,9 @@ class Watch:
         self._report(judge_reports([report], self._recorder.context, settled=False))
 
     def cannot_follow(self) -> None:
-        """Warn that steps cannot be followed."""
         if self._alarms.rank == self._alarms.ranks[0]:
-            warnings.warn(FindingWarning(_HIDDEN), stacklevel=2)
+            text = "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they"
+            warnings.warn(FindingWarning(f"{text} cannot be followed"), stacklevel=2)
 
     def left_out(self, step: int) -> None:
         """Request an exchange of reports by all ranks after the next step."""
@@ -328,11 +315,6 @@ class Watch:
         return replace(finding, location=location).relocated(finding.location, PARAMETER_MADE)
 
 
-_HIDDEN = (
-    "ddpcheck does not watch these steps: backward passes run under compiled autograd, in which they cannot be followed"
-)
-
-
 def _is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
@@ -347,9 +329,8 @@ def _unwatched(error: Exception, recorder: Recorder) -> None:
     detail = in_a_line(error)  # if every watch has been freed
     for watch in _at_exit:
         detail = f"not watched from step {watch.step} on: {in_a_line(error)}"
-        watch._unwatched += [
-            CheckResult(name, "error", detail=detail) for name in recorder.subjects or (recorder.name,)
-        ]
+        names = recorder.subjects or (recorder.name,)
+        watch._unwatched += [CheckResult(name, "error", detail=detail) for name in names]
         if watch._attached and recorder.subjects == OF_A_WRAPPER:
             watch._leave(error)
     warnings.warn(FindingWarning(f"ddpcheck: {', '.join(recorder.subjects) or recorder.name}: {detail}"), stacklevel=2)

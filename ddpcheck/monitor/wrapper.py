@@ -21,8 +21,7 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.gather.ddp.ddp_wrapper import constructor_options, outermost_sharded
 from ddpcheck.gather.ddp.sharding import refuse_fsdp1
 from ddpcheck.gather.state.module_description import describe
-from ddpcheck.monitor.options import OnFinding, WatchOptions
-from ddpcheck.monitor.reporting import FindingReporter, as_text
+from ddpcheck.monitor.reporting import FindingReporter, OnFinding, WatchOptions, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.module_hooks import UnpickledHook
@@ -117,15 +116,12 @@ class CheckedDistributedDataParallel(_DDP):
         """Return all findings so far."""
         return self.watch.findings
 
-    # Module methods
-
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["watch"]  # belongs to this process
-        for key in ("_forward_pre_hooks", "_forward_hooks"):
-            state[key] = OrderedDict(
-                (key, hook) for key, hook in state[key].items() if not isinstance(hook, UnpickledHook)
-            )
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = state[name].items()
+            state[name] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, UnpickledHook))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,11 +206,7 @@ class CheckedDistributedDataParallel(_DDP):
 
 
 def _check_module(module: object) -> None:
-    """Raise if a module cannot be wrapped.
-
-    Raises:
-        UsageError: The object is no module, or is already wrapped or sharded.
-    """
+    """Raise `UsageError` if the object is no module, or is already wrapped or sharded."""
     if not isinstance(module, nn.Module):
         name = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise WrongTypeError(f"CheckedDistributedDataParallel wraps an nn.Module, and was given {name}")

@@ -108,16 +108,13 @@ def copied(nest: Any) -> Any:
     copies: dict[int, Any] = {}
 
     def leaf_copied(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
-            return leaf.clone()
-        return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "copy") else leaf
-
-    def once(leaf: Any) -> Any:
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf_copied(leaf)
+            is_array = type(leaf).__module__ == "numpy" and hasattr(leaf, "copy")
+            is_copied = not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_array
+            copies[id(leaf)] = leaf if not is_copied else leaf.copy() if is_array else leaf.clone()
         return copies[id(leaf)]
 
-    return tree_map(once, nest)
+    return tree_map(leaf_copied, nest)
 
 
 def to_device(nest: Any, device: torch.device) -> Any:
@@ -161,21 +158,16 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples in `batch`, the common size of dim 0.
-
-    Raises:
-        TargetError: The sizes differ, no tensor has a dim 0, or a container cannot be split by dim 0.
-    """
+    """Return the number of samples in `batch`, the common size of dim 0; raise `TargetError` if there is none."""
     for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
         if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)
-    sizes: list[int] = []
-    tree_map(lambda leaf: sizes.append(int(leaf.shape[0])) if _is_splittable(leaf) else None, batch)
+    sizes = sorted({int(leaf.shape[0]) for leaf in tree_leaves(batch) if _is_splittable(leaf)})
     if not sizes:
         raise TargetError("batch: no tensor has a dim 0 to split over the ranks; give the recipe a shard function")
-    if len(set(sizes)) > 1:
+    if len(sizes) > 1:
         raise TargetError(
-            f"batch: its tensors have {' and '.join(map(str, sorted(set(sizes))))} samples in dim 0, so it cannot be "
+            f"batch: its tensors have {' and '.join(map(str, sizes))} samples in dim 0, so it cannot be "
             "split over the ranks; put the samples in dim 0 everywhere, or give the recipe a shard function"
         )
     return sizes[0]
@@ -215,7 +207,6 @@ def _samples(batch: Any, size: int, start: int, stop: int) -> Any:
     """Return the samples `start:stop` of a batch of `size` samples."""
 
     def are_words(value: Any) -> bool:
-        """Return True for a list with one string per sample."""
         return isinstance(value, list | tuple) and len(value) == size and all(isinstance(item, str) for item in value)
 
     def part(leaf: Any) -> Any:

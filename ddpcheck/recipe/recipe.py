@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from ddpcheck.recipe.pytree import shard_batch, tree_tensors
 Result = TypeVar("Result")
 
 _DEFAULT_LEARNING_RATE = 0.01
+_LONGEST_LINE = 300  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss", "shard", "optimizer", "wrap"):
             value = getattr(self, name)
-            if value is None and name in ("shard", "optimizer", "wrap"):
-                continue
-            if not callable(value):
+            is_default = value is None and name in ("shard", "optimizer", "wrap")
+            if not is_default and not callable(value):
                 raise WrongTypeError(f"recipe: {name} must be a function, not {kind_of(value)}")
         if isinstance(self.model, nn.Module):
             raise WrongTypeError(
@@ -121,7 +122,8 @@ class Recipe:
             kwargs = dict(self.ddp_kwargs)
             if device.type == "cuda":
                 kwargs.setdefault("device_ids", [device.index])
-            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", _wrap_in_ddp, module, kwargs)
+            wrap = functools.partial(nn.parallel.DistributedDataParallel, module, **kwargs)
+            wrapped = call("DistributedDataParallel(module, **ddp_kwargs)", wrap)
         if not isinstance(wrapped, nn.Module):
             raise TargetError(f"wrap(module, device) returned {kind_of(wrapped)}; it must return a torch.nn.Module")
         return wrapped
@@ -139,18 +141,8 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 @for_target
-def _wrap_in_ddp(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module, **kwargs)
-
-
-@for_target
 def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a user function, and convert exceptions to a one-sentence `TargetError`.
-
-    Raises:
-        TargetError: `function` raised, or called `exit`.
-        Exception: Errors of ddpcheck itself, unchanged.
-    """
+    """Call a user function, and convert exceptions to a one-sentence `TargetError`, except errors of ddpcheck."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -178,11 +170,7 @@ def call_loss(recipe: Recipe, model: nn.Module, batch: Any, step: int) -> Any:
 
 
 def require_target(target: object) -> None:
-    """Raise if `target` is not a `Recipe` or string.
-
-    Raises:
-        WrongTypeError: `target` has another type, which the message names.
-    """
+    """Raise `WrongTypeError` if `target` is not a `Recipe` or string."""
     if isinstance(target, Recipe | str):
         return
     hint = "name it in a string" if isinstance(target, os.PathLike) else "see `ddpcheck.Recipe`"
@@ -203,9 +191,6 @@ def blame(what: str, error: BaseException) -> TargetError:
     if isinstance(error, SystemExit):
         return TargetError(f"{what} called exit({error.code!r}){end}; remove that call", detail=user_traceback(error))
     return TargetError(f"{what} raised {summary(error)}{end}", detail=user_traceback(error))
-
-
-_LONGEST_LINE = 300  # characters
 
 
 def summary(error: BaseException) -> str:

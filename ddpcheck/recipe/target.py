@@ -13,7 +13,6 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ _MISSPELLED = 0.85  # similarity of a misspelled name: `optimiser` reaches this 
 
 
 def load_target(target: str) -> Recipe:
-    """Turn `pkg.module:attr`, `path/to/file.py:attr`, `pkg.module` or `path/to/file.py` into a `Recipe`.
+    """Load a TARGET.
 
     `attr` is a `Recipe` or a function without arguments that returns a `Recipe`. Without `attr` the module defines the
     recipe: functions `model`, `batch`, `loss`, optionally `shard`, `optimizer`, `wrap`, and a dict `ddp_kwargs`.
@@ -67,29 +66,21 @@ def load_target(target: str) -> Recipe:
 
 
 def load_object(target: str) -> Any:
-    """Return the object named by a TARGET; the module without an attribute.
-
-    Raises:
-        UsageError: There is no such file, module or attribute.
-        TargetError: The user code raised on import.
-    """
+    """Return the object named by a TARGET; the module without an attribute."""
     place, attribute = split_target(target)
     module = _import_file(place) if is_path(place) else _import_module(place)
     value: Any = module
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
-            raise UsageError(f"{place} has no attribute {part!r}{_did_you_mean(part, vars(module))}")
+            close = difflib.get_close_matches(part, [name for name in vars(module) if not name.startswith("_")], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"{place} has no attribute {part!r}{hint}")
         value = getattr(value, part)
     return value
 
 
 def load_on_rank(target: Recipe | str) -> Recipe:
-    """Load `target` on a rank, with `sys.argv` reduced to its file.
-
-    Raises:
-        UsageError: As `load_target`.
-        TargetError: As `load_target`.
-    """
+    """Load `target` on a rank, with `sys.argv` reduced to its file."""
     if not isinstance(target, str):
         return target
     place, _ = split_target(target)
@@ -124,11 +115,7 @@ def is_path(place: str) -> bool:
 
 
 def find_file(place: str) -> Path:
-    """Return the resolved path of the Python file `place`.
-
-    Raises:
-        UsageError: The file does not exist, is not readable, or is not a Python file.
-    """
+    """Return the resolved path of the Python file `place`."""
     path = Path(place)
     if path.is_dir():
         raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
@@ -271,8 +258,3 @@ def _unused_of(module: ModuleType) -> list[str]:
         used.update(code.co_names)
         pending += [inner for inner in code.co_consts if inspect.iscode(inner)]
     return [name for name in _defined_in(module) if name not in used]
-
-
-def _did_you_mean(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, [choice for choice in choices if not choice.startswith("_")], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

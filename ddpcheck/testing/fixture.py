@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
-from ddpcheck.testing.leases import Lent, WorldLease
-from ddpcheck.testing.outcome import TestOutcome
+from ddpcheck.testing.leases import Lent, Ranks, Record, WorldLease
+from ddpcheck.testing.outcome import REPORT_FOLDER, TestOutcome, keep_report
 from ddpcheck.worlds import validation
 
 if TYPE_CHECKING:
@@ -32,23 +33,16 @@ class DDPWorld:
     another world for the same test.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        rent: Callable[[dict[str, Any]], WorldLease],
-        options: dict[str, Any],
-        keep: Callable[[Report], Path | None],
-    ) -> None:
+    def __init__(self, ranks: Ranks, record: Record, settings: Settings, options: dict[str, Any]) -> None:
+        self._ranks = ranks
+        self._record = record
         self._settings = settings
-        self._keep = keep
-        self._rent = rent
-        self._lease = rent(options)
+        self._lease = WorldLease(ranks, record, options)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        size: int = self._lease.options["world_size"]
-        return size
+        return int(self._lease.options["world_size"])
 
     def __call__(self, **options: Any) -> DDPWorld:
         """Return another world with options of `@pytest.mark.ddp` and `ddpcheck.World`.
@@ -61,7 +55,7 @@ class DDPWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DDPWorld(self._settings, self._rent, {**self._lease.options, **options}, self._keep)
+        return DDPWorld(self._ranks, self._record, self._settings, {**self._lease.options, **options})
 
     @property
     def world(self) -> Lent:
@@ -117,7 +111,7 @@ class DDPWorld:
         preset["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
-            report = self._lease.ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
+            report = self._ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
         return self._good_enough(report)
@@ -162,7 +156,10 @@ class DDPWorld:
         from ddpcheck.render import as_text
 
         if report.exit_code(self._settings.fail_on):
-            path = self._lease.ranks.once("the report of ddp_world.check", lambda: self._keep(report))
+            test, numbers = self._record.item, self._record.report_numbers
+            folder = test.config.getoption(REPORT_FOLDER, None)
+            keep = functools.partial(keep_report, folder, test.nodeid, numbers, report)
+            path = self._ranks.once("the report of ddp_world.check", keep)
             page = f"as a page: {path}\n" if path is not None else ""
             # pytest's summary shows only the first line
             reason = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())
@@ -171,7 +168,6 @@ class DDPWorld:
 
 
 def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
-    """Return `error` with the headline of the outcome as message."""
     if error is not None and str(error) == verdict.headline:
         return error
     if error is None:

@@ -1,9 +1,4 @@
-"""Ranks of a test under a launcher: rank 0 leads, all receive results.
-
-Each rank of the world is a separate process, started by the launched process of the same rank. All ranks run rank 0's
-function, arguments and test conditions; environment, working directory and import path come from each launched
-process. Launched ranks that do not report write no terminal output and no pytest files.
-"""
+"""Ranks of a test under a launcher: rank 0 leads, all receive results."""
 
 from __future__ import annotations
 
@@ -23,6 +18,10 @@ from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 from ddpcheck.worlds.validation import WorldOptions
+
+LAUNCHED = pytest.StashKey[RankGroup]()
+STARTUP = 120.0  # seconds to wait for ranks that should arrive at the same time
+PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
 
 
 class Terminal:
@@ -57,9 +56,6 @@ def silence_files(config: pytest.Config, rank: int) -> None:
         logs.set_log_path(f"{path}.rank{rank}")
 
 
-# --- Coverage --------------------------------------------------------------------------------------------------------
-
-
 def give_up_coverage(plugin: Any) -> bytes:
     """Stop pytest-cov in this process and return the coverage data for rank 0."""
     coverage = plugin.cov_controller.cov
@@ -73,9 +69,6 @@ def give_up_coverage(plugin: Any) -> bytes:
     return data
 
 
-# --- Temporary folders -----------------------------------------------------------------------------------------------
-
-
 def share_temporary_folders(config: pytest.Config, base: str) -> None:
     """Share numbered temporary folders in `base` between all ranks."""
     factory: Any = getattr(config, "_tmp_path_factory", None)
@@ -85,7 +78,6 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
     lock = threading.Lock()
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
-        """Create a temporary directory shared by all ranks; as `pytest.TempPathFactory.mktemp`."""
         basename = factory._ensure_relative_to_basetemp(basename)
         with lock:
             numbers[basename.lower(), numbered] += 1
@@ -100,23 +92,16 @@ def share_temporary_folders(config: pytest.Config, base: str) -> None:
     factory.mktemp = mktemp
 
 
-LAUNCHED = pytest.StashKey[RankGroup]()
-STARTUP = 120.0  # seconds to wait for ranks that should arrive at the same time
-PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
-
-
 class LaunchedWorld:
-    """World of the first ranks of a session, one rank per launched process.
+    """World of the first ranks of a session, each a process started by the launched process of the same rank.
 
-    Every launched process creates, runs and closes the world at the same points, even without a rank in the world.
+    Every launched process creates, runs and closes the world at the same points, even without a rank in the world. All
+    ranks run rank 0's function, arguments and test conditions; environment, working directory and import path come
+    from each launched process.
     """
 
     def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
-        """Reserve the first ranks; options as in `WorldOptions`; starts with the first run.
-
-        Raises:
-            UsageError: An option is invalid.
-        """
+        """Reserve the first ranks, which start with the first run; options as in `WorldOptions`."""
         self._asked = WorldOptions(**options)
         self.world_size = self._asked.world_size
         self.failed = False
@@ -124,7 +109,7 @@ class LaunchedWorld:
         self._options = options
         self._watch = watch
         self._world: World | None = None  # on rank 0
-        self._left: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
+        self._files: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call rank 0's function and arguments on every rank; raises as `World.run`.
@@ -140,7 +125,7 @@ class LaunchedWorld:
         contexts = [context for _, context in entries[: self.world_size]]
         work = partial(self._run, contexts, fn, *args, timeout=seconds)
         with self._session.working():  # report before the launcher kills all ranks after a crash
-            results, error, self._left = once(self._session, "the results of a run", work)
+            results, error, self._files = once(self._session, "the results of a run", work)
             if error is not None:
                 self._session.why_not(range(self._session.world_size))
                 raise error
@@ -165,12 +150,10 @@ class LaunchedWorld:
         return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:
-        """Return the bytes last saved by a rank with `ddpcheck.rank.save_attachment`."""
-        return self._left[rank][0]
+        return self._files[rank][0]
 
     def output(self, rank: int) -> str:
-        """Return the output of a rank so far."""
-        return self._left[rank][1]
+        return self._files[rank][1]
 
     def close(self) -> None:
         if self._world is not None:

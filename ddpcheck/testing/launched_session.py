@@ -1,9 +1,4 @@
-"""pytest plugin under a launcher: all ranks run the same tests in lockstep.
-
-Registered only if a launcher is detected. The ranks synchronize after collection if a test needs ranks, and then after
-every phase of every test: a test that fails on one rank fails on all, so that all ranks stop after the same test. Rank
-0 reports; the other ranks are silent unless rank 0 has died.
-"""
+"""pytest plugin under a launcher: all ranks run the same tests in lockstep."""
 
 from __future__ import annotations
 
@@ -32,31 +27,32 @@ _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
 
 def register(config: pytest.Config, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]) -> None:
-    """Register `InStep` under a launcher; `is_ours`: True if a test needs ranks."""
+    """Register `InStep` under a launcher."""
     xdist = hasattr(config, "workerinput") or config.getoption("dist", "no") != "no"  # these do not synchronize
     launch = detect()
     if launch is not None and not xdist:
         config.pluginmanager.register(InStep(config, launch, is_ours, options), "ddpcheck-instep")
 
 
+@dataclass(eq=False)
 class InStep:
-    """pytest hooks of one rank."""
+    """pytest hooks of one rank.
 
-    def __init__(
-        self, config: pytest.Config, launch: LauncherEnv, is_ours: Callable[[pytest.Item], bool], options: Sequence[str]
-    ) -> None:
-        self._config = config
-        self._launch = launch
-        self._is_ours = is_ours
-        self._options = options
-        self._settings = Settings()
-        self._launched: RankGroup | None = None
-        self._terminal: launched_ranks.Terminal | None = None
-        self._session: pytest.Session | None = None
-        self._uncollected: list[str] = []
-        self._going = False
+    The ranks synchronize after collection if a test needs ranks, and then after every phase of every test: a test that
+    fails on one rank fails on all, so that all ranks stop after the same test. Rank 0 reports; the other ranks are
+    silent unless rank 0 has died.
+    """
 
-    # --- Meeting -----------------------------------------------------------------------------------------------------
+    _config: pytest.Config
+    _launch: LauncherEnv
+    _is_ours: Callable[[pytest.Item], bool]  # True if a test needs ranks
+    _options: Sequence[str]
+    _settings: Settings = field(default_factory=Settings)
+    _launched: RankGroup | None = None
+    _terminal: launched_ranks.Terminal | None = None
+    _session: pytest.Session | None = None
+    _uncollected: list[str] = field(default_factory=list)
+    _going: bool = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -66,9 +62,9 @@ class InStep:
             self._terminal = launched_ranks.Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record collection errors."""
         if report.failed:
-            self._uncollected.append(f"{report.nodeid}: {_last_line(str(report.longrepr))}")
+            lines = [line for line in str(report.longrepr).splitlines() if line.strip()]
+            self._uncollected.append(f"{report.nodeid}: {lines[-1].removeprefix('E').strip() if lines else ''}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -133,8 +129,6 @@ class InStep:
             raise pytest.UsageError(sentence)
         pytest.exit(sentence, returncode=0)
 
-    # --- Tests -------------------------------------------------------------------------------------------------------
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
         """Synchronize after setup: a failure on one rank skips the body everywhere."""
@@ -178,9 +172,9 @@ class InStep:
         self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
     ) -> BaseException | None:
         """Return the common exception of this phase; `own`: this rank's exception."""
-        local_end = _told(item, own, fell=launched.epoch.out_of_step is not None)
+        local_end = _phase_end(item, own, fell=launched.epoch.out_of_step is not None)
         try:
-            ends: list[_Told] = launched.end(local_end, timeout=self._patience(item))
+            ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
             return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
@@ -218,8 +212,6 @@ class InStep:
         if when == call.when and report.failed and call.excinfo is not None:
             report.longrepr = longrepr
         return report
-
-    # --- The end -----------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
@@ -264,12 +256,9 @@ class InStep:
             self._terminal.show()
 
 
-# --- Outcome of a phase, sent to the other ranks ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class _Told:
-    """Outcome of a test phase on one rank."""
+class _PhaseEnd:
+    """Outcome of a test phase on one rank, sent to the other ranks."""
 
     ended: Ended | None = None  # set if not failed
     reply: dict[str, Any] | None = None  # `failures.described`, set if failed
@@ -285,15 +274,15 @@ class _Told:
         return ("", self.ended.how) if self.ended is not None else ("", "")
 
 
-def _told(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _Told:
+def _phase_end(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _PhaseEnd:
     if error is None:
-        return _Told(Ended("passed"))
+        return _PhaseEnd(Ended("passed"))
     if isinstance(error, pytest.skip.Exception):
-        return _Told(Ended("skipped", error.msg or ""))
+        return _PhaseEnd(Ended("skipped", error.msg or ""))
     if isinstance(error, pytest.xfail.Exception):
-        return _Told(Ended("xfailed", error.msg or ""))
+        return _PhaseEnd(Ended("xfailed", error.msg or ""))
     output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
-    return _Told(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
+    return _PhaseEnd(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
 
 
 def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
@@ -305,17 +294,16 @@ def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
     return data if hasattr(longrepr, "reprcrash") else b""
 
 
-def _failure(rank: int, told: _Told, caused: bool) -> RankFailure:
+def _failure(rank: int, end: _PhaseEnd, caused: bool) -> RankFailure:
     """Return the failure of a rank; `caused`: another rank may be the cause."""
-    assert told.reply is not None
-    failure = failures.raised(rank, {**told.reply, "when": 0.0})  # clocks differ between machines
-    if told.fell and caused:
-        return replace(failure, kind="fell", message=f"rank {rank} fell with it: {told.reply['text']}")
+    assert end.reply is not None
+    failure = failures.raised(rank, {**end.reply, "when": 0.0})  # clocks differ between machines
+    if end.fell and caused:
+        return replace(failure, kind="fell", message=f"rank {rank} fell with it: {end.reply['text']}")
     return failure
 
 
 def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]]) -> str:
-    """Describe the first difference between the tests of rank 0 and another rank."""
     tests, uncollected = lists[0]
     ranks = [rank for rank, pair in enumerate(lists) if pair != lists[0]]
     other_tests, other_uncollected = lists[ranks[0]]
@@ -336,8 +324,3 @@ def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]])
         f"{start}test {index + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
         f"Every rank that {launcher} starts must be given the same options and see the same files."
     )
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("E").strip() if lines else ""

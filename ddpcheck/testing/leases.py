@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,33 +31,24 @@ Lent = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a launch
 
 
 class Ranks:
-    """All ranks of a session.
-
-    Attributes:
-        live: True if the output of ranks is shown while they run (`-s`).
-        terminal: Terminal for pdb, or `None`.
-        following: Test after the current test.
-        next_options: World options of the following test, or `None` if it needs no fresh ranks.
-    """
+    """All ranks of a session."""
 
     def __init__(self, config: pytest.Config) -> None:
-        worker = hasattr(config, "workerinput")
+        is_worker = hasattr(config, "workerinput")
         self._pool = WorldPool()
-        self._controller = os.getppid() if worker else None
-        self.following: pytest.Item | None = None
-        self.next_options: Mapping[str, Any] | None = None
-        self.live = config.getoption("capture", "no") == "no" and not worker
-        self.terminal = None if worker else PdbTerminal(config)
+        self._controller = os.getppid() if is_worker else None
+        self.following: pytest.Item | None = None  # test after the current test
+        self.next_options: Mapping[str, Any] | None = None  # of its world; `None` if it needs no fresh ranks
+        self.live = config.getoption("capture", "no") == "no" and not is_worker  # show output of running ranks (`-s`)
+        self.terminal = None if is_worker else PdbTerminal(config)  # for pdb
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
         """Return a fresh world, or the shared world of the test's module."""
         options = {**options, "watch": watch}
-        if options.pop("reuse", "test") == "module":
-            return self._pool.lease_shared(_module(item), **options)
-        return self._pool.acquire(following=self.next_options, **options)
+        owner = _module(item) if options.pop("reuse", "test") == "module" else None
+        return self._pool.acquire(owner=owner, following=self.next_options, **options)
 
     def release(self, world: Lent, *, broken: bool) -> None:
-        """Take back the world of a test; a broken world is not reused."""
         assert isinstance(world, World)
         self._pool.release(world, broken=broken)
 
@@ -106,7 +99,6 @@ class JoinedRanks(Ranks):
         world.close()
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0; return its result or raise on every rank."""
         return once(self._launched, what, work)
 
 
@@ -114,34 +106,26 @@ def _module(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
+@dataclass(eq=False)
 class Record:
-    """State and results of a test that needs ranks.
+    """State and results of a test that needs ranks."""
 
-    Attributes:
-        seeds: States of the random number generators at the start of the test.
-        setups: Fixtures set up on the ranks.
-        leases: All leases of the test.
-        shown: Report content that replaces the parent's traceback, or `None`.
-        explained: Error of `ddp_world.run` and report sections shown beside the parent's traceback.
-        failed: True if the test failed; its ranks are not reused.
-        quitting: True if the user quit the debugger to end the session.
-    """
-
-    def __init__(self, item: pytest.Item) -> None:
-        self.item = item
-        self.seeds: Mapping[str, Any] = {}
-        self.setups: list[RankFixture] = []
-        self.leases: list[WorldLease] = []
-        self.shown: Any = None
-        self.explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
-        self.failed = False
-        self.quitting = False
-        self._warned: set[object] = set()
+    item: pytest.Item
+    seeds: Mapping[str, Any] = field(default_factory=dict)  # states of the random number generators at the start
+    setups: list[RankFixture] = field(default_factory=list)  # fixtures set up on the ranks
+    leases: list[WorldLease] = field(default_factory=list)
+    shown: Any = None  # report content that replaces the parent's traceback
+    # error of `ddp_world.run`, and report sections shown beside the parent's traceback
+    explained: tuple[BaseException | None, list[tuple[str, str]]] = (None, [])
+    report_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of kept HTML reports
+    failed: bool = False  # the ranks of a failed test are not reused
+    quitting: bool = False  # user quit the debugger to end the session
+    _warned: set[object] = field(default_factory=set)
 
     def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
         """Return the artifacts of the ranks; merge their coverage and re-issue their warnings."""
-        attachments = {rank: world.attachment(rank) for rank in range(world.world_size)}
-        artifacts: dict[int, RankArtifacts] = {rank: wire.loads(data) for rank, data in attachments.items() if data}
+        ranks = range(world.world_size)
+        artifacts: dict[int, RankArtifacts] = {rank: wire.loads(d) for rank in ranks if (d := world.attachment(rank))}
         for rank, attachment in artifacts.items():
             if attachment.coverage:
                 add_coverage(attachment.coverage)
@@ -173,17 +157,13 @@ def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
 
 
 class WorldLease:
-    """Lease of a world, acquired on first use and after a failure.
-
-    Attributes:
-        attachment: Artifacts of the last run by rank.
-    """
+    """Lease of a world, acquired on first use and after a failure."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
-        self.ranks = ranks
+        self._ranks = ranks
         self._record = record
         self.options = dict(options)
-        self.attachment: dict[int, RankArtifacts] = {}
+        self.attachment: dict[int, RankArtifacts] = {}  # of the last run, by rank
         self._world: Lent | None = None
         self._printed: list[int] = []  # characters of output already shown or kept, by rank
         record.leases.append(self)
@@ -193,7 +173,7 @@ class WorldLease:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self.ranks.acquire(self._record.item, self.options, self._watch)
+            self._world = self._ranks.acquire(self._record.item, self.options, self._watch)
             self._printed = [0] * self._world.world_size
         return self._world
 
@@ -206,7 +186,7 @@ class WorldLease:
             Return values by rank, outcome of the test, and the error if ranks failed.
         """
         world = self.world
-        debugger = self.ranks.terminal is not None
+        debugger = self._ranks.terminal is not None
         conditions = TestConditions.of(self._record.item, since=self._record.seeds, debugger=debugger)
         error: RankError | None = None
         try:
@@ -225,16 +205,16 @@ class WorldLease:
         return error
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        self.ranks.check_controller()
+        self._ranks.check_controller()
         self._show(world, last=False)
-        if self.ranks.terminal is not None:
-            self.ranks.terminal.attend(world.directory)
+        if self._ranks.terminal is not None:
+            self._ranks.terminal.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
     def _show(self, world: Lent, *, last: bool) -> None:
         """Print new output of the ranks under `-s`, prefixed with the rank."""
-        if self.ranks.live:
+        if self._ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
                 for line in text.splitlines():
                     sys.stdout.write(f"[rank {rank}] {line}\n")
@@ -249,8 +229,7 @@ class WorldLease:
             yield rank, text
 
     def collect_output(self) -> None:
-        """Add the output of the ranks to the test report."""
-        if self._world is not None and not self.ranks.live:
+        if self._world is not None and not self._ranks.live:
             for rank, text in self._new_output(self._world):
                 self._record.add_section("stdout", rank, self._world, text)
 
@@ -259,4 +238,4 @@ class WorldLease:
             return
         self.collect_output()
         world, self._world = self._world, None
-        self.ranks.release(world, broken=self._record.failed)
+        self._ranks.release(world, broken=self._record.failed)

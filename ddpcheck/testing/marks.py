@@ -26,12 +26,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> Settings:
-    """Return the settings of a session; `options` have pytest flags and ini options.
-
-    Raises:
-        UsageError: A flag has an invalid value.
-        ConfigError: The environment or a config file has an invalid value.
-    """
+    """Return the settings of a session; `options` have pytest flags and ini options."""
     return load_settings(
         {name: config.getoption(f"ddp_{name}") for name in options},
         ini={name: config.getini(f"ddp_{name}") for name in options},
@@ -41,11 +36,7 @@ def settings(config: pytest.Config, options: Iterable[str], **defaults: Any) -> 
 
 
 def read(item: pytest.Item) -> dict[str, Any]:
-    """Return the merged options of a test's marks; the closest mark wins.
-
-    Raises:
-        UsageError: A mark has an invalid option.
-    """
+    """Return the merged options of a test's marks; the closest mark wins."""
     merged: dict[str, Any] = {}
     for mark in item.iter_markers(MARKER):
         if len(mark.args) > 1:

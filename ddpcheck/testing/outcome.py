@@ -24,11 +24,7 @@ _LONGEST = 150
 
 
 def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: Report) -> Path | None:
-    """Write the next HTML report of node id `test`; return its path.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Write the next HTML report of node id `test`; return its path."""
     if folder is None:
         return None
     from ddpcheck.render import renderer_for
@@ -114,11 +110,9 @@ def _disagreement(ended: Mapping[int, Ended]) -> str:
     return f"ranks disagree: {', '.join(told_together((rank, _said(outcome)) for rank, outcome in ordered))}"
 
 
-def _said(one: Ended) -> str:
-    if one.how == "passed":
-        return "passed"
-    verb = "skipped" if one.how == "skipped" else "failed as expected"
-    return f"{verb} ({one.reason})" if one.reason else verb
+def _said(ended: Ended) -> str:
+    verb = "failed as expected" if ended.how == "xfailed" else ended.how
+    return f"{verb} ({ended.reason})" if ended.reason else verb
 
 
 def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str, ...]:
@@ -133,9 +127,6 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
         f"{format_ranks(ranks)} {agreeing(text, ranks)}" + (f"\n{stack}" if stack else "")
         for (text, stack), ranks in groups.items()
     )
-
-
-# --- As pytest shows it ----------------------------------------------------------------------------------------------
 
 
 def sections(verdict: TestOutcome, attachment: Mapping[int, RankArtifacts]) -> list[tuple[str, str]]:
@@ -154,16 +145,13 @@ def as_pytest_shows(
 
     `test` is the location of the test, as in `pytest.Item.location`.
     """
-    first = verdict.first
-    longrepr = None
-    is_single = first is not None and first.kind not in ("stuck", "died") and verdict.mismatch is None
-    if first is not None and first.rank in attachment and is_single:
+    first, longrepr = verdict.first, None
+    if first is not None and first.rank in attachment and first.kind not in ("stuck", "died") and not verdict.mismatch:
         longrepr = copy.copy(attachment[first.rank].failure)
-    if longrepr is None:
+    if first is None or longrepr is None:
         longrepr = _from_text(verdict, test)
     elif longrepr.reprcrash is not None:
         longrepr.reprcrash = copy.copy(longrepr.reprcrash)
-        assert first is not None
         longrepr.reprcrash.message = f"rank {first.rank}: {longrepr.reprcrash.message}"
         if chain := getattr(longrepr, "chain", None):  # serialized by pytest-xdist
             longrepr.chain = [*chain[:-1], (chain[-1][0], longrepr.reprcrash, chain[-1][2])]

@@ -1,8 +1,4 @@
-"""Test conditions on a rank, copied from the pytest process.
-
-Includes warning filters, logging, seeded random number generators, coverage and traceback style, read in the parent
-(`TestConditions.of`) and applied on the rank, which returns `RankArtifacts`.
-"""
+"""Test conditions, read in the pytest process and applied on a rank, which returns `RankArtifacts`."""
 
 from __future__ import annotations
 
@@ -20,19 +16,6 @@ import pytest
 from ddpcheck.worlds.generators import changed_since, generators
 
 _COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """pytest options for tracebacks and assertions."""
-
-    traceback: str  # --tb
-    show_locals: bool
-    full: bool
-    verbosity: int
-    assertions: int  # verbosity of assertions
-    comparisons: Mapping[str, Any]  # ini options for assertion explanations
-    directory: str  # base of relative paths
 
 
 def drawn_generators() -> dict[str, Any]:
@@ -54,13 +37,18 @@ class TestConditions:
     log_format: tuple[str, str]  # (log_format, log_date_format)
     seeds: Mapping[str, Any]  # generator states changed since the test began
     coverage: CoverageOptions | None
-    style: Style
+    traceback: str  # --tb
+    show_locals: bool
+    full_trace: bool
+    verbosity: int
+    assert_verbosity: int
+    comparisons: Mapping[str, Any]  # ini options for assertion explanations
+    directory: str  # base of relative paths
     debugger: bool  # terminal available: `breakpoint()` works
     post_mortem: bool  # a failure opens the debugger
 
     @classmethod
     def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
-        """Return the conditions of this process."""
         config = item.config
         per_test = config.getoption("cov_context", None) == "test"
         return cls(
@@ -69,15 +57,13 @@ class TestConditions:
             log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
             seeds=changed_since(since),
             coverage=CoverageOptions.now(f"{item.nodeid}|run" if per_test else ""),
-            style=Style(
-                config.getoption("tbstyle", "auto"),
-                bool(config.getoption("showlocals", False)),
-                bool(config.getoption("fulltrace", False)),
-                config.option.verbose,
-                config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
-                {name: value for name in _COMPARISONS if (value := _ini(config, name)) is not None},
-                str(config.invocation_params.dir),
-            ),
+            traceback=config.getoption("tbstyle", "auto"),
+            show_locals=bool(config.getoption("showlocals", False)),
+            full_trace=bool(config.getoption("fulltrace", False)),
+            verbosity=config.option.verbose,
+            assert_verbosity=config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
+            comparisons={name: value for name in _COMPARISONS if (value := _ini(config, name)) is not None},
+            directory=str(config.invocation_params.dir),
             debugger=debugger,
             post_mortem=debugger and bool(config.getoption("usepdb", False)),
         )
@@ -102,8 +88,6 @@ class RankArtifacts:
     quitting: bool = False  # user quit the debugger to end the session
 
 
-# --- Coverage --------------------------------------------------------------------------------------------------------
-
 # No data files and no `coverage combine`, so this works under pytest-cov, with and without xdist, and under
 # `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
 # (https://coverage.readthedocs.io/en/latest/api_coverage.html).
@@ -124,7 +108,6 @@ class CoverageOptions:
 
     @classmethod
     def now(cls, context: str) -> CoverageOptions | None:
-        """Return the settings of this process; `None` if coverage is not active."""
         current = _current_coverage()
         if current is None:
             return None

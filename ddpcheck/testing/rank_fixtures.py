@@ -8,13 +8,14 @@ current process (`monkeypatch`, `capsys`, `caplog` ...).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,20 +65,12 @@ class Builtin(OnRank):
 class RankFixture(OnRank):
     """Placeholder for a user fixture that depends on per-rank values."""
 
-    function: Any  # fixture function, or `InModule`
+    find: Callable[[], Any]  # returns the fixture function
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class InModule:
-    """Reference to a fixture function by module and name."""
-
-    module: str
-    name: str
-
-    def find(self) -> Any:
-        """Import the module and unwrap the function from its `pytest.fixture` object."""
-        return _function_of(getattr(importlib.import_module(self.module), self.name))
+def _function_in(module: str, name: str) -> Any:
+    return _function_of(getattr(importlib.import_module(module), name))
 
 
 def _function_of(holder: Any) -> Any:
@@ -86,13 +79,13 @@ def _function_of(holder: Any) -> Any:
     return getattr(getattr(holder, "__pytest_wrapped__", None), "obj", None)
 
 
-def reference(function: Any) -> Any:
-    """Return a picklable fixture function, by name (keeps module globals) if importable."""
+def reference(function: Any) -> Callable[[], Any]:
+    """Return a picklable function that finds a fixture function, by name (keeps module globals) if importable."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
     if module is not None and _function_of(getattr(module, name, None)) is function and wire.importable(module):
-        return InModule(module.__name__, name)
-    return function
+        return functools.partial(_function_in, module.__name__, name)
+    return lambda: function
 
 
 _CAPTURES = {
@@ -135,13 +128,11 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
             fixtures |= value.arguments if isinstance(value, RankFixture) else {name: value}
         for name, value, reason in wire.unsendable(fixtures):
             advice = (
-                "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make the "
-                "value in the test."
+                "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
+                if type(value).__module__.startswith("_pytest.")
+                else "let the fixture take the fixture 'rank' as an argument, and it is set up on every rank, or make "
+                "the value in the test."
             )
-            if type(value).__module__.startswith("_pytest."):
-                advice = (
-                    "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
-                )
             raise UsageError(
                 f"The fixture {name!r} of {test} has a value of type {type(value).__qualname__} that cannot be sent to "
                 f"the ranks ({type(reason).__name__}: {reason}); {advice}"
@@ -160,18 +151,13 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
 # --- On a rank -------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class FixtureMaker:
-    """Creates the per-rank fixture values on a rank, each once.
+    """Creates the per-rank fixture values on a rank, each once."""
 
-    Attributes:
-        teardown: Exit stack that tears down the fixtures.
-        properties: Name and value of each `record_property` call.
-    """
-
-    def __init__(self, teardown: contextlib.ExitStack, properties: list[tuple[str, object]]) -> None:
-        self.teardown = teardown
-        self.properties = properties
-        self._made: dict[object, Any] = {}
+    teardown: contextlib.ExitStack  # tears down the fixtures
+    properties: list[tuple[str, object]]  # name and value of each `record_property` call
+    _made: dict[object, Any] = field(default_factory=dict)
 
     def make(self, value: Any) -> Any:
         """Return the value, or the per-rank value if `value` is a placeholder."""
@@ -187,7 +173,7 @@ class FixtureMaker:
             return self.teardown.enter_context(_BUILTIN[value.name](value.detail, self))
         if not isinstance(value, RankFixture):
             return _rank_values()[value.name]
-        function = value.function.find() if isinstance(value.function, InModule) else value.function
+        function = value.find()
         arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
         if inspect.isgeneratorfunction(function):
             return self.teardown.enter_context(_generated(value.name, function(**arguments)))

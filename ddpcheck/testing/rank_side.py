@@ -1,7 +1,4 @@
-"""Execution of test code on a rank, with conditions, fixtures and attachment.
-
-`perform` runs the body of a test with the ddp marker, `call` a function passed to `ddp_world.run`.
-"""
+"""Execution of test code on a rank, with conditions, fixtures and attachment."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.collectives.collective_log import log_path, record_collectives
 from ddpcheck.testing import remote_pdb
-from ddpcheck.testing.rank_context import RankArtifacts, Style, TestConditions, measured
+from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, measured
 from ddpcheck.testing.rank_fixtures import FixtureMaker
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
@@ -46,21 +43,13 @@ class Ended:
 def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
-    """Call a function under the conditions and save the attachment.
-
-    Returns:
-        The return value, or `Ended` on skip or xfail.
-    """
+    """Call a function passed to `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
     with _under(conditions):
         return _unless_it_ends(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run a test body packed by `ddpcheck.testing.rank_fixtures.pack` and save the attachment.
-
-    Raises:
-        BaseException: Exceptions of the test, except skip and xfail.
-    """
+    """Run the body of a marked test, packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
     with _under(conditions) as attachment:
         result = _unless_it_ends(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
@@ -97,7 +86,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
     attachment = RankArtifacts()
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
-    explain_comparisons(conditions.style.assertions, conditions.style.comparisons)
+    explain_comparisons(conditions.assert_verbosity, conditions.comparisons)
     _log_collectives()
     this_rank.save_attachment(b"")  # discard that of an earlier run
     this_rank.forget_thread_error()
@@ -119,7 +108,7 @@ def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
                     warnings.warn_explicit(warning, type(warning), file, line)
             except BaseException as error:
                 this_rank.announce(error)
-                attachment.failure = _as_pytest_shows(error, conditions.style)
+                attachment.failure = _as_pytest_shows(error, conditions)
                 if conditions.post_mortem:
                     attachment.quitting = remote_pdb.post_mortem(error, text_of(attachment.failure))
                 raise
@@ -194,27 +183,24 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
         root.removeHandler(handler)
 
 
-# --- Failures as pytest shows them ---------------------------------------------------------------------------------
-
-
-def _as_pytest_shows(error: BaseException, style: Style) -> Any:
+def _as_pytest_shows(error: BaseException, conditions: TestConditions) -> Any:
     """Return pytest's picklable representation of an exception, or `None` for ddpcheck errors."""
     info = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, DDPCheckError) and not _theirs(info):
         return None
     try:
-        repr_style = "long" if style.traceback == "auto" or style.full else style.traceback
+        repr_style = "long" if conditions.traceback == "auto" or conditions.full_trace else conditions.traceback
         if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
             repr_style = "value"
-        if repr_style == "native" and not style.full:  # `tbfilter` is ignored by style "native"
+        if repr_style == "native" and not conditions.full_trace:  # `tbfilter` is ignored by style "native"
             info.traceback = _theirs(info)
         longrepr = info.getrepr(
-            showlocals=style.show_locals,
+            showlocals=conditions.show_locals,
             style=repr_style,  # type: ignore[arg-type]
-            abspath=os.getcwd() != style.directory,
-            tbfilter=False if style.full else lambda info: _users(info, style),
+            abspath=os.getcwd() != conditions.directory,
+            tbfilter=False if conditions.full_trace else lambda info: _users(info, conditions.traceback),
             funcargs=True,
-            truncate_locals=style.verbosity <= 1,
+            truncate_locals=conditions.verbosity <= 1,
             chain=True,
         )
         wire.loads(wire.dumps(longrepr))
@@ -237,16 +223,15 @@ def text_of(shown: Any) -> str:
     return text.getvalue().strip("\n")
 
 
-def _users(info: pytest.ExceptionInfo[BaseException], style: Style) -> Any:
+def _users(info: pytest.ExceptionInfo[BaseException], style: str) -> Any:
     """Filter a traceback to user frames, as pytest's `Function._traceback_filter` does."""
     frames = info.traceback
     shown = _theirs(info).filter(info) or frames
-    if style.traceback == "auto" and len(shown) > 2:
+    if style == "auto" and len(shown) > 2:
         return type(frames)((shown[0], *(entry.with_repr_style("short") for entry in shown[1:-1]), shown[-1]))
     return shown
 
 
 def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
-    """Return the traceback without ddpcheck frames."""
     prefixes = (_PACKAGE, str(contextlib.__file__))  # fixtures run in context managers
     return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(prefixes))

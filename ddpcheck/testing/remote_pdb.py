@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import pytest
@@ -103,9 +102,8 @@ def post_mortem(error: BaseException, shown: str) -> bool:
         return True
     context = this_rank.current()
     debugger = _Pdb(f"\n{shown}\n>>> post mortem on rank {context.rank} of {context.world_size}\n")
-    trace: TracebackType | None = error.__traceback__
     debugger.reset()
-    debugger.interaction(None, trace)
+    debugger.interaction(None, error.__traceback__)
     return bool(debugger.quitting)
 
 
@@ -120,9 +118,8 @@ class PdbTerminal:
         """Serve debugger connections of the ranks until none is left."""
         deadline = time.monotonic()
         while True:
-            calls = sorted(directory.glob("rank*.pdb"), key=_age)
-            if calls:
-                self._answer(calls[0])
+            if (place := min(directory.glob("rank*.pdb"), key=_age, default=None)) is not None:
+                self._answer(place)
                 deadline = time.monotonic() + _NEXT_WORD
             elif time.monotonic() >= deadline:
                 return

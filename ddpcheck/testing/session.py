@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
 import unittest
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,7 +15,7 @@ from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.testing.launched_ranks import LAUNCHED
 from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
-from ddpcheck.testing.outcome import REPORT_FOLDER, as_pytest_shows, keep_report, to_raise
+from ddpcheck.testing.outcome import as_pytest_shows, to_raise
 from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
@@ -29,20 +27,13 @@ class Session:
     """Plugin session, one per process that runs tests."""
 
     def __init__(self, config: pytest.Config, options: Sequence[str], is_ours: Callable[[pytest.Item], bool]) -> None:
-        """Read the settings; `is_ours` returns True if a test needs ranks.
-
-        Raises:
-            UsageError: A flag has an invalid value, or a launcher and pytest-xdist have both started processes.
-            ConfigError: The environment or a config file has an invalid value.
-        """
+        """Read the settings; `is_ours` returns True if a test needs ranks."""
         launched = config.stash.get(LAUNCHED, None)
         defaults = {} if launched is None else {"world_size": launched.world_size}
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
         self._is_ours = is_ours
         self._ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
-
-    # --- Before a test ---------------------------------------------------------------------------------------------
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """Prepare for a test that needs ranks; `following`: next test or `None`."""
@@ -84,23 +75,17 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        function = rank_fixtures.reference(_bound(fixturedef, request))
+        find = rank_fixtures.reference(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
-        fixture = rank_fixtures.RankFixture(fixturedef.argname, function, converted)
+        fixture = rank_fixtures.RankFixture(fixturedef.argname, find, converted)
         item.stash[_RECORD].setups.append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
         return fixture
 
-    # --- The test --------------------------------------------------------------------------------------------------
-
     def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
-        """Yield the value of the fixture `ddp_world`."""
         record = item.stash[_RECORD]
         try:
-            folder = item.config.getoption(REPORT_FOLDER, None)
-            keep = functools.partial(keep_report, folder, item.nodeid, itertools.count(1))
-            rent = functools.partial(WorldLease, self._ranks, record)
-            yield DDPWorld(self._settings, rent, self._options(item), keep)
+            yield DDPWorld(self._ranks, record, self._settings, self._options(item))
         finally:
             with contextlib.ExitStack() as stack:  # release every world even if one release raises
                 for lease in record.leases:
@@ -139,8 +124,6 @@ class Session:
         defaults = {"backend": self._settings.backend or "gloo"}
         return {**defaults, **{name: getattr(self._settings, name) for name in _OPTIONS}, **test_options}
 
-    # --- After a test ----------------------------------------------------------------------------------------------
-
     def reporting(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -157,8 +140,7 @@ class Session:
         if call.when == "call" and record.shown is not None and report.failed:
             report.longrepr = record.shown
         error = call.excinfo.value if call.excinfo is not None else None
-        explained_error, sections = record.explained
-        sections = sections if error is explained_error else []
+        sections = record.explained[1] if error is record.explained[0] else []
         add = getattr(report.longrepr, "addsection", lambda *section: report.sections.append(section))
         for title, text in sections:
             add(title, text)  # also included in a JUnit report
@@ -174,16 +156,11 @@ class Session:
             pytest.exit("Quitting debugger")
 
     def close(self) -> None:
-        """Close all ranks at the end of the session."""
         self._ranks.close()
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Validate the start of the session against the setting `launcher`.
-
-    Raises:
-        UsageError: This is a pytest-xdist worker under a launcher, or there is no launcher with `launcher='on'`.
-    """
+    """Raise for a pytest-xdist worker under a launcher, and without a launcher if `launcher` is "on"."""
     if launcher == "off" or LAUNCHED in config.stash:
         return
     if launcher == "on":
@@ -196,7 +173,6 @@ def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    """Fail the test with a usage message and no traceback."""
     raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
@@ -224,8 +200,7 @@ def _bound(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -
 
 
 def _warn_of_results(item: pytest.Item, ended: dict[int, Any]) -> None:
-    returned = next((outcome.returned for outcome in ended.values() if outcome.returned), "")
-    if returned:
+    if returned := next((outcome.returned for outcome in ended.values() if outcome.returned), ""):
         warning = pytest.PytestReturnNotNoneWarning(
             f"Test functions should return None, but {item.nodeid} returned {returned} on its ranks; did you mean "
             "to use `assert` instead of `return`?"

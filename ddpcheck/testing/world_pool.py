@@ -1,17 +1,9 @@
-"""Pool of worlds: prefetched, reused, closed in the background.
-
-    pool = WorldPool()
-    world = pool.acquire(world_size=2, following={"world_size": 2})   # fresh ranks, prepared while the last test ran
-    ...
-    pool.release(world)                # does not wait
-    pool.close()                       # waits until everything is gone
-
-A spare world is started only if the next test is known to use it, since every start takes CPU time.
-"""
+"""Pool of worlds: prefetched, reused, closed in the background."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -22,23 +14,8 @@ from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.harness import World, start_world
 from ddpcheck.worlds import starting, validation
 
-_EARLY = (  # prefixes of variables read at the start of a process, thread pool or process group
-    "ATEN_",
-    "C10_",
-    "CUDA_",
-    "GLOO_",
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "MKL_",
-    "NCCL_",
-    "NVIDIA_",
-    "OMP_",
-    "OPENBLAS_",
-    "PYTHON",
-    "PYTORCH_",
-    "TORCH",
+_EARLY = tuple(  # prefixes of variables read at the start of a process, thread pool or process group
+    "ATEN_ C10_ CUDA_ GLOO_ GOMP_ KMP_ LD_ MALLOC_ MKL_ NCCL_ NVIDIA_ OMP_ OPENBLAS_ PYTHON PYTORCH_ TORCH".split()
 )
 _LATE = ("timeout", "startup_timeout", "env", "watch")  # options that can be changed on a running world
 _PATIENCE = 1.0  # seconds to reset a process group; fresh ranks take less
@@ -48,11 +25,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind(options: Mapping[str, Any]) -> Kind:
-    """Return the options and variables that are fixed after the start.
-
-    Raises:
-        UsageError: An option is invalid.
-    """
+    """Return the options and variables that are fixed after the start; raise `UsageError` if invalid."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}
@@ -65,59 +38,45 @@ def _kind(options: Mapping[str, Any]) -> Kind:
 class WorldPool:
     """Owner of all worlds of a test process; not thread-safe.
 
-    `options` are keyword options of `WorldOptions`. A leased world may be closed by its user.
+    `options` are keyword options of `WorldOptions`; an invalid one raises `UsageError`. A leased world may be closed by
+    its user.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._spare: tuple[Kind, World] | None = None
-        self._leased: dict[int, tuple[World, tuple[Hashable, Kind] | None]] = {}
+        self._leased: dict[World, tuple[Hashable, Kind] | None] = {}  # key in `_idle` of shared worlds
         self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds by (owner, kind)
         self._closing: deque[World] = deque()
 
-    def acquire(self, *, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return an unused world: the spare if of this kind, else new.
+    def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
+        """Return the owner's shared world with a new process group, or an unused world: the spare, or a new one.
 
-        `following` are the options of the next lease, for which a spare is started; `None` for no spare.
-
-        Raises:
-            UsageError: An option is invalid.
+        An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
+        released as broken, or does not reset its process group in time. Without an owner, a spare is started for
+        `following`, the options of the next lease; `None` for no spare, since every start takes CPU time.
         """
         self._enter()
         kind = _kind(options)
-        world = self._prepared(kind, options) or start_world(**options)
-        self._leased[id(world)] = (world, None)
-        self._prepare(following)
-        return world
-
-    def lease_shared(self, owner: Hashable, **options: Any) -> World:
-        """Return an owner's shared world of these options, with a new process group.
-
-        The world is replaced if it failed, was released as broken, or does not reset its process group in time. The
-        owner is, for example, a test module; `end` closes its worlds.
-
-        Raises:
-            UsageError: An option is invalid.
-        """
-        self._enter()
-        kind = _kind(options)
-        key = (owner, kind)
-        idle = self._idle.setdefault(key, [])
+        key = None if owner is None else (owner, kind)
+        idle = [] if key is None else self._idle.setdefault(key, [])
         world = None
         while idle and world is None:
             candidate = idle.pop()
             world = self._updated(candidate, candidate.wait_ready(_PATIENCE), options)
         world = world or self._prepared(kind, options) or start_world(**options)
-        self._leased[id(world)] = (world, key)
+        self._leased[world] = key
+        if key is None:
+            self._prepare(following)
         return world
 
     def release(self, world: World, *, broken: bool = False) -> None:
         """Take a world back without waiting; `broken` worlds are not reused.
 
-        Worlds of `acquire` are closed in the background; worlds of `lease_shared` reset their process group.
+        Shared worlds reset their process group; others are closed in the background.
         """
         self._enter()
-        _, key = self._leased.pop(id(world), (world, None))
+        key = self._leased.pop(world, None)
         if key is None or broken or key not in self._idle:
             self._begin_close(world)
             return
@@ -139,15 +98,12 @@ class WorldPool:
         """Close every world, including leased worlds, and wait until all ranks have exited."""
         self._enter()
         self._prepare(None)
-        leased = [world for world, _ in self._leased.values()]
-        for world in [*leased, *(world for idle in self._idle.values() for world in idle)]:
+        for world in itertools.chain(self._leased, *self._idle.values()):
             self._begin_close(world)
         self._leased.clear()
         self._idle.clear()
         while self._closing:
             self._closing.popleft().close()
-
-    # --- A spare -----------------------------------------------------------------------------------------------
 
     def _prepared(self, kind: Kind, options: Mapping[str, Any]) -> World | None:
         """Return the spare if of this kind, updated to these options."""
@@ -177,8 +133,6 @@ class WorldPool:
         if options is not None and kind is not None and self._spare is None:
             with contextlib.suppress(DDPCheckError):
                 self._spare = kind, start_world(**options, ahead=True)
-
-    # --- Ending ------------------------------------------------------------------------------------------------
 
     def _begin_close(self, world: World) -> None:
         world.begin_close()

@@ -34,7 +34,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for shell in ("bash", "zsh", "fish"):
             told: list[str] = []
-            patch.setattr("ddpcheck.cli.completion.print_out", told.append)
+            patch.setattr("ddpcheck.cli.arguments.print_out", told.append)
             assert cli.main(["completion", shell]) == 0
             (folder / shell).write_text(told[0] + "\n", encoding="utf-8")
     return folder

@@ -189,7 +189,7 @@ def test_options_that_make_no_sense_are_refused_as_by_a_world(pool: WorldPool) -
     for options in ({"world_size": 0}, {"backend": ["gloo"]}, {"env": {"A": 1}}, {"preload": 3}, {"world_size": "2"}):
         with pytest.raises((UsageError, TypeError)) as expected:
             World(**options)
-        for lease in (pool.acquire, lambda **options: pool.lease_shared("owner", **options)):
+        for lease in (pool.acquire, lambda **options: pool.acquire(owner="owner", **options)):
             with pytest.raises(type(expected.value)) as caught:
                 lease(**options)
             assert str(caught.value) == str(expected.value)
@@ -218,7 +218,7 @@ def test_shared_ranks_are_the_same_with_another_process_group(pool: WorldPool) -
 
     found = []
     for _ in range(3):
-        world = pool.lease_shared("module", world_size=2)
+        world = pool.acquire(owner="module", world_size=2)
         found.append(world.run(seen, "x"))
         assert world.run(summed) == [3.0, 3.0]
         pool.release(world)
@@ -228,7 +228,7 @@ def test_shared_ranks_are_the_same_with_another_process_group(pool: WorldPool) -
 
 def test_shared_ranks_are_another_owners_own(pool: WorldPool) -> None:
     def of(owner: str, **options: Any) -> list[int]:
-        world = pool.lease_shared(owner, world_size=1, **options)
+        world = pool.acquire(owner=owner, world_size=1, **options)
         try:
             return pids(world)
         finally:
@@ -241,17 +241,17 @@ def test_shared_ranks_are_another_owners_own(pool: WorldPool) -> None:
 
 
 def test_two_leases_at_a_time_are_two_worlds(pool: WorldPool) -> None:
-    one, two = (pool.lease_shared("module", world_size=1) for _ in range(2))
+    one, two = (pool.acquire(owner="module", world_size=1) for _ in range(2))
     both = [pids(one), pids(two)]
     assert both[0] != both[1]
     pool.release(one)
     pool.release(two)
-    assert pids(pool.lease_shared("module", world_size=1)) in both
+    assert pids(pool.acquire(owner="module", world_size=1)) in both
 
 
 @pytest.mark.parametrize("how", ["failed", "broken", "closed", "ended", "busy"])
 def test_ranks_after_a_failure_are_fresh_ones(pool: WorldPool, how: str) -> None:
-    world = pool.lease_shared("module", world_size=2)
+    world = pool.acquire(owner="module", world_size=2)
     before = pids(world)
     if how == "failed":
         with pytest.raises(RankError):
@@ -263,7 +263,7 @@ def test_ranks_after_a_failure_are_fresh_ones(pool: WorldPool, how: str) -> None
     elif how == "busy":
         world.start(time.sleep, 60)
     pool.release(world, broken=how == "broken")
-    world = pool.lease_shared("module", world_size=2)
+    world = pool.acquire(owner="module", world_size=2)
     assert not set(pids(world)) & set(before)
     assert world.run(summed) == [3.0, 3.0]
 
@@ -297,11 +297,11 @@ def break_group(how: str) -> None:
 @pytest.mark.parametrize("how", ["pending", "dropped", "subgroups", "module", "destroyed", "uneven"])
 def test_what_a_lease_leaves_of_its_group_is_gone_in_the_next(pool: WorldPool, how: str) -> None:
     for _ in range(3):
-        world = pool.lease_shared("module", world_size=2)
+        world = pool.acquire(owner="module", world_size=2)
         assert world.run(summed) == [3.0, 3.0]
         world.run(break_group, how)
         pool.release(world)
-    world = pool.lease_shared("module", world_size=2)
+    world = pool.acquire(owner="module", world_size=2)
     assert world.run(summed) == [3.0, 3.0]
 
 
@@ -312,11 +312,11 @@ def test_what_ranks_printed_and_left_is_that_of_the_lease(pool: WorldPool) -> No
         print(text)
         rank.save_attachment(text.encode())
 
-    world = pool.lease_shared("module", world_size=1)
+    world = pool.acquire(owner="module", world_size=1)
     world.run(speak, "first")
     pool.release(world)
     assert (world.output(0), world.attachment(0)) == ("first\n", b"first")  # until the next lease
-    world = pool.lease_shared("module", world_size=1)
+    world = pool.acquire(owner="module", world_size=1)
     assert (world.output(0), world.attachment(0)) == ("", b"")
     world.run(speak, "second")
     assert (world.output(0), world.attachment(0)) == ("second\n", b"second")
@@ -333,7 +333,7 @@ def held(pid: int) -> tuple[int, int, int]:
 def test_nothing_accumulates_over_renewals(pool: WorldPool) -> None:
     def cycle(count: int) -> World:
         for number in range(count):
-            world = pool.lease_shared("module", world_size=2)
+            world = pool.acquire(owner="module", world_size=2)
             assert world.run(summed) == [3.0, 3.0]
             world.run(break_group, ["", "dropped", "subgroups", "uneven"][number % 4])
             pool.release(world)
@@ -364,10 +364,10 @@ def test_everything_is_gone_after_close(tmp_path: Path, monkeypatch: pytest.Monk
     servers = [len(os.listdir(f"/proc/{server}/fd")) for server in server_pids()]
     pool = WorldPool()
     seen = [use(pool, world_size=size, following={"world_size": 3 - size}) for size in (1, 2, 1, 2, 2, 2)]
-    shared = pool.lease_shared("module", world_size=2)
+    shared = pool.acquire(owner="module", world_size=2)
     seen.append(pids(shared))
     pool.release(shared)
-    seen.append(pids(pool.lease_shared("module", world_size=2)))
+    seen.append(pids(pool.acquire(owner="module", world_size=2)))
     seen.append(pids(pool.acquire(world_size=2)))
     pool.close()
     assert not [pid for each in seen for pid in each if psutil.pid_exists(pid)]
@@ -420,18 +420,18 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, seconds: flo
 
 @pytest.mark.slow
 def test_a_fork_of_the_process_has_worlds_of_its_own(pool: WorldPool) -> None:
-    world = pool.lease_shared("module", world_size=1)
+    world = pool.acquire(owner="module", world_size=1)
     mine = pids(world)
     pool.release(world)
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = 0 if pids(pool.lease_shared("module", world_size=1)) != mine else 2
+            code = 0 if pids(pool.acquire(owner="module", world_size=1)) != mine else 2
         finally:
             from ddpcheck.worlds import starting as processes
 
             processes.shut_down()
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
-    assert pids(pool.lease_shared("module", world_size=1)) == mine
+    assert pids(pool.acquire(owner="module", world_size=1)) == mine

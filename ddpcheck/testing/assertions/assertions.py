@@ -1,9 +1,5 @@
 """Assertions for distributed training: gradient parity, equal values, anomalous parameters.
 
-`assert_parity` is called in an ordinary test and starts its own ranks; `assert_same_on_all_ranks` is called on every
-rank, with any launcher; `assert_no_anomalous_params` in any process. Messages come from
-`ddpcheck.testing.assertions.messages`.
-
 This module is light: it imports torch only when an assertion is called.
 """
 
@@ -12,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ddpcheck.findings.errors import BugError, DDPCheckError, FindingsError, HangError, UsageError
 from ddpcheck.findings.replace import replace
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 Message = str | Callable[[str], str] | None
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -223,9 +218,6 @@ def assert_no_anomalous_params(
         raise AssertionError(_final(message, msg))
 
 
-# Usage and messages
-
-
 def _final(message: str, msg: Message) -> str:
     if callable(msg):
         return msg(message)
@@ -257,12 +249,7 @@ def _tolerance_error(rtol: float | None, atol: float | None) -> str:
     return ""
 
 
-# Ranks
-
-
-def _attempt(
-    what: str, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
-) -> tuple[Result | None, str]:
+def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, str]:
     """Return (result, '') or (None, error) to send to the waiting ranks."""
     try:
         return function(*args, **kwargs), ""

@@ -1,7 +1,6 @@
 """Messages of assertions on reports, anomalous parameters and values of ranks.
 
-Pure functions on plain data; this module is light: it never imports torch. The text on tensor differences comes from
-`torch.testing.assert_close`; this module adds the differing items and ranks.
+This module is light: it never imports torch.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, sel
 from ddpcheck.findings.selection import is_any_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
-# Gradients and their references
-
-_VERDICTS = {
+_VERDICTS = {  # by check: the reference, what to say if it was not compared, and the rules on what it finds
     "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own", ("DDP301", "DDP302")),
     "parity": (
         "single-process",
@@ -26,8 +23,6 @@ _VERDICTS = {
         ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"),
     ),
 }
-"""By check: the reference that it compares with, what to say where it was not made, and the rules on what it finds."""
-
 _BY_TOLERANCE = frozenset(code for _, _, codes in _VERDICTS.values() for code in codes) - {"DDP301"}
 _NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
@@ -51,8 +46,8 @@ def parity_failure_message(
         for check, (reference, _, codes) in _VERDICTS.items()
         if is_any_selected(codes, select=select, ignore=ignore)
     }
-    entries = [entry for entry in report.parity if entry.reference in wanted.values()]
-    mismatched = [entry for entry in entries if not _is_near(entry, tolerance)]
+    distances = [_distance(entry, tolerance) for entry in report.parity if entry.reference in wanted.values()]
+    mismatched = [distance for distance in distances if not distance[0] <= distance[1]]
     if tolerance is not None and not mismatched:
         selected = tuple(finding for finding in selected if finding.code not in _BY_TOLERANCE)
     explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
@@ -62,7 +57,7 @@ def parity_failure_message(
     lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
     lines = [line for finding in (*selected, *withheld) for line in _finding_lines(finding)]
     if unexplained or (mismatched and tolerance is not None):
-        lines += _beyond(mismatched, len(entries), tolerance)
+        lines += _beyond(mismatched, len(distances))
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
     if not lacking and not lines:
         return ""
@@ -73,11 +68,10 @@ def parity_failure_message(
     return "\n".join([title, "", f"{report.target}: {world}", *lacking, *lines])
 
 
-def _beyond(far: Sequence[ParityEntry], of: int, tolerance: tuple[float, float] | None) -> list[str]:
-    distances = [(entry, *_distance(entry, tolerance)) for entry in far]
-    worst = sorted(distances, key=lambda item: -item[1] / (item[2] or 1e-300))[:_MOST_ENTRIES]
-    lines = [f"{len(far)} of {of} comparisons of a gradient with its reference are beyond the tolerance:"]
-    lines += [f"  {item.parameter} in step {item.step}, against {item.reference}: {text}" for item, _, _, text in worst]
+def _beyond(far: Sequence[tuple[float, float, str]], count: int) -> list[str]:
+    worst = sorted(far, key=lambda distance: -distance[0] / (distance[1] or 1e-300))[:_MOST_ENTRIES]
+    lines = [f"{len(far)} of {count} comparisons of a gradient with its reference are beyond the tolerance:"]
+    lines += [f"  {text}" for _, _, text in worst]
     return [*lines, f"  and {len(far) - _MOST_ENTRIES} more"] if len(far) > _MOST_ENTRIES else lines
 
 
@@ -86,22 +80,17 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
 
     With a tolerance, the bound on the norm follows from |g - r| <= atol + rtol * |r| for every element.
     """
+    where = f"{entry.parameter} in step {entry.step}, against {entry.reference}"
     if tolerance is None:
-        distance, allowed = entry.relative_error, entry.tolerance
-        return distance, allowed, f"relative error {distance:.2g}, allowed {allowed:.2g}"
+        error, allowed = entry.relative_error, entry.tolerance
+        return error, allowed, f"{where}: relative error {error:.2g}, allowed {allowed:.2g}"
     rtol, atol = tolerance
-    distance, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
+    error, allowed = entry.absolute_error, atol * math.sqrt(entry.elements) + rtol * entry.reference_norm
     terms = f"{atol:g} * sqrt({entry.elements}) + {rtol:g} * {entry.reference_norm:.4g}"
-    return distance, allowed, f"norm of the difference {distance:.4g}, allowed {allowed:.4g} ({terms})"
-
-
-def _is_near(entry: ParityEntry, tolerance: tuple[float, float] | None) -> bool:
-    distance, allowed, _ = _distance(entry, tolerance)
-    return distance <= allowed
+    return error, allowed, f"{where}: norm of the difference {error:.4g}, allowed {allowed:.4g} ({terms})"
 
 
 def _is_on_gradients(finding: Finding) -> bool:
-    """Return True for DDP3xx findings, findings tagged with DDP3xx, and errors."""
     is_tagged = any(tag.startswith("DDP3") for tag in finding.tags)
     return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or is_tagged
 
@@ -121,9 +110,6 @@ def _finding_lines(finding: Finding) -> list[str]:
     lines = [f"{finding.code} {', '.join(finding.subjects)}: {finding.message}{where}"]
     lines += [f"  {fact}" for fact in finding.evidence]
     return [*lines, f"  fix: {finding.what_to_do}"]
-
-
-# Parameters and the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +146,7 @@ def anomalies_message(by_rank: Mapping[int, Sequence[Anomaly]]) -> str:
 
 _UNUSED = "from this loss (DDP101, DDP102 or DDP103: unused, left out of the loss or detached)"
 _ON_SOME = "on some ranks only, on which DDP hangs (DDP104)"
-_ANOMALIES = {
+_ANOMALIES = {  # singular and plural, by (is no parameter of the model, is on some ranks only)
     (False, False): (f"parameter gets no gradient {_UNUSED}", f"parameters get no gradient {_UNUSED}"),
     (False, True): (f"parameter contributes {_ON_SOME}", f"parameters contribute {_ON_SOME}"),
     (True, False): (
@@ -168,8 +154,6 @@ _ANOMALIES = {
         "tensors get a gradient and are no parameters of the model, so DDP never synchronises them (DDP106)",
     ),
 }
-"""One anomaly, and several, by whether they are tensors that are no parameters, and whether on some ranks only."""
-
 
 _MOST_ITEMS = 8  # maximum number of further mismatches listed
 _MOST_GROUPS = 4  # maximum number of rank groups with distances
@@ -189,7 +173,6 @@ class CompareOptions:
 
     @property
     def exact(self) -> bool:
-        """True if both tolerances are 0."""
         return self.rtol == 0.0 and self.atol == 0.0
 
 
@@ -241,11 +224,10 @@ class Mismatch:
     def measurable(self) -> bool:
         """True if only tensor values differ, so that distances can be computed."""
         kinds = {entry and (entry.kind, entry.attributes) for entry in self.entries.values()}
-        return bool(self.odd) and len(kinds) == 1 and self.held[0].kind == "tensor"
+        return bool(self.odd) and len(kinds) == 1 and self.present[0].kind == "tensor"
 
     @property
-    def held(self) -> list[Entry]:
-        """Entries of the ranks that have the item."""
+    def present(self) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry is not None]
 
     @property
@@ -309,12 +291,12 @@ def _numbers_are_close(entries: Mapping[int, Entry | None], reference: int, opti
     return all(map(is_close, values.values()))
 
 
-def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
-    """Return the message on `found`, or '' if all are within the tolerance.
+def mismatch_message(mismatches: Iterable[Mismatch], by_rank: Mapping[int, RankValues], name: str = "") -> str:
+    """Return the message on `mismatches`, or '' if all are within the tolerance.
 
     `name` is the user's name of the argument.
     """
-    failed = [item for item in found if item.far or not item.distances]
+    failed = [item for item in mismatches if item.far or not item.distances]
     if not failed:
         return ""
     first, others = failed[0], failed[1:]
@@ -332,23 +314,22 @@ def mismatch_message(found: Iterable[Mismatch], by_rank: Mapping[int, RankValues
 
 
 def _details(item: Mismatch, how: str) -> list[str]:
-    """Describe one mismatch in detail."""
-    kinds = {entry.kind for entry in item.held}
+    kinds = {entry.kind for entry in item.present}
     if None in item.entries.values() or len(kinds) > 1 or not kinds <= _TITLES.keys():
         reason = "Not every rank holds it" if None in item.entries.values() else "The ranks hold different things"
         text = _on_ranks({rank: entry or "nothing" for rank, entry in item.entries.items()})
         return ["Items are not the same on all ranks!", "", f"{reason}: {text}."]
-    kind, lines = item.held[0].kind, []
+    kind, lines = item.present[0].kind, []
     if kind != "tensor":
         lines = [f"{_on_ranks(item.entries)}."]
     elif not item.odd:
-        lines = [f"On every rank, {item.held[0].nans}."]
+        lines = [f"On every rank, {item.present[0].nans}."]
     elif item.measurable:
         same = [rank for rank in item.entries if rank not in item.far]
         verb = plural_verb("differs", "differ", item.far)
         lines = [f"{capitalized(format_ranks(item.far))} {verb} from {format_ranks(same)}.", *_numbers(item)]
     else:
-        for number, (name, _) in enumerate(item.held[0].attributes):
+        for number, (name, _) in enumerate(item.present[0].attributes):
             values = {rank: entry.attributes[number][1] for rank, entry in item.entries.items() if entry}
             if len({*values.values()}) > 1:
                 lines.append(f"The values for attribute '{name}' do not match: {_on_ranks(values)}.")

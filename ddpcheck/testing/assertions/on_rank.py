@@ -1,8 +1,4 @@
-"""Computations of the assertions on a rank: anomalous parameters, fingerprints, distances.
-
-Tensors stay on their device, where the fingerprints are computed; values are broadcast only if fingerprints differ, in
-pieces of `_PIECE` bytes.
-"""
+"""Computations of the assertions on a rank: anomalous parameters, fingerprints, distances."""
 
 from __future__ import annotations
 
@@ -106,11 +102,11 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
         yield from _modules_in(child, depth + 1)
 
 
-_PIECE = 1 << 24
+_PIECE = 1 << 24  # bytes in one broadcast
 _PLAIN = (str, bytes, type(None), enum.Enum, torch.dtype, torch.layout, torch.device, torch.memory_format, slice, range)
 _NUMBERS = (bool, int, float, complex)
 _KEYS = (str, bytes, *_NUMBERS, type(None), enum.Enum)
-_PARTS = {
+_PARTS = {  # methods that return the dense parts of a tensor, by layout
     torch.sparse_coo: ("indices", "values"),
     torch.jagged: ("offsets", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -118,10 +114,8 @@ _PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The methods that return the dense parts of a tensor, by layout."""
-
+# path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container
 Item = tuple[str, str, Any]
-"""Path, kind (of `Entry`) and a dense tensor, a number, a plain value or the number of items in a container."""
 
 
 def items_of(value: Any) -> list[Item]:
@@ -260,7 +254,6 @@ def _nans(tensor: torch.Tensor) -> str:
 
 
 def _first(mask: torch.Tensor) -> tuple[int, ...]:
-    """Return the index of the first True."""
     flat_index = mask.reshape(-1).byte().argmax()
     return tuple(int(index) for index in torch.unravel_index(flat_index, mask.shape))
 
@@ -274,19 +267,16 @@ def _canonical(tensor: torch.Tensor) -> torch.Tensor:
     return real.masked_fill_(torch.isnan(real), math.nan)
 
 
-# Values
-
-
 def measured(
-    found: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
+    mismatches: Sequence[Mismatch], items: Sequence[Item], options: CompareOptions, group: Any, exchange: StoreExchange
 ) -> list[Mismatch]:
     """Add distances to the first mismatch if exact, else to all.
 
     Called on every rank of `group`: broadcasts the values of the reference ranks.
     """
-    selected = [item for item in (found[:1] if options.exact else found) if item.measurable]
+    selected = [item for item in (mismatches[:1] if options.exact else mismatches) if item.measurable]
     if not selected:
-        return list(found)
+        return list(mismatches)
     tensors = {path: value for path, kind, value in items if kind == "tensor"}
     local_distances: list[tuple[float, str]] = []
     with torch.no_grad():
@@ -295,10 +285,11 @@ def measured(
             received = _received(tensor, item.reference, group, keep=exchange.rank in item.odd)
             local_distances.append((0.0, "") if received is None else _distance(tensor.cpu(), received, options))
     by_rank = exchange.all_gather("measured", local_distances)
-    for index, item in enumerate(selected):
-        distances = {rank: values[index] for rank, values in zip(exchange.ranks, by_rank, strict=True)}
-        found = [replace(mismatch, distances=distances) if mismatch is item else mismatch for mismatch in found]
-    return list(found)
+    by_path = {
+        item.path: dict(zip(exchange.ranks, distances, strict=True))
+        for item, distances in zip(selected, zip(*by_rank, strict=True), strict=True)
+    }
+    return [replace(item, distances=by_path.get(item.path, {})) for item in mismatches]
 
 
 def _received(tensor: torch.Tensor, source: int, group: Any, *, keep: bool) -> torch.Tensor | None:
