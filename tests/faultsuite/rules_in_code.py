@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "rules-in-code.md"
 PACKAGE = ROOT / "ddpcheck"
 FACTS = ("findings/evidence/", "stream/entries.py", "stream/rank_report.py")
-GATHER = ("gather/", "record/", "run/", "report/", "monitor/", "harness.py", "worlds/")
+GATHER = ("gather/", "record/", "run/", "report/", "extras/", "monitor/", "harness.py", "worlds/")
 TABLES = tuple(f"judge/{name}.py" for name in ("script_table", "optimizer_lines", "wrapper_lines", "causes", "verdict"))
 """Files that name codes which others give."""
 CODE = re.compile(r"DDP\d{3}")

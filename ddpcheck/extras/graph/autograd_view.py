@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ddpcheck.extras.graph.drawing_data import Mark, colour
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.rules import RULES
-from ddpcheck.report.graph.drawing_data import Mark, colour
 
 MOST_NODES = 3_000  # Graphviz needs minutes for larger graphs
 _FRAMES_PER_NODE = 4  # Python frames per node in the recursion of torchviz

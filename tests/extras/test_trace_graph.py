@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.extras.calls import MODULES
+from ddpcheck.extras.graph import trace_graph as trace_graph
+from ddpcheck.extras.graph.drawing_data import COLOURS
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.report.calls import MODULES
-from ddpcheck.report.graph import trace_graph as trace_graph
-from ddpcheck.report.graph.drawing_data import COLOURS
 from tests.dotsource import Dot, parse
 from tests.faultsuite.cases import FAULTS, ROOT
 
@@ -307,7 +307,7 @@ def no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*args: object, **options: object) -> None:
         raise AssertionError("work was done")
 
-    monkeypatch.setattr("ddpcheck.report.graph.trace_graph.check", check)
+    monkeypatch.setattr("ddpcheck.extras.graph.trace_graph.check", check)
 
 
 @pytest.mark.usefixtures("no_check")
@@ -351,7 +351,7 @@ def test_without_its_packages_the_extra_is_named(
 
 @pytest.mark.slow
 def test_ranks_do_without_the_packages_of_pictures() -> None:
-    code = "import sys; sys.modules.update(graphviz=None, torchviz=None)\nimport ddpcheck.report.graph.trace_graph"
+    code = "import sys; sys.modules.update(graphviz=None, torchviz=None)\nimport ddpcheck.extras.graph.trace_graph"
     done = [sys.executable, "-c", f"{code}, {', '.join(MODULES)}"]
     assert subprocess.run(done, cwd=ROOT, timeout=120).returncode == 0
 

@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Report, ReportError
-from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
-from ddpcheck.report.matrix.check_matrix import step_time
-from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime, advise
-from ddpcheck.report.matrix.option_sets import (
+from ddpcheck.extras.matrix.advice import advise
+from ddpcheck.extras.matrix.check_matrix import step_time
+from ddpcheck.extras.matrix.option_sets import (
     DEFAULTS,
     FIND_UNUSED,
     STATIC_GRAPH,
@@ -22,6 +18,11 @@ from ddpcheck.report.matrix.option_sets import (
     first_option_sets,
     further_option_sets,
 )
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.rules.rule import Severity
+from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
 
 SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
 NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
@@ -306,9 +307,9 @@ def stub_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         calls.append((target, options))
         return MATRIX
 
-    module = type(sys)("ddpcheck.report.matrix.check_matrix")
+    module = type(sys)("ddpcheck.extras.matrix.check_matrix")
     module.check_matrix = check_matrix
-    monkeypatch.setitem(sys.modules, "ddpcheck.report.matrix.check_matrix", module)
+    monkeypatch.setitem(sys.modules, "ddpcheck.extras.matrix.check_matrix", module)
     return calls
 
 

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpcheck.extras.repro.target_code import imports_of, names_in
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
 from ddpcheck.judge.gradients.loss_terms import BY_SAMPLE
-from ddpcheck.report.repro.target_code import imports_of, names_in
 
 if TYPE_CHECKING:
-    from ddpcheck.report.repro.probe import TargetInfo
+    from ddpcheck.extras.repro.probe import TargetInfo
 
 _TABLE = """
 DDP101 DDP102 DDP103 DDP104 DDP105 DDP108 DDP110 DDP112 DDP513 | next | rank.unused()
@@ -217,7 +217,7 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
 
 
 _SOURCES = (
-    "report/repro/harness.py",
+    "extras/repro/harness.py",
     *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "fingerprints")),
     *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
     *(f"gather/ddp/{name}.py" for name in ("ddp_wrapper", "optimizer_options", "sync_batchnorm")),

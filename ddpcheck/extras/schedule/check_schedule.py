@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from ddpcheck.extras import calls
 from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DDPCheckError, HangError, RankError, UsageError
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
@@ -25,7 +26,6 @@ from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, join_names, suggests_names
 from ddpcheck.judge.endings.schedules import judge_schedules
 from ddpcheck.judge.verdict import Verdict, status_of
-from ddpcheck.report import calls
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions
@@ -85,7 +85,7 @@ def check_schedule(
         steps=steps,
         timeout=timeout,
         seed=seed,
-        preload=preload,
+        preload=(*calls.MODULES, *preload),
         select=select,
         ignore=ignore,
         suppress=suppress,

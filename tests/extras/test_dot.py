@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpcheck.extras.graph.dot import draw, lay_out, picture_format, summary
+from ddpcheck.extras.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParameter, ModuleFact, Node
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.rules.rule import Severity
-from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
-from ddpcheck.report.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParameter, ModuleFact, Node
 from tests.dotsource import Dot, parse
 
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")

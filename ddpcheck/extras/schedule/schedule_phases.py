@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from ddpcheck.extras.schedule.simulated_group import combine, join_simulated
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
-from ddpcheck.gather.collectives.simulated_group import combine, join_simulated
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import samples_of
 from ddpcheck.gather.state.randomness import seed_everything, settle_device

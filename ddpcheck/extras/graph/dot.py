@@ -11,11 +11,11 @@ from pathlib import PurePath
 
 from graphviz import Digraph, escape, nohtml
 
+from ddpcheck.extras.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node, colour, module_of, prefixes
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, group_by, join_names, printable
-from ddpcheck.report.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node, colour, module_of, prefixes
 
 MOST_LINES = 6  # parameter names in one node
 MOST_PARAMETER_NODES = 16  # with more nodes, the parameters of several modules share a node

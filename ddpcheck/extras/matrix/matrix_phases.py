@@ -21,6 +21,8 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
+from ddpcheck.extras.matrix.option_sets import VARIED, ModelFacts, WrappedRow
+from ddpcheck.extras.matrix.variants import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
@@ -37,8 +39,7 @@ from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import difference, norm, scales, tolerances
 from ddpcheck.recipe.pytree import batch_size, copied, shard_batch, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
-from ddpcheck.report.matrix.matrix import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
-from ddpcheck.report.matrix.option_sets import VARIED, DDPOptions, ModelFacts, WrappedRow
+from ddpcheck.report.matrix.option_sets import DDPOptions
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import is_asked_for, stance
 

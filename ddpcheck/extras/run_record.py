@@ -3,9 +3,6 @@
 The file is meant for bug reports. Names of the program are replaced by consistent pseudonyms, and the file has no
 source code. Words of Python, torch and ddpcheck are kept, since the judges read them. Folders of this machine are
 replaced by markers, which `here` replaces by the folders of the reading machine.
-
-Also writes the last collectives as Flight Recorder dumps, for `torchfrtrace` and `ddpcheck hang`: gloo writes no dump,
-and its in-memory entries have neither the ranks of a group nor the completion state.
 """
 
 from __future__ import annotations
@@ -17,33 +14,26 @@ import itertools
 import json
 import keyword
 import os
-import pickle
 import re
 import shlex
 import sys
 import sysconfig
-import zlib
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from gzip import GzipFile, compress
-from io import BytesIO
+from collections.abc import Callable, Iterator, Sequence
+from gzip import compress
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
 from ddpcheck import __version__
-from ddpcheck.findings.errors import UsageError
-from ddpcheck.findings.evidence.endings import DEFAULT_GROUP
-from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.files import MOST_BYTES, MOST_RANKS, within
+from ddpcheck.findings.files import MOST_RANKS
 from ddpcheck.findings.program_blocks import ProgramSource
-from ddpcheck.findings.report import Location, Report
-from ddpcheck.report.hang.flight_recorder import CALL_KEY, DTYPES
-from ddpcheck.run.ending import Ending, still_in_a_call
+from ddpcheck.findings.report import Report
+from ddpcheck.run.ending import Ending
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.codec import entry_from_fields, fields_of_entry
-from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
+from ddpcheck.stream.rank_log import WatchedRank
 
 _OWN = Path(__file__).parents[1]
 _OF_TORCH = ("nn/modules", "nn/parallel", "nn/utils", "optim", "distributed", "utils/data")
@@ -134,10 +124,6 @@ def _sources() -> Iterator[Path]:
             yield from Path(folder, part).glob("*.py")
 
 
-_BEGINNING = '{"kind": "run"'
-_PACKED = b"\x1f\x8b"  # magic number of gzip
-
-
 def write_record(
     path: Path, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource
 ) -> Report:
@@ -159,23 +145,6 @@ def write_record(
     text = json.dumps(Pseudonyms().replaced(record), default=lambda data: b64encode(data).decode())
     path.write_bytes(compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
     return judge_record(text)
-
-
-def unpacked(data: bytes) -> bytes:
-    """Decompress gzip data; return other data unchanged.
-
-    Raises:
-        OSError: The data is truncated, damaged, or too large.
-    """
-    try:
-        return within(GzipFile(fileobj=BytesIO(data)).read(MOST_BYTES + 1)) if data.startswith(_PACKED) else data
-    except (EOFError, zlib.error) as error:
-        raise OSError(str(error)) from error
-
-
-def is_record(text: str) -> bool:
-    """Return True if a text is a recorded run."""
-    return text.startswith(_BEGINNING)
 
 
 def judge_record(text: str) -> Report:
@@ -212,95 +181,3 @@ def _rank_of(fields: dict[str, Any]) -> WatchedRank:
     readable = [entry for entry in entries if entry is not None]
     rank["unknown"] = rank.get("unknown", 0) + len(entries) - len(readable)
     return WatchedRank(entries=readable, **rank)
-
-
-_VERSION = "2.10"  # version of Flight Recorder in torch 2.13
-_OPERATIONS = (  # names in Flight Recorder; prefixes of names in torch.distributed
-    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "gather", "scatter"),
-    "barrier",
-)
-_PAYLOAD = re.compile(r"(\w+) of shape \(([\d, ]*)\)")
-_RECORDED_DTYPES = {name: recorded for recorded, name in DTYPES.items()} | {"bfloat16": "BFloat16"}
-
-
-def prepare(folder: Path) -> None:
-    """Create the folder for the dumps.
-
-    Raises:
-        UsageError: The folder cannot be created, or is not empty.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty; the dumps of the ranks need an empty folder")
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
-
-
-def write_flight_records(folder: Path, ranks: Sequence[WatchedRank], ending: Ending) -> None:
-    """Write the last collectives of each rank as a Flight Recorder dump (`rank_0`)."""
-    open_ranks = still_in_a_call(ranks, ending)
-    for rank, log in zip(ranks, comparable_logs(ranks), strict=True):
-        number = rank.started.rank
-        dump = _dump(log, rank.started.world_size, rank.started.backend, is_open=number in open_ranks)
-        with (folder / f"rank_{number}").open("xb") as file:  # "x": do not follow a symlink planted there
-            pickle.dump(dump, file, protocol=2)
-
-
-def _dump(log: Sequence[Call], world_size: int, backend: str, *, is_open: bool) -> dict[str, Any]:
-    groups = {call.group or DEFAULT_GROUP: call.members or tuple(range(world_size)) for call in log}
-    counts = dict.fromkeys(groups, 0)
-    entries = []
-    for index, call in enumerate(log):
-        group = call.group or DEFAULT_GROUP
-        counts[group] += 1
-        ended = not is_open or index < len(log) - 1
-        entries.append(
-            {
-                **_sizes(call, len(groups[group]), backend),
-                **dict.fromkeys(("time_created_ns", "p2p_seq_id", "timeout_ms"), 0),
-                **dict.fromkeys(("time_discovered_started_ns", "time_discovered_completed_ns")),
-                "record_id": index,
-                "pg_id": list(groups).index(group),
-                "process_group": (group, _description(group)),
-                "collective_seq_id": counts[group],
-                "op_id": counts[group],
-                "state": "completed" if ended else "scheduled",
-                "retired": ended,
-                "is_p2p": False,
-                "frames": _frames(call),
-                CALL_KEY: {"operation": call.operation, "payload": call.payload},
-            }
-        )
-    configured = {
-        name: {"name": name, "desc": _description(name), "ranks": str(list(members))}
-        for name, members in groups.items()
-    }
-    return {"version": _VERSION, "pg_config": configured, "entries": entries}
-
-
-def _description(group: str) -> str:
-    return "default_pg" if group == DEFAULT_GROUP else "undefined"
-
-
-def _sizes(call: Call, members: int, backend: str) -> Mapping[str, Any]:
-    """Return name, sizes and dtypes that pass the checks of torch's dump analysis."""
-    operation = next((name for name in _OPERATIONS if call.operation.startswith(name)), "barrier")
-    if call.operation.startswith("DistributedDataParallel."):
-        operation = "all_reduce"
-    match = _PAYLOAD.search(call.payload)
-    shape = [int(size) for size in re.findall(r"\d+", match[2])] if match else [1]
-    dtype = _RECORDED_DTYPES.get(match[1], match[1].capitalize()) if match else "Float"
-    full_shape = [members, *shape]
-    return {
-        "profiling_name": f"{backend}:{operation}",
-        "input_sizes": [full_shape if operation == "reduce_scatter" else shape],
-        "output_sizes": [full_shape if operation == "all_gather" else shape],
-        "input_dtypes": [dtype],
-        "output_dtypes": [dtype],
-    }
-
-
-def _frames(call: Call) -> list[dict[str, Any]]:
-    locations = map(Location.parse, call.callers or (call.location,))
-    return [{"name": "<unknown>", "filename": loc.path, "line": loc.line} for loc in locations if loc is not None]

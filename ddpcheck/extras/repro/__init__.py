@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.extras import calls
+from ddpcheck.extras.repro.script import script_for, script_name, why_none, world_size_for
+from ddpcheck.extras.repro.target_code import imports_from_ddpcheck, own_modules
 from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
-from ddpcheck.report import calls
-from ddpcheck.report.repro.script import script_for, script_name, why_none, world_size_for
-from ddpcheck.report.repro.target_code import imports_from_ddpcheck, own_modules
 
 if TYPE_CHECKING:
-    from ddpcheck.report.repro.probe import TargetInfo
+    from ddpcheck.extras.repro.probe import TargetInfo
 
 _MARKS = ("written by ddpcheck", "which wrote this file")
 

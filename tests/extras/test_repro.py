@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.extras.repro import script as repro_script
+from ddpcheck.extras.repro import write_reproduction
+from ddpcheck.extras.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
+from ddpcheck.extras.repro.target_code import imports_from_ddpcheck
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
@@ -20,10 +24,6 @@ from ddpcheck.findings.rules.rule import Severity
 from ddpcheck.judge.replicas.model_parts import how_split
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
-from ddpcheck.report.repro import script as repro_script
-from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
-from ddpcheck.report.repro.target_code import imports_from_ddpcheck
 from tests.faultsuite.cases import FAULTS, read_case
 from tests.reproductions import Runner, write
 from tests.tiers import one_of
@@ -425,7 +425,7 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
 
 
 def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
-    harness = (ROOT / "ddpcheck" / "report" / "repro" / "harness.py").read_text()
+    harness = (ROOT / "ddpcheck" / "extras" / "repro" / "harness.py").read_text()
     known = set(re.findall(r"(?:    def |self\.)(\w+)", harness))
     for code, (steps, facts, at_fault, tells) in COMPARISONS.items():
         assert steps in ("named", "first", "next", "two", "all") and tells, code

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from ddpcheck import cli
+from ddpcheck.extras import debug_server
 from ddpcheck.findings.report import Location, Report
-from ddpcheck.report.hang import debug_server
 from tests.launchers.slurm import free_ports
 from tests.tiers import needs, one_of
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from ddpcheck.report.graph.drawing_data import FOLD_FROM, MOST_MODULES, fold, module_of, prefixes
+from ddpcheck.extras.graph.drawing_data import FOLD_FROM, MOST_MODULES, fold, module_of, prefixes
 
 FAULT = ("linear.w", "DDP101")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.extras import calls
+from ddpcheck.extras.graph.drawing_data import COLOURS, GraphView, Mark
 from ddpcheck.findings import errors
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import format_ranks, format_steps
 from ddpcheck.harness import start_world
-from ddpcheck.report import calls
 from ddpcheck.report.checking.check import check
 from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
-from ddpcheck.report.graph.drawing_data import COLOURS, GraphView, Mark
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:

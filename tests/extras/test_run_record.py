@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcheck import __main__ as cli
+from ddpcheck.extras.run_record import Pseudonyms, here, judge_record, write_record
 from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.files import unpacked
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
-from ddpcheck.run.run_record import Pseudonyms, here, judge_record, unpacked, write_record
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from tests.faultsuite.recorded_scripts import Run, left_by, report_on, runs

@@ -13,28 +13,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpcheck.findings.errors import EXIT_HANG, RankError
-from ddpcheck.findings.evidence.modules import WrappedModule
-from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import ReportError, Severity
-from ddpcheck.findings.selection import Suppression
-from ddpcheck.findings.wording import counted, suggests_names
-from ddpcheck.report import calls
-from ddpcheck.report.checking.check import decided
-from ddpcheck.report.checking.check_report import report_of
-from ddpcheck.report.checking.check_run import CheckRun
-from ddpcheck.report.checking.check_state import CheckOptions, CheckState
-from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict, advise
-from ddpcheck.report.matrix.option_sets import (
-    DEFAULTS,
-    DDPOptions,
+from ddpcheck.extras import calls
+from ddpcheck.extras.matrix.advice import advise
+from ddpcheck.extras.matrix.option_sets import (
     ModelFacts,
     OptionSet,
     WrappedRow,
     first_option_sets,
     further_option_sets,
 )
-from ddpcheck.report.matrix.variant_rows import variant_rows
+from ddpcheck.extras.matrix.variant_rows import variant_rows
+from ddpcheck.findings.errors import EXIT_HANG, RankError
+from ddpcheck.findings.evidence.modules import WrappedModule
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import ReportError, Severity
+from ddpcheck.findings.selection import Suppression
+from ddpcheck.findings.wording import counted, suggests_names
+from ddpcheck.report.checking.check import decided
+from ddpcheck.report.checking.check_report import report_of
+from ddpcheck.report.checking.check_run import CheckRun
+from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
+from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def check_matrix(
     Raises:
         UsageError: An argument is invalid, or `target` names no recipe.
     """
-    given = CheckOptions("", world_size, backend or "", device, steps, seed, timeout, preload, select, ignore, suppress)
+    modules = (*calls.MODULES, *preload)
+    given = CheckOptions("", world_size, backend or "", device, steps, seed, timeout, modules, select, ignore, suppress)
     asked = decided(given, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 

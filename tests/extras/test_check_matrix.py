@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
+from ddpcheck.extras.matrix.check_matrix import _MatrixRun
+from ddpcheck.extras.matrix.option_sets import DEFAULTS
+from ddpcheck.extras.matrix.variant_rows import variant_rows
+from ddpcheck.extras.matrix.variants import COMPILED, SYNCED, UNSYNCED
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
-from ddpcheck.report.matrix.check_matrix import _MatrixRun
-from ddpcheck.report.matrix.matrix import COMPILED, SYNCED, UNSYNCED, Matrix, MatrixRow
-from ddpcheck.report.matrix.option_sets import DEFAULTS
-from ddpcheck.report.matrix.variant_rows import variant_rows
+from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
 from tests.faultsuite.cases import FAULTS
 from tests.tiers import one_of, share
 
@@ -175,7 +176,7 @@ def loss(model, batch):
 
 @pytest.mark.slow
 def test_what_cannot_be_split_or_compiled_is_skipped_with_the_reason(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.report.matrix.variant_rows._LONGEST_COMPILATION", 1e-3)
+    monkeypatch.setattr("ddpcheck.extras.matrix.variant_rows._LONGEST_COMPILATION", 1e-3)
     found = variants_of(recipe("\nbatch = lambda step: torch.ones(10, 8)\n"))
     assert {row.verdict for row in found.values()} == {"skipped"}
     assert found[UNSYNCED].reason == "the 5 samples of a rank cannot be split into 2 equal micro-batches"
@@ -378,7 +379,7 @@ def test_rules_that_are_ignored_decide_nothing() -> None:
 
 @pytest.mark.exhaustive
 def test_step_times_are_measured_against_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)
+    monkeypatch.setattr("ddpcheck.extras.matrix.check_matrix._SECONDS_A_ROW", 0.05)
     seen: list[str] = []
     matrix = ddpcheck.check_matrix(
         str(ZOO / "healthy" / "global_backbone.py"), steps=1, timeout=20, progress=seen.append

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcheck.extras.graph.autograd_view import draw_autograd
+from ddpcheck.extras.graph.drawing_data import GraphView, Mark, MarkedParameter, ModuleFact, Node, fold, module_of
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import frames_from, user_location
@@ -27,8 +29,6 @@ from ddpcheck.gather.phases.rank_state import rank_state
 from ddpcheck.gather.steps.training_step import make_batch
 from ddpcheck.recipe.pytree import copied, named_tensors, to_device, tree_tensors
 from ddpcheck.recipe.recipe import Recipe, call_loss
-from ddpcheck.report.graph.autograd_view import draw_autograd
-from ddpcheck.report.graph.drawing_data import GraphView, Mark, MarkedParameter, ModuleFact, Node, fold, module_of
 
 STEP = 0
 

@@ -19,8 +19,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,8 +37,9 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
     waits_for_result,
 )
-from ddpcheck.findings.wording import counted, format_ranks, group_by
+from ddpcheck.findings.wording import counted
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
+from ddpcheck.report.hang.hang_report import RanksSeen, said_of_missing
 
 PORT = 25999  # default of start_debug_server
 _SECONDS = 75.0  # per request; the server itself waits 60 s for a rank
@@ -194,29 +194,14 @@ _BETWEEN = 3.0  # seconds between the two looks
 _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_reduce"}  # what gloo records
 
 
-@dataclass(frozen=True, slots=True)
-class RanksSeen:
-    """State of the ranks of a job."""
-
-    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
-    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
-    # by rank: activity in words after the rank's name, if known from more than the dump
-    doing: Mapping[int, str] = field(default_factory=dict)
-    # by rank: current program lines, innermost first, if known
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
-    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
-    source: str = "dump"  # word for a dump in messages
-    is_live: bool = False  # True if the job was running when queried
-
-
-def look_at_ranks(server: DebugServer) -> RanksSeen:
-    """Return the state of the ranks, by two looks seconds apart.
+def look_at_ranks(address: str) -> RanksSeen:
+    """Return the state of the ranks at http://HOST:PORT, by two looks seconds apart.
 
     Raises:
         TargetError: The server or all ranks do not answer.
         UsageError: The address is not of a debug server.
     """
+    server = DebugServer(address)
     earlier, _ = _recorders(server)
     stacks_before = server.stacks()
     time.sleep(_BETWEEN)
@@ -291,9 +276,3 @@ def _with_line(dump: RankDump, stack: str) -> RankDump:
 
 def _at(entry: RecordedCall, lines: Sequence[str]) -> RecordedCall:
     return replace(entry, call=replace(entry.call, location=lines[0], callers=tuple(lines)))
-
-
-def said_of_missing(problems: Mapping[int, str]) -> str:
-    """Describe why ranks have no dump."""
-    reasons = group_by(problems, lambda rank: problems[rank])
-    return "; ".join(f"{format_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
