@@ -49,7 +49,6 @@ class Medium:
         )
 
     def shows(self, text: str) -> bool:
-        """Check if `text` can be encoded."""
         try:
             text.encode(self.encoding)
         except (UnicodeEncodeError, LookupError):

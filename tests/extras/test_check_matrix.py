@@ -6,9 +6,7 @@ import pytest
 
 import ddpcheck
 from ddpcheck.extras.matrix.check_matrix import _MatrixRun
-from ddpcheck.extras.matrix.option_sets import DEFAULTS
-from ddpcheck.extras.matrix.variant_rows import variant_rows
-from ddpcheck.extras.matrix.variants import COMPILED, SYNCED, UNSYNCED
+from ddpcheck.extras.matrix.variants import COMPILED, SYNCED, UNSYNCED, variant_rows
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
@@ -122,7 +120,10 @@ loss = lambda model, x: model(x).square().mean()
 
 def variants_of(path: Path) -> dict[str, MatrixRow]:
     asked = CheckOptions(backend="gloo", timeout=20)
-    return {row.title: row for row in variant_rows(str(path), asked, None, DEFAULTS, lambda _words: None, None)}
+    return {
+        row.title: row
+        for row in variant_rows(str(path), asked, MatrixRow({}, "right", own=True), lambda _words: None, None)
+    }
 
 
 @pytest.mark.slow
@@ -176,7 +177,7 @@ def loss(model, batch):
 
 @pytest.mark.slow
 def test_what_cannot_be_split_or_compiled_is_skipped_with_the_reason(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.extras.matrix.variant_rows._LONGEST_COMPILATION", 1e-3)
+    monkeypatch.setattr("ddpcheck.extras.matrix.variants._LONGEST_COMPILATION", 1e-3)
     found = variants_of(recipe("\nbatch = lambda step: torch.ones(10, 8)\n"))
     assert {row.verdict for row in found.values()} == {"skipped"}
     assert found[UNSYNCED].reason == "the 5 samples of a rank cannot be split into 2 equal micro-batches"

@@ -129,7 +129,6 @@ class FlowRecorder(TensorRecorder):
         return self.nodes.setdefault(key, Node(key, "module", frame.module))
 
     def _read(self, key: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that the node `key` reads `tensors`."""
         for tensor in tensors:
             if tensor.is_leaf and tensor.requires_grad:
                 self.readers.setdefault(id(tensor), {})[key] = None
@@ -144,7 +143,6 @@ def stop_key(end: PathEnd) -> str:
 
 
 def _in_custom_function() -> bool:
-    """Return True inside the forward of an autograd Function."""
     frames = (frame for frame in frames_from(sys._getframe(1)) if frame.f_code.co_name == "apply")
     return any(frame.f_globals.get("__name__") == "torch.autograd.function" for frame in frames)
 

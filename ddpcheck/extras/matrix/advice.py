@@ -28,7 +28,7 @@ def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Ad
     if not fine:
         advice += _on_fault(tried, own_row)
     elif defaults is not None and not defaults.fine:
-        advice += _on_needs(defaults, fine, said=defaults.own)
+        advice += _on_needs(defaults, fine, is_known=defaults.own)
     if fine:
         advice += _on_wrong(tried, fine)
         advice += _on_fine(fine, noise)
@@ -59,12 +59,12 @@ def _on_fault(tried: Sequence[MatrixRow], own: MatrixRow) -> Iterator[Advice]:
         yield Advice("fault", f"The fault {kind}.{fix}")
 
 
-def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, said: bool) -> Iterator[Advice]:
+def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool) -> Iterator[Advice]:
     least = min(len(row.arguments) for row in fine)
     options = [str(row.options) for row in fine if len(row.arguments) == least and not row.hook and not row.label]
     if options:
         verb = "stops" if defaults.verdict == "stops" else "is wrong"
-        reason = "." if said else f": without, it {verb}: {_because(defaults)}"
+        reason = "." if is_known else f": without, it {verb}: {_because(defaults)}"
         choices = " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
         yield Advice("needs", f"It needs {choices}{reason}")
         if defaults.code in _NEVER_TRAINED:

@@ -22,7 +22,7 @@ from ddpcheck.extras.matrix.option_sets import (
     first_option_sets,
     further_option_sets,
 )
-from ddpcheck.extras.matrix.variant_rows import variant_rows
+from ddpcheck.extras.matrix.variants import variant_rows
 from ddpcheck.findings.errors import EXIT_HANG, RankError
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
@@ -93,8 +93,10 @@ def check_matrix(
         UsageError: An argument is invalid, or `target` names no recipe.
     """
     modules = (*calls.MODULES, *preload)
-    given = CheckOptions("", world_size, backend or "", device, steps, seed, timeout, modules, select, ignore, suppress)
-    asked = decided(given, target, hosts)
+    options = CheckOptions(
+        "", world_size, backend or "", device, steps, seed, timeout, modules, select, ignore, suppress
+    )
+    asked = decided(options, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 
 
@@ -205,7 +207,6 @@ class _MatrixRun:
                 rows.append(self._row(option_set, expected))
 
     def _try_shards(self) -> None:
-        """Try `fully_shard` instead of a wrapper if any row is right."""
         size = self.asked.world_size
         if not self.facts.shards or size < 2 or not any(row.fine for row in self.rows):
             return
@@ -219,8 +220,7 @@ class _MatrixRun:
         """Try compiled and micro-batched steps under the first options that are right."""
         fine = [row for row in self.rows if row.fine and not row.hook and (row.own or not row.label)]
         if fine and not self.facts.own_hook:
-            options = None if fine[0].own else fine[0].options
-            self.rows += variant_rows(self.target, self.asked, options, fine[0].options, self.progress, self.hosts)
+            self.rows += variant_rows(self.target, self.asked, fine[0], self.progress, self.hosts)
 
     def _row(self, option_set: OptionSet, expected: int) -> MatrixRow:
         """Run one row, or explain why the options are not run."""
@@ -279,7 +279,6 @@ class _MatrixRun:
     # Step times
 
     def _measure_rows(self) -> None:
-        """Measure step times of right rows relative to a baseline row."""
         fine = [row for row in self.rows if row.fine and (row.own or not row.label)]
         baseline = next((row for row in fine if not row.label and row.options == DEFAULTS), fine[0] if fine else None)
         if baseline is None:

@@ -21,8 +21,15 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from ddpcheck.extras.matrix.option_sets import VARIED, ModelFacts, WrappedRow
-from ddpcheck.extras.matrix.variants import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
+from ddpcheck.extras.matrix.option_sets import (
+    BACKEND,
+    MICRO_BATCHES,
+    VARIED,
+    ModelFacts,
+    VariantFacts,
+    VariantStep,
+    WrappedRow,
+)
 from ddpcheck.findings.errors import TargetError
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.replace import replace
@@ -84,11 +91,11 @@ def _sharded(shape: tuple[int, ...], module: nn.Module, device: torch.device) ->
 
 
 @contextlib.contextmanager
-def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) -> Iterator[None]:
+def overridden_options(options: DDPOptions | None, passed: list[dict[str, Any]]) -> Iterator[None]:
     """Override the options of every `DistributedDataParallel` constructor in this context.
 
     Arguments of `VARIED` that are not in `options` get torch's defaults; None overrides nothing. The arguments of the
-    callers among `VARIED` are appended to `given`, one dict per wrapper.
+    callers among `VARIED` are appended to `passed`, one dict per wrapper.
     """
 
     def make(original: Any) -> Any:
@@ -100,7 +107,7 @@ def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) 
                 arguments = dict(signature.bind(self, *args, **kwargs).arguments)
             except TypeError:  # the call itself raises a better message
                 return original(self, *args, **kwargs)  # type: ignore[no-any-return]
-            given.append({name: arguments[name] for name in VARIED if name in arguments})
+            passed.append({name: arguments[name] for name in VARIED if name in arguments})
             if options is not None:
                 arguments = {name: value for name, value in arguments.items() if name not in VARIED}
                 arguments.update(options.arguments)
@@ -113,15 +120,17 @@ def overridden_options(options: DDPOptions | None, given: list[dict[str, Any]]) 
         yield
 
 
-def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
-    """Collect one rank's facts; `given`: arguments of each wrapper of the recipe."""
+def _model_facts(wrappers: Sequence[Mapping[str, Any]]) -> ModelFacts:
+    """Collect one rank's facts; `wrappers`: arguments of each wrapper of the recipe."""
     state = rank_state()
     params = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     trained = [p for p in state.module.parameters() if p.requires_grad]
     hooks = [hook for hook, _state in getattr(state.training_model.wrapper, "_comm_hooks", ())]
+    plain = (bool, int, float, str, type(None), list, tuple)
+    own = {name: x if isinstance(x, plain) else str(x) for kwargs in wrappers for name, x in kwargs.items()}
     return ModelFacts(
         known=tuple(name for name in VARIED if name in params),
-        own={name: _plain(value) for name, value in given[0].items()} if len(given) == 1 else None,
+        own=own if len(wrappers) == 1 else None,
         own_hook=getattr(hooks[0], "__name__", type(hooks[0]).__name__) if hooks else "",
         gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
         bits=max((torch.finfo(p.dtype).bits for p in trained), default=32),
@@ -129,10 +138,6 @@ def _model_facts(given: Sequence[Mapping[str, Any]]) -> ModelFacts:
         nccl=(nccl := this_rank.current().backend == "nccl"),
         shards=(nccl or state.device.type == "cpu") and importlib.util.find_spec(_SHARDING) is not None,
     )
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | None | list | tuple) else str(value)
 
 
 # Step times
@@ -159,8 +164,8 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
         batches.append(to_device(state.shard_of(batch), state.device))
     external = state.training_model.external_state.capture()
 
-    def seconds(place: int, pair: int) -> float:
-        (model, before), step = timed[place], pair % steps
+    def seconds(index: int, pair: int) -> float:
+        (model, before), step = timed[index], pair % steps
         before.restore(model.module)
         put_back(external)
         batch = copied(batches[step])
@@ -279,22 +284,22 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
     return {name: gradient.clone() for name, gradient in training_step.gradients_of(model.trainable).items()}, drew
 
 
-def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
+def _split(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference, ...]]:
     """Return why the batch cannot be split, or its parts' gradient differences."""
     state = rank_state()
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training for part in state.module.modules()):
         return "BatchNorm normalises by the statistics of a batch, and those of a micro-batch differ", ()
     try:
-        size = batch_size(one.batch)
+        size = batch_size(prep.batch)
     except TargetError as error:
         return f"the batch of a rank cannot be split: {error}", ()
     if size % MICRO_BATCHES:
         return f"the {size} samples of a rank cannot be split into {MICRO_BATCHES} equal micro-batches", ()
-    one.parts = [shard_batch(one.batch, number, MICRO_BATCHES) for number in range(MICRO_BATCHES)]
+    prep.parts = [shard_batch(prep.batch, number, MICRO_BATCHES) for number in range(MICRO_BATCHES)]
     results: list[_Gradients] = []
-    for batch in (one.batch, *one.parts):
-        one.before.restore(reference)
-        put_back(one.external)
+    for batch in (prep.batch, *prep.parts):
+        prep.before.restore(reference)
+        put_back(prep.external)
         try:
             gradients, loss = training_step.compute_gradients(
                 state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), place="without the wrapper, "
@@ -311,21 +316,21 @@ def _split(one: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference,
     }
     for name, scale in scales(whole).items():
         sizes = [norm(part[name]) for part in parts if name in part]
-        one.scale[name] = max([one.scale.get(name, 0.0), scale, *sizes])
-    return "", _differences(one, means, against=whole)
+        prep.scale[name] = max([prep.scale.get(name, 0.0), scale, *sizes])
+    return "", _differences(prep, means, against=whole)
 
 
 def _differences(
-    one: _Prepared, gradients: Mapping[str, Any], tolerance: float | None = None, against: _Gradients | None = None
+    prep: _Prepared, gradients: Mapping[str, Any], tolerance: float | None = None, against: _Gradients | None = None
 ) -> tuple[Difference, ...]:
-    against = one.gradients if against is None else against
-    allowed = tolerances(against, one.scale, None)
+    against = prep.gradients if against is None else against
+    allowed = tolerances(against, prep.scale, None)
     return tuple(
         difference(
             name,
             gradients.get(name),
             against.get(name),
-            scale=one.scale.get(name, 0.0),
+            scale=prep.scale.get(name, 0.0),
             tolerance=tolerance or allowed.get(name, 0.0),
         )
         for name in sorted({*against, *gradients})

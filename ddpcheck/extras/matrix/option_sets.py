@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import SplitModule
 from ddpcheck.findings.wording import format_ranks, format_steps
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
@@ -32,6 +33,9 @@ COMPRESSION_HOOKS = ("fp16_compress_hook", "bf16_compress_hook")
 """Hooks of torch.distributed.algorithms.ddp_comm_hooks.default_hooks whose rounding error is measured."""
 
 
+BACKEND = "aot_eager"
+"""`torch.compile` backend without inductor, which needs a C++ compiler and is much slower."""
+MICRO_BATCHES = 2
 FIND_UNUSED = DDPOptions({"find_unused_parameters": True})
 STATIC_GRAPH = DDPOptions({"static_graph": True})
 
@@ -52,6 +56,23 @@ class ModelFacts:
     shards: bool = False  # True if `fully_shard` can replace the wrapper
     # missing parameters by (step, rank)
     absent: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
+
+
+class VariantFacts(msgspec.Struct, frozen=True):
+    """Facts of a rank before its compiled or micro-batched steps."""
+
+    not_compiled: str = ""  # why the module cannot or need not be compiled; empty if it can
+    not_split: str = ""  # why the batch cannot be split; empty if it can
+    differences: tuple[Difference, ...] = ()  # gradients of the micro-batches compared with the whole batch
+
+
+class VariantStep(msgspec.Struct, frozen=True):
+    """Compiled or micro-batched step of one rank, compared with the plain step."""
+
+    gradients: Mapping[str, int]  # fingerprints of `.grad` by parameter name
+    differences: tuple[Difference, ...] = ()  # gradient differences from the plain step
+    drew: bool = False  # True if random numbers were drawn
+    graphs: int = -1  # graphs compiled for the step; -1 if none expected, or unknown in this torch
 
 
 class WrappedRow(SplitModule, frozen=True):

@@ -1,62 +1,84 @@
-"""Matrix rows of variant steps, compiled or in micro-batches: pure functions of the results of the ranks."""
+"""Matrix rows of variant steps: compiled, or in micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
+from ddpcheck.extras import calls
+from ddpcheck.extras.matrix.option_sets import BACKEND, MICRO_BATCHES, VariantFacts, VariantStep
+from ddpcheck.findings.errors import RankError, TargetError
 from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.harness import World
+from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.matrix import MatrixRow
-from ddpcheck.report.matrix.option_sets import DDPOptions
+from ddpcheck.report.matrix.option_sets import DEFAULTS
+from ddpcheck.worlds.launchers.leader import Leader
 
-BACKEND = "aot_eager"
-"""`torch.compile` backend without inductor, which needs a C++ compiler and is much slower."""
+if TYPE_CHECKING:
+    from ddpcheck.recipe.recipe import Recipe
 
 COMPILED = f'torch.compile(backend="{BACKEND}")'
-MICRO_BATCHES = 2
 UNSYNCED = f"{MICRO_BATCHES} micro-batches, no_sync in the first"
 SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
+_LONGEST_COMPILATION = 60.0  # seconds; the timeout of the world itself is much longer
 
 
-class VariantFacts(Struct, frozen=True):
-    """Facts of a rank before its compiled or micro-batched steps."""
+def variant_rows(
+    target: Recipe | str, asked: CheckOptions, base: MatrixRow, progress: Callable[[str], None], hosts: Leader | None
+) -> Iterator[MatrixRow]:
+    """Yield a row for each variant of the steps of row `base`, with a new world after a failure."""
+    options = None if base.own else base.options
+    steps: dict[str, Callable[[], VariantStep]] = {
+        UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
+        SYNCED: partial(calls.matrix_phases.accumulated_step, True),
+        COMPILED: calls.matrix_phases.compiled_step,
+    }
+    world: World | None = None
+    facts: list[VariantFacts] = []
+    deadline = math.inf  # deadline of the current compilation
 
-    not_compiled: str = ""  # why the module cannot or need not be compiled; empty if it can
-    not_split: str = ""  # why the batch cannot be split; empty if it can
-    apart: tuple[Difference, ...] = ()  # gradients of the micro-batches compared with the whole batch
+    def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
+        return "{ranks} did not finish to compile in time" if time.monotonic() > deadline else None
+
+    try:
+        for title, step in steps.items():
+            label = title if base.options == DEFAULTS else f"{base.options}, {title}"
+            progress(label)
+            row = partial(MatrixRow, base.arguments, hook=base.hook, label=label)
+            deadline = math.inf
+            try:
+                if world is None:  # first variant, or previous variant failed
+                    world = asked.world(hosts, look)
+                    facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
+                reasons = (entry.not_compiled if title == COMPILED else entry.not_split for entry in facts)
+                if reason := next(filter(None, reasons), ""):
+                    yield row("skipped", reason=reason)
+                elif title != COMPILED and (worst := _worst([entry.differences for entry in facts])):
+                    reason = (
+                        f"even without DDP, the gradients of {MICRO_BATCHES} micro-batches, whose losses are divided "
+                        f"by {MICRO_BATCHES}, differ from those of the whole batch ({worst}): the loss is not a mean "
+                        "over samples"
+                    )
+                    yield row("wrong", code="DDP514", reason=reason)
+                else:
+                    deadline = time.monotonic() + _LONGEST_COMPILATION if title == COMPILED else math.inf
+                    yield _judge_step(world.run(step), row)
+            except (RankError, TargetError) as error:
+                text = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
+                yield row("skipped", reason=text) if time.monotonic() > deadline else row("stops", reason=str(error))
+                if world is not None:
+                    world.close()
+                world = None
+    finally:
+        if world is not None:
+            world.close()
 
 
-class VariantStep(Struct, frozen=True):
-    """Compiled or micro-batched step of one rank, compared with the plain step."""
-
-    gradients: Mapping[str, int]  # fingerprints of `.grad` by parameter name
-    differences: tuple[Difference, ...] = ()  # gradient differences from the plain step
-    drew: bool = False  # True if random numbers were drawn
-    graphs: int = -1  # graphs compiled for the step; -1 if none expected, or unknown in this torch
-
-
-def skipped(facts: Sequence[VariantFacts], title: str) -> str:
-    """Return why any rank skips a variant; empty if none does."""
-    reasons = (entry.not_compiled if title == COMPILED else entry.not_split for entry in facts)
-    return next(filter(None, reasons), "")
-
-
-def judged_parts(facts: Sequence[VariantFacts], options: DDPOptions, label: str) -> MatrixRow | None:
-    """Return the row of micro-batches whose gradients differ even without DDP, else `None`."""
-    if (worst := _worst([entry.apart for entry in facts])) is None:
-        return None
-    reason = (
-        f"even without DDP, the gradients of {MICRO_BATCHES} micro-batches, whose losses are divided by "
-        f"{MICRO_BATCHES}, differ from those of the whole batch ({worst}): the loss is not a mean over samples"
-    )
-    return MatrixRow(options.arguments, "wrong", hook=options.hook, label=label, code="DDP514", reason=reason)
-
-
-def judged_step(steps: Sequence[VariantStep], options: DDPOptions, label: str) -> MatrixRow:
-    """Return the row of a variant step that all ranks ran."""
-    row = partial(MatrixRow, options.arguments, hook=options.hook, label=label)
+def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> MatrixRow:
     if any(step.graphs == 0 for step in steps):
         return row("incomplete", reason="torch.compile has compiled nothing of it")
     if any(step.gradients != steps[0].gradients for step in steps):

@@ -48,20 +48,21 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     if why := why_none(finding, report):
         raise UsageError(why)
     info, name, folder = _look(report, target, finding), script_name(finding), Path(directory)
-    entry, files = Path(info.file).resolve(), dict[str, str]()
+    entry, texts = Path(info.file).resolve(), dict[str, str]()
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.parts
     imported = imports_from_ddpcheck(entry, roots)
-    for place, path in own_modules(entry, info.package, info.loaded).items():
+    for relative, path in own_modules(entry, info.package, info.loaded).items():
         imported += imports_from_ddpcheck(path)
-        said = f"# From {relative_path(str(path))}, for {name}; {_MARKS[0]}.\n"
-        files[place] = said + path.read_text(encoding="utf-8")
-    files[name] = script_for(finding, report, info, files, imported)
+        header = f"# From {relative_path(str(path))}, for {name}; {_MARKS[0]}.\n"
+        texts[relative] = header + path.read_text(encoding="utf-8")
+    texts[name] = script_for(finding, report, info, texts, imported)
     prepare(folder)
-    for path, text in ((folder / place, text) for place, text in files.items()):
-        there = path.read_bytes().decode(errors="replace") if path.is_file() else ""
-        if path.exists() and there != text and not any(mark in there[:4000] for mark in _MARKS):
+    files = {folder / relative: text for relative, text in texts.items()}
+    for path, text in files.items():
+        old = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        if path.exists() and old != text and not any(mark in old[:4000] for mark in _MARKS):
             raise UsageError(f"{path} already exists, and ddpcheck did not write it; choose another folder")
-    for path, text in ((folder / place, text) for place, text in files.items()):
+    for path, text in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", newline="\n")
@@ -102,6 +103,3 @@ def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
                 trouble = error
     trouble.raise_cause()
     raise TargetError(f"{relative_path(target)} cannot be loaded for a reproduction: {trouble}")
-
-
-__all__ = ["command_for", "prepare", "script_name", "why_none", "write_reproduction"]

@@ -165,13 +165,13 @@ class Rank:
 
     def structure(self) -> dict[str, Any]:
         parts, buffers = self.net.named_modules(), enumerate(self.net.named_buffers())
-        found = {n or "the model": f"{type(m).__name__}({m.extra_repr()}) training={m.training}" for n, m in parts}
-        found |= {name: f"buffer number {number}, {tuple(b.shape)}, {b.dtype}" for number, (name, b) in buffers}
+        facts = {n or "the model": f"{type(m).__name__}({m.extra_repr()}) training={m.training}" for n, m in parts}
+        facts |= {name: f"buffer number {number}, {tuple(b.shape)}, {b.dtype}" for number, (name, b) in buffers}
         numbers: dict[Any, int] = {}  # tied parameters share a number
         for name, p in self.net.named_parameters(remove_duplicate=False):
-            found[name] = f"number {numbers.setdefault(p, len(numbers))}, {tuple(p.shape)}, {p.dtype}, "
-            found[name] += f"strides {p.stride()}, on {p.device.type}, requires_grad={p.requires_grad}"
-        return found
+            facts[name] = f"number {numbers.setdefault(p, len(numbers))}, {tuple(p.shape)}, {p.dtype}, "
+            facts[name] += f"strides {p.stride()}, on {p.device.type}, requires_grad={p.requires_grad}"
+        return facts
 
     def options(self) -> dict[str, Any]:
         names = {id(p): name for name, p in self.net.named_parameters()}
@@ -183,11 +183,11 @@ class Rank:
         return {**self.net.state_dict(), **kept}
 
     def attributes(self) -> dict[str, Any]:
-        found = dict[str, Any](unregistered_state(self.net))
+        facts = dict[str, Any](unregistered_state(self.net))
         for path, part in self.net.named_modules():
             named = {f"{path}.{key}".strip("."): x for key, x in vars(part).items() if isinstance(x, (int, float, str))}
-            found |= {name: value for name, value in named.items() if name in self.set["subjects"]}
-        return found
+            facts |= {name: value for name, value in named.items() if name in self.set["subjects"]}
+        return facts
 
     def gradients(self) -> dict[str, Any]:
         return {name: dense(p.grad) for name, p in self.net.named_parameters() if p.grad is not None}
@@ -256,15 +256,15 @@ class Rank:
             if part == "backward" and step + 1 == self.steps:
                 return self.gradients()
 
-    def alone(self, numbers: Any) -> Any:
+    def single_process(self, numbers: Any) -> Any:
         """Return a getter for the gradients of one process on the whole batch."""
         if self.set["in_group"]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        alone = self.last(bare=True, whole=True, numbers=numbers)
+        gradients = self.last(bare=True, whole=True, numbers=numbers)
         if self.set["in_group"]:
             dist.destroy_process_group()
-        return lambda: alone
+        return lambda: gradients
 
     def compare(self, want: Any, **how: Any) -> Any:
         """Yield gradients with relative errors above the tolerance, largest first."""
@@ -273,10 +273,10 @@ class Rank:
         errors = {name: norm(got[name] - x) / max(sizes[name], 1e-30) for name, x in right.items()}
         far = [name for name in errors if not errors[name] <= allowed]
         far.sort(key=lambda name: (errors[name] == errors[name], -errors[name]))  # NaN first
-        found = {f"gradient of {n}": f"relative error {errors[n]:.2g}, allowed {allowed:g}" for n in far[:4]}
+        facts = {f"gradient of {n}": f"relative error {errors[n]:.2g}, allowed {allowed:g}" for n in far[:4]}
         ours, whole = (torch.cat([x.double().flatten() for x in some.values()]) for some in (got, right))
         factor = f"{float(ours @ whole / (whole @ whole)):.4g} times what they should be"
-        yield self.steps - 1, {**found, "all gradients together": factor} if far else {}
+        yield self.steps - 1, {**facts, "all gradients together": factor} if far else {}
 
     def empty(self) -> dict[str, Any]:
         full = all(len(x) for x in tree_leaves(self.data) if getattr(x, "ndim", False))
@@ -294,9 +294,9 @@ class Rank:
     def shards(self) -> Any:
         for step in range(self.steps):
             whole, own = self.samples(step, whole=True), self.samples(step)
-            held = sum(self.gathered(own), Counter[Any]())
-            again = sum(held[row] > whole[row] for row in own)
-            missing = 0 if held - whole and not again else sum((whole - held).values())
+            total = sum(self.gathered(own), Counter[Any]())
+            again = sum(total[row] > whole[row] for row in own)
+            missing = 0 if total - whole and not again else sum((whole - total).values())
             text = f"{again} of {sum(own.values())} are on another rank too, {missing} of {sum(whole.values())} on none"
             yield step, {"samples": text} if again or missing else {}
 

@@ -44,10 +44,10 @@ def look(target: str, seed: int, train: bool) -> TargetInfo:
             draws = "torch" in drawn_since(states, device)
             torch.autograd.backward(parts)
             recipe.build_optimizer(p for p in net.parameters() if p.requires_grad).step()
-    place, attribute = split_target(target)
+    source, attribute = split_target(target)
     loaded = {name: file_of_module(module) for name, module in [*sys.modules.items()]}
-    file = str(find_file(place)) if is_path(place) else loaded[place]
-    name = [name for name in loaded if loaded[name] == file][-1] if is_path(place) else place
+    file = str(find_file(source)) if is_path(source) else loaded[source]
+    name = [name for name in loaded if loaded[name] == file][-1] if is_path(source) else source
     parts_there = tuple(part.name for part in dataclasses.fields(recipe) if getattr(recipe, part.name))
     new = tuple((name, path) for name, path in loaded.items() if name not in before and path.endswith(".py"))
     return TargetInfo(file, name, sys.modules[name].__package__ or "", attribute, parts_there, draws, new)

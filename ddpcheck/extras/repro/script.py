@@ -48,7 +48,7 @@ DDP503 | next | rank.reductions() | differ | the error that DDP raises, or gradi
 DDP302 DDP311 DDP406 | first | rank.compare(lambda: rank.last(bare=True, average=True)) | any
     how far DDP's gradients are from the average of the ranks' own, or the error that DDP raises
 DDP303 DDP304 DDP305 DDP309 DDP310 DDP312 DDP514 DDP516
-    first | rank.compare(rank.alone(numbers), numbers=numbers) | any
+    first | rank.compare(rank.single_process(numbers), numbers=numbers) | any
     how far DDP's gradients are from those of one process on the whole batch
 DDP308 | first | rank.compare(lambda: rank.last(bare=True), bare=True) | any | how far two runs are apart
 DDP401 DDP402 DDP403 DDP404 DDP405 | all | rank.look("batch", rank.empty) | any
@@ -69,11 +69,12 @@ COMPARISONS = {
 
 def why_none(finding: Finding, report: Report) -> str:
     """Return the reason why a finding has no script, or ""."""
-    what, split = f"no script shows {finding.code} ({RULES[finding.code].name})", _is_split(report)
+    text = f"no script shows {finding.code} ({RULES[finding.code].name})"
     if finding.code not in COMPARISONS:
-        return what
-    alone = finding.code in ("DDP101", "DDP102", "DDP103")  # reproducible without shared samples
-    return f"{what} of a model that is split over ranks (tensor parallelism)" if split and not alone else ""
+        return text
+    if _is_split(report) and finding.code not in ("DDP101", "DDP102", "DDP103"):  # reproducible without shared samples
+        return f"{text} of a model that is split over ranks (tensor parallelism)"
+    return ""
 
 
 def _is_split(report: Report) -> bool:
@@ -201,9 +202,9 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
         drawn if draws else "numbers = None": "numbers" in facts,
     }
     texts = {name: json.dumps(x) if isinstance(x, str | list) else repr(x) for name, x in settings.items()}
-    given = "\n".join(f"    {name}={text}," for name, text in texts.items())
-    made = f"rank = Rank(\n    recipe,\n{given}\n)"
-    show = "\n\n".join([made, *(function for function, needed in functions.items() if needed), show])
+    kwargs = "\n".join(f"    {name}={text}," for name, text in texts.items())
+    constructor = f"rank = Rank(\n    recipe,\n{kwargs}\n)"
+    show = "\n\n".join([constructor, *(function for function, needed in functions.items() if needed), show])
     library, pending, needed = _library(), [show], set[str]()
     while pending:
         tree = ast.parse(textwrap.dedent(pending.pop()))
@@ -212,8 +213,8 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
         needed |= names
     parts = dict.fromkeys(text for name, text in library.items() if name in needed)
     imports = sorted(text for text in parts if text.startswith(("import ", "from ")))
-    said = '"""Show the fault; all that this needs is in it, since names of it may be in use above."""'
-    return "\n\n".join(["\n".join([said, *imports]), *(part for part in parts if part not in imports), show])
+    docstring = '"""Show the fault; all that this needs is in it, since names of it may be in use above."""'
+    return "\n\n".join(["\n".join([docstring, *imports]), *(part for part in parts if part not in imports), show])
 
 
 _SOURCES = (
@@ -229,19 +230,19 @@ _SOURCES = (
 @functools.cache
 def _library() -> dict[str, str]:
     """Return imports and definitions of `_SOURCES` by name; `Rank` methods by ".name"."""
-    found: dict[str, str] = {}
+    library: dict[str, str] = {}
     for source in _SOURCES:
         text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
         text = re.sub(r"  # type: ignore.*|^ *@(passes_on|for_target)\n", "", text, flags=re.MULTILINE)
         for node in (part for part in ast.parse(text).body for part in _parts_of(part)):
             for name, (module, item) in imports_of(node).items():
                 if module.partition(".")[0] not in ("ddpcheck", "__future__"):
-                    found[name] = f"from {module} import {item}" if item else ast.unparse(node)
+                    library[name] = f"from {module} import {item}" if item else ast.unparse(node)
             names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
             first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
             names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else names
-            found |= dict.fromkeys(names, "\n".join(text.split("\n")[first - 1 : node.end_lineno]))
-    return found
+            library |= dict.fromkeys(names, "\n".join(text.split("\n")[first - 1 : node.end_lineno]))
+    return library
 
 
 def _parts_of(node: ast.stmt) -> list[ast.stmt]:

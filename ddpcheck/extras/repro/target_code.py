@@ -19,27 +19,26 @@ def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) ->
     inside functions, and the modules `loaded` (name and file) by the target in `package`.
     """
     roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     pending = [("", entry), *((name, Path(file).resolve()) for name, file in loaded)]
     while pending:
         name, path = pending.pop()
         if name:
-            inside = path.stem == "__init__"
-            place = name.replace(".", "/") + ("/__init__.py" if inside else ".py")
+            is_package = path.stem == "__init__"
+            relative = name.replace(".", "/") + ("/__init__.py" if is_package else ".py")
             installed = {"site-packages", "dist-packages"} & set(path.parts) or not is_user_file(str(path))
-            if place in found or path == entry or installed or not any(map(path.is_relative_to, roots)):
+            if relative in modules or path == entry or installed or not any(map(path.is_relative_to, roots)):
                 continue
-            found[place], package = path, name if inside else name.rpartition(".")[0]
+            modules[relative], package = path, name if is_package else name.rpartition(".")[0]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for module, item in imports_of(node).values():
                 with contextlib.suppress(ImportError):  # relative import beyond the top-level package
                     parts = f"{importlib.util.resolve_name(module, package)}.{item}".rstrip(".").split(".")
                     for count in range(1, len(parts) + 1) if parts[0] != "ddpcheck" else ():
-                        places = [Path(root, *parts[:count]) for root in roots]
-                        files = [file for at in places for file in (at / "__init__.py", at.with_suffix(".py"))]
-                        there = [file.resolve() for file in files if file.is_file()]
-                        pending += [(".".join(parts[:count]), file) for file in there[:1]]
-    return dict(sorted(found.items()))
+                        stems = [Path(root, *parts[:count]) for root in roots]
+                        files = [file for stem in stems for file in (stem / "__init__.py", stem.with_suffix(".py"))]
+                        pending += [(".".join(parts[:count]), file.resolve()) for file in files if file.is_file()][:1]
+    return dict(sorted(modules.items()))
 
 
 def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:

@@ -101,7 +101,7 @@ class _Simulation:
         self.target, self.asked, self.progress = target, asked, progress
         self.ranks: list[SimulatedRank] = []
         self.schedules: dict[str, list[ScheduledCall]] = {}
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         self.error: ReportError | None = None
         self.shards = 0
         self.unsettled = False  # True if the collectives still change in each round
@@ -118,32 +118,33 @@ class _Simulation:
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
-        there = Simulated(asked.world_size, asked.steps, self.shards, folder)
+        simulated = Simulated(asked.world_size, asked.steps, self.shards, folder)
         sent, digests = [""], [""]
         for _ in range(_MOST_ROUNDS):
-            last_digests, digests = digests, self._simulate_ranks(there)
-            last_sent, sent = sent, self._on_ranks([0], lambda _rank: partial(calls.schedule_phases.answer, there))
+            last_digests, digests = digests, self._simulate_ranks(simulated)
+            last_sent, sent = sent, self._on_ranks([0], lambda _rank: partial(calls.schedule_phases.combine, simulated))
             if self.error is not None:
                 return
             if sent == last_sent:
                 break
         self.unsettled = sent != last_sent and digests != last_digests  # trained values may change sent data alone
-        self.found = [] if self.unsettled else judge_schedules(self.schedules, digests)
+        self.findings = [] if self.unsettled else judge_schedules(self.schedules, digests)
 
-    def _simulate_ranks(self, there: Simulated) -> list[str]:
+    def _simulate_ranks(self, simulated: Simulated) -> list[str]:
         """Simulate all ranks once; return the digest of the collectives of each rank."""
-        size, at_once = there.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
+        size, at_once = simulated.world_size, min(_MOST_AT_ONCE, os.cpu_count() or 1)
         self.ranks = []
         while self.error is None and len(self.ranks) < size:
             self.progress(f"{len(self.ranks)} of {counted(size, 'rank')}")
             # rank 0 first and alone, since other ranks receive the data that rank 0 sends as root
             ranks = range(len(self.ranks), min(size, len(self.ranks) + at_once) if self.ranks else 1)
             self.ranks += self._on_ranks(
-                ranks, lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, there)
+                ranks,
+                lambda rank: partial(calls.schedule_phases.simulate, self.target, self.asked.seed, rank, simulated),
             )
         names = [rank.schedule for rank in self.ranks]
         decoded = partial(msgspec.msgpack.decode, type=list[ScheduledCall])
-        self.schedules = {name: decoded((there.folder / f"schedule-{name}").read_bytes()) for name in set(names)}
+        self.schedules = {name: decoded((simulated.folder / f"schedule-{name}").read_bytes()) for name in set(names)}
         return names
 
     def _on_ranks(self, ranks: Sequence[int], phase: Callable[[int], Callable[[], Result]]) -> list[Result]:
@@ -165,7 +166,7 @@ class _Simulation:
     # The report
 
     def _report(self, seconds: float) -> Report:
-        status_pairs = {"collectives": [(finding, finding) for finding in self.found]}
+        status_pairs = {"collectives": [(finding, finding) for finding in self.findings]}
         simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
         verdicts = {"ranks": Verdict(held=simulated), "collectives": self._of_collectives()}
 
@@ -177,7 +178,7 @@ class _Simulation:
                 yield CheckResult(name, status, 0.0, detail)
 
         timing = {"total": round(seconds, 4)}
-        return make_report(self.asked, self.found, lines, notes=self._notes(), timing=timing, error=self.error)
+        return make_report(self.asked, self.findings, lines, notes=self._notes(), timing=timing, error=self.error)
 
     def _of_collectives(self) -> Verdict:
         if self.error is not None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ddpcheck.extras.schedule.simulated_group import combine, join_simulated
+from ddpcheck.extras.schedule.simulated_group import combine as combine
+from ddpcheck.extras.schedule.simulated_group import join_simulated
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import samples_of
@@ -26,7 +27,7 @@ _RANKS_OF_A_MACHINE = 8
 
 def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> SimulatedRank:
     """Train as one rank without the other ranks, and save the collectives."""
-    _take_place(rank, world.world_size)
+    _set_environment(rank, world.world_size)
     run_as_written()
     calls, answers = join_simulated(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
@@ -51,12 +52,7 @@ def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> Si
             this_rank.set_status(f"step {step}: optimizer")
             training_step.run_optimizer(optimizer, "step")
     answers.write()
-    return SimulatedRank(rank, _written(calls, world.folder))
-
-
-def answer(world: Simulated) -> str:
-    """Combine sent data into answers; return a digest of data differing between ranks."""
-    return combine(world.world_size, world.folder)
+    return SimulatedRank(rank, _write_schedule(calls, world.folder))
 
 
 def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
@@ -68,20 +64,14 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
     return world_size if size is None or size >= world_size else min(2, max(size, 1))
 
 
-def _take_place(rank: int, world_size: int) -> None:
+def _set_environment(rank: int, world_size: int) -> None:
     """Set the environment variables of a launcher, with 8 ranks per machine."""
     local_size = min(_RANKS_OF_A_MACHINE, world_size)
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank % local_size,
-        "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": rank // local_size,
-    }
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
+    os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
 
 
-def _written(calls: list[ScheduledCall], folder: Path) -> str:
+def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
     """Write collectives to a file named by digest; return the digest."""
     data = msgspec.msgpack.encode(calls)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpcheck.findings.evidence.endings import ScheduledCall
+from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.source_lines import frames_from
 from ddpcheck.gather.collectives import collective_log
@@ -88,15 +88,15 @@ def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
     return result
 
 
-def combine(world_size: int, folder: Path) -> str:
+def combine(world: Simulated) -> str:
     """Save answers for calls where all ranks of a group sent matching tensors.
 
     Returns:
         A digest of the tensors that differ between ranks, or '' if none differ.
     """
     sent: dict[tuple[str, tuple[int, ...], int], list[_Parts]] = {}
-    for rank in range(world_size):
-        for name, (members, calls) in torch.load(folder / f"given-{rank}").items():
+    for rank in range(world.world_size):
+        for name, (members, calls) in torch.load(world.folder / f"given-{rank}").items():
             for number, parts in enumerate(calls):
                 sent.setdefault((name, members, number), []).append(parts)
     digest = hashlib.blake2b(digest_size=16)
@@ -110,17 +110,17 @@ def combine(world_size: int, folder: Path) -> str:
             differ = True
             digest.update(repr((key, reprs)).encode())
         name, members, number = key
-        if len(parts_by_rank) == len(members) and (aligned := _made_alike(parts_by_rank)) is not None:
-            torch.save(aligned, folder / _file_of(name, number))
+        if len(parts_by_rank) == len(members) and (aligned := _aligned(parts_by_rank)) is not None:
+            torch.save(aligned, world.folder / _file_of(name, number))
     return digest.hexdigest() if differ else ""
 
 
-def _made_alike(of_ranks: list[_Parts]) -> list[list[_Tensors]] | None:
+def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
     """Return one call's tensors by rank if they match, with object bytes padded."""
-    aligned: list[list[_Tensors]] = [[] for _ in of_ranks]
-    if len({len(parts) for parts in of_ranks}) > 1:
+    aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
+    if len({len(parts) for parts in parts_by_rank}) > 1:
         return None
-    for rank_parts in zip(*of_ranks, strict=True):
+    for rank_parts in zip(*parts_by_rank, strict=True):
         known = [part for part in rank_parts if part is not None]
         longest = max((len(part[0]) for part in known if _is_object(part)), default=0)
         if longest and all(map(_is_object, known)):
@@ -221,8 +221,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
                 part.copy_(rank_tensors[index])
         return Done(outputs[0] if outputs else [])
 
-    def _allgather_base(self, output: Any, given: Any, opts: Any = None) -> Any:
-        sent = self._answers.ask(self, self._name, [given]) or [[given]] * self.size()
+    def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> Any:
+        sent = self._answers.ask(self, self._name, [source]) or [[source]] * self.size()
         output.copy_(torch.cat([part.reshape(-1) for (part,) in sent]).reshape(output.shape))
         return Done([output])
 
@@ -239,8 +239,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
         return Done(outputs)
 
-    def _reduce_scatter_base(self, output: Any, given: Any, opts: Any = None) -> Any:
-        output.reshape(-1).copy_(given.reshape(self.size(), -1)[self.rank()])
+    def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> Any:
+        output.reshape(-1).copy_(source.reshape(self.size(), -1)[self.rank()])
         _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
         return Done([output])
 
@@ -253,11 +253,11 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, input_tensor in zip(outputs, inputs, strict=True):
-            _copy_as_far(output, input_tensor)
+            _fill_repeated(output, input_tensor)
         return Done(outputs)
 
-    def alltoall_base(self, output: Any, given: Any, *_sizes: Any) -> Any:
-        _copy_as_far(output, given)
+    def alltoall_base(self, output: Any, source: Any, *_sizes: Any) -> Any:
+        _fill_repeated(output, source)
         return Done([output])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -276,7 +276,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Any:
         return Done([])
 
-    def send(self, tensors: Any, *_given: Any) -> Any:
+    def send(self, tensors: Any, *_args: Any) -> Any:
         return Done(tensors)
 
     recv = recv_anysource = send
@@ -290,9 +290,9 @@ def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
         tensor.detach().pow_(size)
 
 
-def _copy_as_far(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Fill `output` with the elements of `given`, repeated if shorter."""
-    flat = given.reshape(-1)
+def _fill_repeated(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill `output` with the elements of `source`, repeated if shorter."""
+    flat = source.reshape(-1)
     if output.numel() and flat.numel():
         index = torch.arange(output.numel()) % flat.numel()
         output.copy_(flat[index].reshape(output.shape))
@@ -338,7 +338,9 @@ def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = Fals
     dist.barrier(group)
 
 
-def _note_wait(calls: list[ScheduledCall], call: Call, given: Mapping[str, Any]) -> None:
+def _note_wait(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
     """Mark the last collective as waiting unless it is asynchronous or functional."""
     if calls[-1].call is call:
-        calls[-1] = ScheduledCall(call, waits=not (given.get("async_op") or "self" in given or "group_name" in given))
+        calls[-1] = ScheduledCall(
+            call, waits=not (kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs)
+        )
