@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
+from ddpcheck import cli
 from ddpcheck.worlds import wire
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,15 @@ def test_no_module_outside_of_extras_imports_them() -> None:
         if top(imported) == "extras"
     }
     assert "extras.matrix.check_matrix" in users and {top(module) for module in users} == {"extras"}
+
+
+def test_a_command_whose_extra_is_absent_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ddpcheck.extras.debug_server", None)
+    assert cli.main(["hang", "http://localhost:1"]) == 2
+    text = "ddpcheck: error: this needs ddpcheck.extras.debug_server, which is not installed\n"
+    assert capsys.readouterr().err == text
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
