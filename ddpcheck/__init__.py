@@ -1,6 +1,6 @@
 """ddpcheck: correctness testing for PyTorch `DistributedDataParallel`.
 
-Imports are lazy: public names, and torch, are loaded on first use.
+Imports are lazy: public names, and torch, are loaded on first use. `__init__.pyi` has the names for type checkers.
 """
 
 from __future__ import annotations
@@ -9,44 +9,7 @@ import importlib
 import sys
 import warnings
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ddpcheck import launch as launch
-    from ddpcheck import rank as rank
-    from ddpcheck.anomalous import detect_anomalous_params
-    from ddpcheck.consistency import check_consistency
-    from ddpcheck.findings.errors import (
-        ConfigError,
-        DDPCheckError,
-        FindingsError,
-        HangError,
-        RankError,
-        RankFailure,
-        TargetError,
-        UsageError,
-    )
-    from ddpcheck.findings.report import Finding, Location, Report
-    from ddpcheck.findings.rules import Severity
-    from ddpcheck.findings.selection import Suppression
-    from ddpcheck.gather.collectives.allreduce import allreduce_grads, allreduce_params
-    from ddpcheck.harness import World
-    from ddpcheck.monitor.reporting import FindingWarning
-    from ddpcheck.monitor.watch import Watch, watch
-    from ddpcheck.monitor.wrapper import CheckedDistributedDataParallel
-    from ddpcheck.recipe.recipe import Recipe
-    from ddpcheck.report.checking.check import check
-    from ddpcheck.report.matrix.check_matrix import check_matrix
-    from ddpcheck.report.matrix.matrix import Matrix
-    from ddpcheck.report.repro import write_reproduction
-    from ddpcheck.report.schedule.check_schedule import check_schedule
-    from ddpcheck.run.checked_script import check_script
-    from ddpcheck.testing.assertions.assertions import (
-        assert_no_anomalous_params,
-        assert_parity,
-        assert_same_on_all_ranks,
-    )
-    from ddpcheck.worlds.launchers.init_dist import get_dist_info, init_dist, master_only
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -92,8 +55,8 @@ __all__ = [
 _NAMES = {
     "recipe.recipe": "Recipe",
     "report.checking.check": "check",
-    "report.matrix.check_matrix": "check_matrix",
-    "report.schedule.check_schedule": "check_schedule",
+    "extras.matrix.check_matrix": "check_matrix",
+    "extras.schedule.check_schedule": "check_schedule",
     "run.checked_script": "check_script",
     "report.matrix.matrix": "Matrix",
     "harness": "World",
@@ -106,7 +69,7 @@ _NAMES = {
     "monitor.watch": "watch Watch",
     "monitor.reporting": "FindingWarning",
     "testing.assertions.assertions": "assert_parity assert_same_on_all_ranks assert_no_anomalous_params",
-    "report.repro": "write_reproduction",
+    "extras.repro": "write_reproduction",
     "worlds.launchers.init_dist": "init_dist get_dist_info master_only",
     "gather.collectives.allreduce": "allreduce_grads allreduce_params",
     "findings.errors": "DDPCheckError UsageError ConfigError TargetError FindingsError RankError HangError RankFailure",
@@ -124,9 +87,28 @@ def __getattr__(name: str) -> Any:
         name = new
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    package, _, module = _HOMES[name].partition(".")
+    home = load_extra(module) if package == "extras" else importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    value = getattr(home, name)
     globals()[name] = value
     return value
+
+
+def load_extra(module: str) -> Any:
+    """Import a module of `ddpcheck.extras`, the part of ddpcheck that may be absent.
+
+    Raises:
+        UsageError: The extra is not installed.
+    """
+    try:
+        return importlib.import_module(f"{__name__}.extras.{module}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(f"{__name__}.extras"):
+            raise
+        from ddpcheck.findings.errors import UsageError
+
+        extra = f"{__name__}.extras.{module.partition('.')[0]}"
+        raise UsageError(f"this needs {extra}, which is not installed") from None
 
 
 def __dir__() -> list[str]:

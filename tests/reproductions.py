@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ddpcheck.extras.repro import write_reproduction
+from ddpcheck.extras.repro.script import world_size_for
 from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.report.checking.check import check
-from ddpcheck.report.repro import write_reproduction
-from ddpcheck.report.repro.script import world_size_for
 from tests.faultsuite.cases import all_cases
 from tests.launchers.slurm import free_ports
 

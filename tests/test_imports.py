@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
+from ddpcheck import cli
 from ddpcheck.worlds import wire
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +23,7 @@ PACKAGE = ROOT / "ddpcheck"
 # The order in which the house is read. Each imports only from those before it, at any depth of its code.
 ORDER = """
     __init__ findings stream recipe worlds rank harness gather launch record trace rules anomalous consistency report
-    render run monitor testing pytest_plugin integrations cli __main__
+    render run monitor testing pytest_plugin integrations extras cli __main__
 """.split()
 
 ONLY = {
@@ -48,10 +49,11 @@ LIGHT = (
     "testing",
     "pytest_plugin",
     "harness",
+    "extras",
 )
 HEAVY = """
     .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.autograd_view. .matrix.matrix_phases.
-    .schedule.schedule_phases. .repro.probe. .repro.harness. .first_recipe.guessing.
+    .schedule.schedule_phases. .schedule.simulated_group. .repro.probe. .repro.harness. .first_recipe.guessing.
     .assertions.on_rank. .launchers.init_dist.
 """.split()
 """Of those what runs on ranks, and imports torch."""
@@ -91,7 +93,7 @@ def top(module: str) -> str:
 
 def test_everything_at_the_top_level_has_its_place() -> None:
     assert {top(module) for module in modules()} == set(ORDER)
-    assert len(ORDER) <= 22
+    assert len(ORDER) <= 23
 
 
 @pytest.mark.parametrize("module", [module for module in modules() if module != "__init__"])
@@ -114,10 +116,29 @@ def test_what_records_a_loop_judges_nothing() -> None:
         assert not {"trace", "rules"} & tops, module
 
 
+def test_no_module_outside_of_extras_imports_them() -> None:
+    users = {
+        module
+        for module, path in modules().items()
+        for imported, _ in imports(path.read_text(encoding="utf-8"))
+        if top(imported) == "extras"
+    }
+    assert "extras.matrix.check_matrix" in users and {top(module) for module in users} == {"extras"}
+
+
+def test_a_command_whose_extra_is_absent_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ddpcheck.extras.debug_server", None)
+    assert cli.main(["hang", "http://localhost:1"]) == 2
+    text = "ddpcheck: error: this needs ddpcheck.extras.debug_server, which is not installed\n"
+    assert capsys.readouterr().err == text
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     sources = {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
     graph = {module: {name for name, _ in imports(source)} - {module} for module, source in sources.items()}
-    graph["__init__"].clear()  # it names all that is public for type checkers; what it imports when it runs is below
+    graph["__init__"].clear()  # it imports others in functions only, as the next test holds
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is a circle, and names it
 
 

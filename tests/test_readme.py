@@ -14,7 +14,7 @@ OTHERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("block", one_of(6, OTHERS), ids=lambda block: f"{block.kind} {block.target}")
 def test_a_page_shows_the_output_of_today(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.report.matrix.check_matrix._SECONDS_A_ROW", 0.05)  # step times are not compared
+    monkeypatch.setattr("ddpcheck.extras.matrix.check_matrix._SECONDS_A_ROW", 0.05)  # step times are not compared
     text = excerpt(block.kind, block.target, output_of(block.kind, block.target))
     assert comparable(text) == comparable(block.text), "run python -m tests.readme"
 

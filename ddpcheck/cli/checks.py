@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck import load_extra
 from ddpcheck.cli.output import OutputFile, Progress, ReportOutput, complain, print_out, reason_of, say
 from ddpcheck.cli.saved import load_report
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_FINDINGS, EXIT_HANG, EXIT_TARGET, UsageError
@@ -18,7 +19,6 @@ from ddpcheck.recipe.target import load_object
 from ddpcheck.render import FORMATS, MATRIX_FORMATS
 from ddpcheck.report.first_recipe.first_recipe import place_of_recipe
 from ddpcheck.report.matrix.matrix import Matrix
-from ddpcheck.report.repro import command_for, prepare, why_none, write_reproduction
 from ddpcheck.report.settings import Settings, load_settings, misspelled_variables
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
         Progress(sys.stderr) as progress,
     ):
         if arguments.repro is not None:
-            prepare(Path(arguments.repro))
+            load_extra("repro").prepare(Path(arguments.repro))
         run: Callable[..., Report | Matrix]
         asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
         extra |= {"world_size": arguments.schedule} if scheduled else {"hosts": hosts}
         if arguments.matrix:  # import only the code that is needed
-            from ddpcheck.report.matrix.check_matrix import check_matrix as run
+            run = load_extra("matrix.check_matrix").check_matrix
         elif scheduled:
-            from ddpcheck.report.schedule.check_schedule import check_schedule as run
+            run = load_extra("schedule.check_schedule").check_schedule
         else:
             from ddpcheck.report.checking.check import check as run
         report = run(arguments.target, progress=progress, **asked, **extra)
@@ -92,15 +92,16 @@ def _refuse_beside_schedule(arguments: argparse.Namespace, hosts: Leader | None)
 
 def _reproduce(report: Report, target: str, folder: Path, progress: Progress) -> None:
     """Write a script that reproduces the first finding, if possible."""
+    repro = load_extra("repro")
     if not report.findings:
         say(f"no finding to reproduce, nothing written to {folder}")
-    elif why := why_none(report.findings[0], report):
+    elif why := repro.why_none(report.findings[0], report):
         say(f"{why}, nothing written to {folder}")
     else:
         progress("writing a reproduction")
-        script = write_reproduction(report, target, folder)
+        script = repro.write_reproduction(report, target, folder)
         progress.clear()
-        command = command_for(report, script)
+        command = repro.command_for(report, script)
         print(f"ddpcheck: wrote {script}; run it with: {command}", file=sys.stderr)  # not wrapped, to be copied
 
 
@@ -112,14 +113,12 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
     if missing := [name for name in needed if find_spec(name) is None]:
         advice = "install its extra `graph` (pip install graphviz torchviz setuptools)"
         raise UsageError(f"`ddpcheck graph` needs {missing[0]}, which is not installed: {advice}")
-    from ddpcheck.report.graph.dot import draw, lay_out, picture_format, summary
-
+    dot = load_extra("graph.dot")
     path = None if arguments.output in (None, "-") else arguments.output
-    form = picture_format(path)
+    form = dot.picture_format(path)
     with OutputFile(path) as file, Progress(sys.stderr) as progress:
-        from ddpcheck.report.graph.trace_graph import trace_graph
-
-        report, view = trace_graph(
+        report: Report
+        report, view = load_extra("graph.trace_graph").trace_graph(
             arguments.target,
             autograd=autograd,
             progress=progress,
@@ -127,15 +126,15 @@ def run_graph(arguments: argparse.Namespace, hosts: Leader | None) -> int:
             **{name: getattr(settings, name) for name in RUN_SETTINGS},
         )
         progress("laying out the picture")
-        source = draw(view, report)
-        picture = lay_out(source, form, timeout=settings.timeout)
+        source = dot.draw(view, report)
+        picture = dot.lay_out(source, form, timeout=settings.timeout)
         progress.clear()
         if path is None:
             print_out(source.removesuffix("\n"))
         else:
             file.write(picture)
         where = f", written to {path}" if path is not None else ""
-        say(f"{summary(view, report)}{where}")
+        say(f"{dot.summary(view, report)}{where}")
     if report.error is not None:  # only an explanation failed
         complain(report.error.message, report.error.detail)
         return report.error.exit_code

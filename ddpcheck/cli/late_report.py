@@ -20,10 +20,10 @@ from ddpcheck.findings.errors import EXIT_HANG, DDPCheckError
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import examine
 from ddpcheck.run.ending import Ending
+from ddpcheck.run.flight_dumps import prepare
 from ddpcheck.run.hang_watch import HangWatch
 from ddpcheck.run.living_ranks import lives
 from ddpcheck.run.run_folder import holding
-from ddpcheck.run.run_record import prepare
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import read_logs
 

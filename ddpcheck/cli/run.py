@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ddpcheck import load_extra
 from ddpcheck.cli.output import ReportOutput, complain, complain_of, named, print_error, reason_of, say
 from ddpcheck.cli.parsing import Parser, describe_run, near_option
 from ddpcheck.cli.saved import load_report
@@ -34,10 +35,10 @@ from ddpcheck.record.rank.environment import ParityOptions, RunOptions, environm
 from ddpcheck.report.settings import Settings
 from ddpcheck.run.check_options import add_check_options, examine, split_at_script
 from ddpcheck.run.ending import Ending
+from ddpcheck.run.flight_dumps import prepare, write_flight_records
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended, end_agent, unmet
 from ddpcheck.run.node_link import NodeLink
 from ddpcheck.run.run_folder import holding
-from ddpcheck.run.run_record import prepare, write_flight_records
 from ddpcheck.stream.entries import WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, last_restart, rank_processes, read_logs
 from ddpcheck.worlds.failures import has_lost_another
@@ -211,6 +212,8 @@ def run_script(arguments: argparse.Namespace) -> int:
     settings = examine(args)
     examine_options(args)
     baseline = None if args.check_baseline is None else load_report(args.check_baseline)
+    if args.check_record is not None:
+        load_extra("run_record")  # before the run, if it is not installed
     if args.check_flight_recorder is not None:
         prepare(Path(args.check_flight_recorder))
     temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
@@ -340,10 +343,8 @@ def keep_record(
     path: str, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource, report: Report
 ) -> None:
     """Write a run to a file, and note findings lost by the pseudonyms."""
-    from ddpcheck.run.run_record import write_record
-
     try:
-        judged = write_record(Path(path), script, ending, ranks, source)
+        judged = load_extra("run_record").write_record(Path(path), script, ending, ranks, source)
     except OSError as error:
         complain(f"cannot write {path}: {reason_of(error)}")
         return

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ddpcheck import load_extra
 from ddpcheck.cli.output import ReportOutput, print_out, reason_of
 from ddpcheck.findings.difference import ReportDifference, compare_reports
 from ddpcheck.findings.errors import EXIT_CLEAN, UsageError
-from ddpcheck.findings.files import MOST_BYTES, read_file, within
+from ddpcheck.findings.files import MOST_BYTES, read_file, unpacked, within
 from ddpcheck.findings.from_json import parse
 from ddpcheck.findings.json_schema import literal, schema_of
 from ddpcheck.findings.report import Report, Status
@@ -30,8 +31,6 @@ DOCUMENTS: Mapping[str, tuple[type, Mapping[str, Any]]] = {  # class, and schema
 
 def load_saved(path: str) -> Report | Matrix:
     """Load a report, matrix or recorded run; "-" reads standard input."""
-    from ddpcheck.run.run_record import is_record, judge_record, unpacked  # imports all judges of `run`
-
     name = "standard input" if path == "-" else path
     if path == "-" and sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
@@ -43,8 +42,9 @@ def load_saved(path: str) -> Report | Matrix:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {reason_of(error)}") from error
     try:
-        if is_record(text):
-            return judge_record(text)
+        if text.startswith('{"kind": "run"'):
+            judged: Report = load_extra("run_record").judge_record(text)  # imports all judges of `run`
+            return judged
         text = data_in(text) or text
         data = parse(text)
         is_matrix = isinstance(data, dict) and data.get("kind") == "matrix"

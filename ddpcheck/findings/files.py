@@ -9,7 +9,9 @@ import os
 import resource
 import stat
 import tokenize
+import zlib
 from collections.abc import Iterator
+from gzip import GzipFile
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,6 +51,20 @@ def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20} MB, and ddpcheck reads no more of one input", name)
     return data
+
+
+def unpacked(data: bytes) -> bytes:
+    """Decompress gzip data; return other data unchanged.
+
+    Raises:
+        OSError: The data is truncated, damaged, or too large.
+    """
+    if not data.startswith(b"\x1f\x8b"):  # magic number of gzip
+        return data
+    try:
+        return within(GzipFile(fileobj=io.BytesIO(data)).read(MOST_BYTES + 1))
+    except (EOFError, zlib.error) as error:
+        raise OSError(str(error)) from error
 
 
 @contextlib.contextmanager

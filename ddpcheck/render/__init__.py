@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TextIO
 
+from ddpcheck import load_extra
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Document, Report
 from ddpcheck.findings.wording import suggestion
@@ -48,7 +49,6 @@ class Medium:
         )
 
     def shows(self, text: str) -> bool:
-        """Check if `text` can be encoded."""
         try:
             text.encode(self.encoding)
         except (UnicodeEncodeError, LookupError):
@@ -99,7 +99,11 @@ FORMATS: Mapping[str, str] = {
 }
 """The formats of a `Report`: the class that renders each, as `module:name` so that it is loaded on use."""
 
-MATRIX_FORMATS = {"json": _JSON, "html": _HTML, "text": "ddpcheck.render.matrix_terminal:MatrixTerminalRenderer"}
+MATRIX_FORMATS = {
+    "json": _JSON,
+    "html": _HTML,
+    "text": "ddpcheck.extras.matrix.matrix_terminal:MatrixTerminalRenderer",
+}
 """The formats of a `Matrix`."""
 
 DIFFERENCE_FORMATS = {
@@ -146,7 +150,9 @@ def format_for(
 def renderer_for(name: str, *, medium: Medium | None = None, formats: Mapping[str, str] = FORMATS) -> Renderer:
     """Import and construct the renderer of a format for a medium."""
     module, _, class_ = formats[name].partition(":")
-    renderer: Renderer = getattr(importlib.import_module(module), class_)(medium or Medium())
+    extra = module.removeprefix("ddpcheck.extras.")
+    home = importlib.import_module(module) if extra == module else load_extra(extra)
+    renderer: Renderer = getattr(home, class_)(medium or Medium())
     return renderer
 
 

@@ -62,7 +62,6 @@ class TerminalRenderer(TextRenderer):
         yield from facts_in_text(finding, whole=self.medium.whole)
 
     def _accepted(self, report: Report) -> Iterable[RenderableType]:
-        """Yield the findings that are not counted, with reasons."""
         if not report.accepted:
             return
         yield styled(("found, and not counted", "bold"))

@@ -1,7 +1,4 @@
-"""Text sections shared by reports and matrices: header, notes, errors, styled lines.
-
-Markup is off, and control characters in names and messages are escaped.
-"""
+"""Text sections shared by reports and matrices; control characters in names and messages are escaped."""
 
 from __future__ import annotations
 
@@ -57,14 +54,12 @@ class TextRenderer(Renderer):
         return self.medium.fitted("\n".join(lines) + "\n")
 
     def header(self, report: Report | Matrix, what: str = "report") -> Iterable[RenderableType]:
-        """Yield the target, options and versions."""
         yield styled((tool_of(report), "bold"), f" {what} on ", (report.target, "bold"))
         for line in (options_in_words(report), versions_of(report)):
             if line:
                 yield indented(styled(((" · " if self.medium.shows("·") else ", ").join(line), "dim")))
 
     def notes(self, report: Report | Matrix) -> Iterable[RenderableType]:
-        """Return the notes on how the check was run."""
         return [labelled("note: ", note) for note in notes_of(report)]
 
     def error(self, report: Report | Matrix) -> Iterable[RenderableType]:
@@ -85,7 +80,6 @@ class TextRenderer(Renderer):
         return styled((mark.sign if self.medium.shows("✓≈✗·") else mark.plain, mark.style))
 
     def table(self) -> Table:
-        """Return an empty table without borders."""
         return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
 
 

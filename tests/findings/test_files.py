@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcheck.findings.files import is_own_folder, limited_memory, read_file, read_source
-from ddpcheck.run.run_record import unpacked
+from ddpcheck.findings.files import is_own_folder, limited_memory, read_file, read_source, unpacked
 
 
 def make_pipe(path: Path) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from ddpcheck.extras.graph.graph_phases import FlowRecorder  # noqa: E402
 from ddpcheck.findings.evidence.steps import PathEnd  # noqa: E402
 from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
 from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
@@ -31,7 +32,6 @@ from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
     walk_graph,
 )
 from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name  # noqa: E402
-from ddpcheck.report.graph.graph_phases import FlowRecorder  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,8 +25,8 @@ from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.collectives.first_divergence import judge_call_sites, judge_divergences
 from ddpcheck.run.ending import Ending, judge_ending
+from ddpcheck.run.flight_dumps import write_flight_records
 from ddpcheck.run.hang_watch import Hang
-from ddpcheck.run.run_record import write_flight_records
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.testing.fixture import DDPWorld

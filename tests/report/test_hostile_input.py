@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from ddpcheck import cli
-from ddpcheck.report.hang import debug_server, flight_recorder
+from ddpcheck.extras import debug_server
+from ddpcheck.report.hang import flight_recorder
 
 Refused = Callable[..., str]
 

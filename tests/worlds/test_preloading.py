@@ -8,10 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import pytest
 
+from ddpcheck.extras import calls as extra_calls
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.harness import World, start_world
 from ddpcheck.report import calls
@@ -110,7 +112,8 @@ def test_no_phase_imports_anything_of_ours_on_a_rank(tmp_path: Path) -> None:
     assert report.findings, "nothing had to be explained"
 
 
-def test_what_is_imported_before_ranks_are_forked_are_the_modules_of_the_phases() -> None:
+@pytest.mark.parametrize("calls", [calls, extra_calls])
+def test_what_is_imported_before_ranks_are_forked_are_the_modules_of_the_phases(calls: ModuleType) -> None:
     tree = ast.parse(Path(calls.__file__).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = [f"{node.module}.{alias.name}" for node in block.body for alias in node.names]

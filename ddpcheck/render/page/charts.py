@@ -26,7 +26,6 @@ class Axis:
     end: float
 
     def at(self, value: float) -> float:
-        """Return the pixel position of a value."""
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
     def ticks(self, least: float = 0.0) -> list[tuple[float, str]]:

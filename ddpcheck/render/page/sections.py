@@ -245,12 +245,12 @@ def together(evidence: Sequence[str]) -> list[str]:
 class Branch:
     """Module with children, own findings, and the worst finding of its subtree.
 
-    `told` has findings by the part of the module in their subjects, then by code.
+    `findings` has those of the module itself, by the part of it in their subjects, then by code.
     """
 
     entry: ModuleEntry
     inside: list[Branch] = field(default_factory=list)
-    told: dict[str, dict[str, Finding]] = field(default_factory=dict)
+    findings: dict[str, dict[str, Finding]] = field(default_factory=dict)
     worst: Finding | None = None
 
 
@@ -267,7 +267,7 @@ def module_tree(report: Report) -> list[Branch]:
             if not owners or (subject and owners[0] == "" and subject not in branches[""].entry.parameters):
                 continue
             part = subject[len(owners[0]) :].lstrip(".")
-            branches[owners[0]].told.setdefault(part, {})[finding.code] = finding
+            branches[owners[0]].findings.setdefault(part, {})[finding.code] = finding
             for holder in owners:
                 branches[holder].worst = branches[holder].worst or finding  # sorted worst first
     return roots

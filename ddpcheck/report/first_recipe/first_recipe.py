@@ -98,17 +98,17 @@ def place_of_recipe(model: str, output: str | None = None) -> Path:
     Raises:
         UsageError: `model` names no class, or the model cannot be imported from the folder of `output`.
     """
-    place, attribute = split_target(model)
+    source, attribute = split_target(model)
     if not attribute:
         raise UsageError(f"{model} names no class; write {model}:Net, with the name of the model")
-    if not is_path(place):
-        return Path(output or f"check_{place.rpartition('.')[2]}.py")
-    file = find_file(place)
+    if not is_path(source):
+        return Path(output or f"check_{source.rpartition('.')[2]}.py")
+    file = find_file(source)
     if not file.stem.isidentifier() or file.stem in sys.stdlib_module_names:
-        raise UsageError(f"{place} cannot be imported by the name {file.stem!r}; name it as pkg.module:{attribute}")
-    path = Path(output) if output else Path(place).with_name(f"check_{file.stem}.py")
+        raise UsageError(f"{source} cannot be imported by the name {file.stem!r}; name it as pkg.module:{attribute}")
+    path = Path(output) if output else Path(source).with_name(f"check_{file.stem}.py")
     if path.resolve().parent != file.parent:
-        raise UsageError(f"{path} must be in the folder of {place}, from where the model can be imported")
+        raise UsageError(f"{path} must be in the folder of {source}, from where the model can be imported")
     return path
 
 

@@ -1,7 +1,4 @@
-"""Build a model and guess inputs from its layers and forward signature.
-
-This module imports torch and runs the model.
-"""
+"""Build a model and guess inputs from its layers and forward signature."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ def make_first_recipe(maker: Any, model: str, arguments: str, command: str) -> t
         TargetError: The user code raised, or returned no module.
     """
     positional, named, source = _parsed(arguments)
-    place, attribute = split_target(model)
+    module, attribute = split_target(model)
     guess = guess_inputs(_build(maker, attribute, positional, named))
-    module = find_file(place).stem if is_path(place) else place
+    module = find_file(module).stem if is_path(module) else module
     return recipe_text(module, attribute, source, guess, command), guess
 
 
@@ -178,15 +175,14 @@ def _try(model: nn.Module, inputs: tuple[Input, ...]) -> Output | None:
     for samples in (4, 6):
         generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
-        tensors = [_make(spec, samples, generator) for spec in inputs]
+        tensors = [
+            torch.randn(samples, *spec.shape, generator=generator)
+            if spec.high is None
+            else torch.randint(spec.high, (samples, *spec.shape), generator=generator)
+            for spec in inputs
+        ]
         kinds.append(_kind(model(*tensors), samples))
     return kinds[0] if kinds[0] == kinds[1] else None
-
-
-def _make(one: Input, samples: int, generator: torch.Generator) -> torch.Tensor:
-    if one.high is None:
-        return torch.randn(samples, *one.shape, generator=generator)
-    return torch.randint(one.high, (samples, *one.shape), generator=generator)
 
 
 def _kind(output: Any, samples: int) -> Output | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpcheck import __version__
+from ddpcheck import __version__, load_extra
 from ddpcheck.findings.errors import EXIT_TARGET
 from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankAtEnd, RankDump, RecordedCall
 from ddpcheck.findings.figures import CollectiveTimeline
@@ -17,7 +18,6 @@ from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, 
 from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
 from ddpcheck.report.hang import flight_recorder
-from ddpcheck.report.hang.debug_server import DebugServer, RanksSeen, look_at_ranks, said_of_missing
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.collectives.diagnose import judge_endings
 from ddpcheck.rules.collectives.first_divergence import judge_divergences
@@ -31,6 +31,22 @@ _MOST_TIMELINES = 8  # process groups
 _USUAL = Settings()
 
 
+@dataclass(frozen=True, slots=True)
+class RanksSeen:
+    """State of the ranks of a job."""
+
+    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
+    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
+    # by rank: activity in words after the rank's name, if known from more than the dump
+    doing: Mapping[int, str] = field(default_factory=dict)
+    # by rank: current program lines, innermost first, if known
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
+    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
+    source: str = "dump"  # word for a dump in messages
+    is_live: bool = False  # True if the job was running when queried
+
+
 def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
     """Report on a folder of dumps, or on a live job at `http://HOST:PORT`.
 
@@ -41,8 +57,7 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         TargetError: The debug server or its ranks do not answer.
     """
     with _without_collector():
-        is_live = source.startswith(("http://", "https://"))
-        seen = look_at_ranks(DebugServer(source)) if is_live else RanksSeen(flight_recorder.read_dumps(Path(source)))
+        seen = _look(source)
     dumps = seen.dumps
     groups = list(flight_recorder.line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
@@ -58,6 +73,13 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         timelines=_timelines(groups, at_end, causes),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _look(source: str) -> RanksSeen:
+    if source.startswith(("http://", "https://")):
+        seen: RanksSeen = load_extra("debug_server").look_at_ranks(source)
+        return seen
+    return RanksSeen(flight_recorder.read_dumps(Path(source)))
 
 
 @contextlib.contextmanager
@@ -212,3 +234,9 @@ def _call_sites(seen: RanksSeen) -> CheckResult:
         detail = f"no lines of the program in the dumps of {format_ranks(missing)}"
         return CheckResult("call sites", "skipped", detail=detail)
     return CheckResult("call sites", "passed", detail="no fault in the lines of calls that pair up")
+
+
+def said_of_missing(problems: Mapping[int, str]) -> str:
+    """Describe why ranks have no dump."""
+    reasons = group_by(problems, lambda rank: problems[rank])
+    return "; ".join(f"{format_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())

@@ -1,1 +1,1 @@
-"""`check_matrix`: try the options of DDP one by one, and advise."""
+"""The result of `check_matrix`, which is in `ddpcheck.extras.matrix`."""

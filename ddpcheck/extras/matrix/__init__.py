@@ -1,0 +1,1 @@
+"""`check_matrix`: try the options of DDP one by one, and advise."""

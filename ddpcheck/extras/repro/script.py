@@ -1,0 +1,280 @@
+"""Generate a reproduction script from the code of the target and the harness."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpcheck.extras.repro.target_code import imports_of, names_in
+from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
+from ddpcheck.rules.loss.ddp305_loss_normalisation import BY_SAMPLE
+
+if TYPE_CHECKING:
+    from ddpcheck.extras.repro.probe import TargetInfo
+
+_TABLE = """
+DDP101 DDP102 DDP103 DDP104 DDP105 DDP108 DDP110 DDP112 DDP513 | next | rank.unused()
+    all(len(v) == rank.steps for v in ranks) or (any(ranks) and not rank.tolerated)
+    parameters without gradient on this rank, by step, and the error that DDP raises
+DDP106 | two | rank.look("forward", rank.stray) | any | shapes of tensors with gradients that DDP does not know
+DDP107 DDP307 | all | rank.look("backward", rank.kinds) | "a gradient" not in str(ranks)
+    parameters whose gradient is zero in every step
+DDP109 | all | rank.look("backward", rank.search) | all("True, unused: 0" in text for v in ranks for _, text in v)
+    that DDP searches for unused parameters, and finds none
+DDP504 | all | rank.look("backward step", rank.kinds)
+    all(t[0] == "a" for v in ranks for _, t in v[::2]) and len({t[-8:] for v in ranks for _, t in v}) == 1
+    parameters that have a gradient in every step and never move
+DDP517 | first | rank.discarded() | any | parameters whose gradient is zeroed before a step has used it
+DDP201 DDP202 DDP203 DDP204 DDP205 DDP206 DDP207 DDP209 DDP211 DDP212 DDP213 DDP222 DDP511
+    named | rank.look("bare start backward", rank.structure) | differ | layouts of parameters, buffers and modules
+DDP221 DDP223 DDP507 | named | rank.look("start step", rank.options) | differ | options of wrapper and optimizer
+DDP208 | named | rank.look("start step", lambda: dict(rank.net.named_parameters())) | differ | values of parameters
+DDP214 DDP215 | first | rank.look("step", lambda: dict(rank.net.named_buffers())) | differ | values of buffers
+DDP216 | first | rank.look("step", rank.attributes) | differ | values of attributes that are no buffers
+DDP306 DDP508 DDP515 | first | rank.look("step", rank.state) | differ
+    values of parameters, buffers and state of the optimizer
+DDP111 DDP301 DDP501 DDP502 DDP509 | first | rank.reductions() | differ or ", 0 of" in str(ranks)
+    gradients that differ between ranks after backward or the error that DDP raises, and no_sync called in vain
+DDP503 | next | rank.reductions() | differ | the error that DDP raises, or gradients after backward
+DDP302 DDP311 DDP406 | first | rank.compare(lambda: rank.last(bare=True, average=True)) | any
+    how far DDP's gradients are from the average of the ranks' own, or the error that DDP raises
+DDP303 DDP304 DDP305 DDP309 DDP310 DDP312 DDP514 DDP516
+    first | rank.compare(rank.single_process(numbers), numbers=numbers) | any
+    how far DDP's gradients are from those of one process on the whole batch
+DDP308 | first | rank.compare(lambda: rank.last(bare=True), bare=True) | any | how far two runs are apart
+DDP401 DDP402 DDP403 DDP404 DDP405 | all | rank.look("batch", rank.empty) | any
+    its position or failure, and steps in which it has no samples; if it is stuck, its Python stack after the timeout
+DDP407 | first | rank.recorded("reduced") | differ and all(sorted(str(v)) == sorted(str(ranks[0])) for v in ranks)
+    the numbers that it reduces for rank 0's samples, if other ranks have them in another order
+DDP505 DDP519 | first | rank.shards() | any | how many of its samples are on another rank too, and how many on none
+DDP510 | first | rank.recorded("drawn") | all(v == ranks[0] for v in ranks)
+    the random numbers that it draws although each rank has a different seed, if all draw the same
+"""
+COMPARISONS = {
+    code: fields
+    for codes, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=DDP)", _TABLE.strip()))
+    for code in codes.split()
+}
+"""[steps, facts, test for a fault in `ranks`, description of the facts printed by each rank] by code"""
+
+
+def why_none(finding: Finding, report: Report) -> str:
+    """Return the reason why a finding has no script, or ""."""
+    text = f"no script shows {finding.code} ({RULES[finding.code].name})"
+    if finding.code not in COMPARISONS:
+        return text
+    if _is_split(report) and finding.code not in ("DDP101", "DDP102", "DDP103"):  # reproducible without shared samples
+        return f"{text} of a model that is split over ranks (tensor parallelism)"
+    return ""
+
+
+def _is_split(report: Report) -> bool:
+    return any(str(note).startswith("tensor parallelism: ") for note in report.world.get("notes", ()))
+
+
+def world_size_for(finding: Finding, report: Report) -> int:
+    """Return the smallest world size known to show the fault."""
+    reported = int(report.world.get("world_size", 2))
+    of_all = finding.code in "DDP101 DDP102 DDP103 DDP106 DDP107 DDP108 DDP109 DDP110 DDP112".split()
+    return min(reported, 2) if of_all and not (finding.ranks or _is_split(report)) else reported
+
+
+def tolerance_for(finding: Finding, report: Report) -> float:
+    """Return the relative tolerance, between the reported tolerance and error."""
+    reference = "local" if "average" in COMPARISONS[finding.code][1] else "single-process"
+    entries = [entry for entry in report.parity if entry.reference == reference]
+    if finding.code == "DDP308" or not entries:
+        return 1e-5 if finding.code == "DDP308" else 1e-3  # reordered sums change less
+    beyond = [entry.relative_error / 3 for entry in entries if entry.relative_error > entry.tolerance]
+    return float(f"{min([max(1e-4, *(10 * entry.tolerance for entry in entries)), max(beyond, default=1.0)]):.1g}")
+
+
+def script_name(finding: Finding) -> str:
+    """Return the file name of the script for `finding`."""
+    return f"repro_{finding.code.lower()}.py"
+
+
+_SCRIPT = '''\
+import dataclasses
+import sys
+import types
+
+
+@dataclasses.dataclass
+class Recipe:
+    """A model with its batch and loss; replaces ddpcheck.Recipe."""
+
+    model: object
+    batch: object
+    loss: object
+    shard: object = None
+    optimizer: object = None
+    ddp_kwargs: dict = dataclasses.field(default_factory=dict)
+    wrap: object = None
+
+
+__name__, __package__ = "{target.module}", "{target.package}"  # what is for "__main__" does not run
+sys.modules[__name__] = sys.modules["__main__"]
+sys.modules.update(dict.fromkeys({modules}, types.SimpleNamespace({given})))
+
+# The code under test, from {file}
+
+{code}
+
+
+# The training loop, and what shows the fault
+
+
+def {function}(recipe):
+{shown}
+
+
+{function}({recipe})
+'''
+
+
+def script_for(
+    finding: Finding, report: Report, target: TargetInfo, beside: Mapping[str, str], ours: Iterable[tuple[str, str]]
+) -> str:
+    """Return the script text with the code of `target` that reproduces `finding`.
+
+    `beside` maps paths of copied modules to text; `ours` has the (module, name) imports from ddpcheck.
+    """
+    code, head = Path(target.file).read_text(encoding="utf-8").rstrip(), ""
+    lines, file, function = code.split("\n"), relative_path(target.file), "show_the_fault"
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":  # must come first in the script
+            head += "".join(f"from __future__ import {alias.name}\n\n" for alias in node.names)
+            rest = re.sub(r"from __future__ import [^;#]*(; *)?", "", lines[node.lineno - 1])
+            lines[node.lineno - 1 : node.end_lineno] = [rest, *[""] * ((node.end_lineno or 0) - node.lineno)]
+    while function in code:
+        function += "_"
+    names = {part for module, name in ours for part in (*module.split(".")[1:], name)} - {"", "*", "Recipe"}
+    script = head + _SCRIPT.format(
+        target=target,
+        modules=json.dumps(sorted({"ddpcheck", *(module for module, _ in ours)})),
+        given=", ".join(["Recipe=Recipe", *(f"{name}=object" for name in sorted(names))]),
+        file=file,
+        code="\n".join(lines),
+        function=function,
+        shown=textwrap.indent(_shown(finding, report, target.draws, "\n".join([code, *beside.values()])), "    "),
+        recipe=target.attribute or f'sys.modules["ddpcheck"].Recipe({", ".join(f"{p}={p}" for p in target.parts)})',
+    )
+    line, here = "", f"# The code under test, from {file}\n\n"
+    for _ in range(2):  # the line number depends on the length of the docstring
+        docstring = _docstring(finding, report, line, beside)
+        if finding.location is not None and finding.location.path == file:
+            line = f", line {(docstring + script.partition(here)[0]).count(chr(10)) + 2 + finding.location.line} here"
+    return docstring + script
+
+
+def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
+    """Return the function body that shows the fault; local names avoid clashes."""
+    (steps, facts, at_fault, _), world = COMPARISONS[finding.code], report.world
+    whole, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
+    named = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
+    counts = {"first": first, "next": max(first, min(first + 1, whole)), "two": max(first, 2), "all": whole}
+    at_fault = at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
+    show = f"rank.show({facts}, {'any' if at_fault == 'any' else 'at_fault'})"
+    if world.get("device", "cpu") == "cpu" and re.search("SyncBatchNorm|sync_batchnorm", code):
+        show = f"with synchronised_on_cpu():  # not needed on GPUs\n    {show}"
+    settings = {
+        **{name: world.get(name, usual) for name, usual in (("device", "cpu"), ("backend", "gloo"), ("seed", 0))},
+        "steps": counts.get(steps, named),
+        "may_hang": finding.code.startswith("DDP4"),
+        "subjects": [*finding.subjects],
+        "tolerance": tolerance_for(finding, report),
+        "in_group": "process group of one" in " ".join(map(str, world.get("notes", ()))),
+    }
+    which = "by sample" if BY_SAMPLE in finding.tags else "constant"
+    drawn = f'def numbers(module, data):\n    return random_numbers("{which}", module, data)'
+    functions = {
+        f"def at_fault(ranks):\n    return {at_fault}": at_fault != "any",
+        drawn if draws else "numbers = None": "numbers" in facts,
+    }
+    texts = {name: json.dumps(x) if isinstance(x, str | list) else repr(x) for name, x in settings.items()}
+    kwargs = "\n".join(f"    {name}={text}," for name, text in texts.items())
+    constructor = f"rank = Rank(\n    recipe,\n{kwargs}\n)"
+    show = "\n\n".join([constructor, *(function for function, needed in functions.items() if needed), show])
+    library, pending, needed = _library(), [show], set[str]()
+    while pending:
+        tree = ast.parse(textwrap.dedent(pending.pop()))
+        names = names_in(tree) | {f".{item.attr}" for item in ast.walk(tree) if isinstance(item, ast.Attribute)}
+        pending += [library[name] for name in names & library.keys() - needed]
+        needed |= names
+    parts = dict.fromkeys(text for name, text in library.items() if name in needed)
+    imports = sorted(text for text in parts if text.startswith(("import ", "from ")))
+    docstring = '"""Show the fault; all that this needs is in it, since names of it may be in use above."""'
+    return "\n\n".join(["\n".join([docstring, *imports]), *(part for part in parts if part not in imports), show])
+
+
+_SOURCES = (
+    "extras/repro/harness.py",
+    *(f"gather/state/{name}.py" for name in ("training_mode", "randomness", "fingerprints")),
+    *(f"gather/steps/{name}.py" for name in ("training_step", "gradient_distance")),
+    *(f"gather/ddp/{name}.py" for name in ("ddp_wrapper", "sync_batchnorm")),
+    *("gather/autograd/autograd_graph.py", "recipe/pytree.py"),
+)
+"""Modules of ddpcheck whose code is copied into scripts, in this order."""
+
+
+@functools.cache
+def _library() -> dict[str, str]:
+    """Return imports and definitions of `_SOURCES` by name; `Rank` methods by ".name"."""
+    library: dict[str, str] = {}
+    for source in _SOURCES:
+        text = (Path(__file__).parents[2] / source).read_text(encoding="utf-8")
+        text = re.sub(r"(?m)  # type: ignore.*|^ *@(passes_on|for_target)\n|\bpasses_on(?=\()", "", text)
+        for node in (part for part in ast.parse(text).body for part in _parts_of(part)):
+            for name, (module, item) in imports_of(node).items():
+                if module.partition(".")[0] not in ("ddpcheck", "__future__"):
+                    library[name] = f"from {module} import {item}" if item else ast.unparse(node)
+            names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+            first = min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else names
+            library |= dict.fromkeys(names, "\n".join(text.split("\n")[first - 1 : node.end_lineno]))
+    return library
+
+
+def _parts_of(node: ast.stmt) -> list[ast.stmt]:
+    """Return the statement, or class `Rank` split after `show` into methods."""
+    if not isinstance(node, ast.ClassDef) or node.name != "Rank":
+        return [node]
+    node.end_lineno, methods = node.body[2].end_lineno, [n for n in node.body[3:] if isinstance(n, ast.FunctionDef)]
+    for method in methods:
+        method.name = f".{method.name}"
+    return [node, *methods]
+
+
+def _docstring(finding: Finding, report: Report, line: str, beside: Iterable[str]) -> str:
+    environment, (_, _, at_fault, tells) = report.environment, COMPARISONS[finding.code]
+    seen_with = f"torch {environment.get('torch', '?')}, Python {environment.get('python', '?')}"
+    world_size, rule = world_size_for(finding, report), RULES[finding.code]
+    tells += " that differ between ranks" if at_fault == "differ" else ""
+    ranks = format_ranks(finding.ranks) if finding.ranks else "every rank"
+    fields = {
+        "what": join_names(finding.subjects, most=8),
+        "where": f"{finding.location}{line}" if finding.location else "",
+        "ranks": f"{ranks}, in {format_steps(finding.steps)}" if finding.steps else ranks,
+        "seen with": f"{seen_with}, {environment.get('platform', '?')}, {report.world.get('backend', 'gloo')}",
+        "found by": f"ddpcheck {report.tool.get('version', '')}, which wrote this file",
+        "needs": ", and beside it ".join(filter(None, ["torch", join_names([*beside], most=9)])),
+    }
+    fill = functools.partial(textwrap.fill, width=85, break_long_words=False, break_on_hyphens=False)
+    paragraphs = [
+        fill(f"{finding.code} {rule.name}: {finding.message}"),
+        "\n".join(fill(f"{label:<11}{text}", subsequent_indent=" " * 11) for label, text in fields.items() if text),
+        f"Run it with\n\n    torchrun --standalone --nproc-per-node {world_size} {script_name(finding)}",
+        fill(f"Each rank prints {tells}. The exit code is 1 if the fault shows, and 0 if not."),
+    ]
+    inside = printable("\n\n".join(paragraphs), "\n").replace("\\", "\\\\").replace('"""', "'''")
+    return f'"""{inside}\n"""\n\n'

@@ -1,0 +1,333 @@
+"""The matrix without a process: which options are tried, what follows from rows, and how they are shown."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpcheck import cli
+from ddpcheck.extras.matrix.advice import advise
+from ddpcheck.extras.matrix.check_matrix import step_time
+from ddpcheck.extras.matrix.option_sets import (
+    DEFAULTS,
+    FIND_UNUSED,
+    STATIC_GRAPH,
+    DDPOptions,
+    ModelFacts,
+    first_option_sets,
+    further_option_sets,
+)
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Report, ReportError
+from ddpcheck.findings.rules import Severity
+from ddpcheck.render import MATRIX_FORMATS, Medium, renderer_for
+from ddpcheck.report.matrix.matrix import Advice, Matrix, MatrixRow, StepTime
+
+SPLIT = Finding("DDP104", ("[red]head",), "[red]head did not contribute on rank 1.", Severity.ERROR, ranks=(1,))
+NEEDLESS = Finding("DDP109", ("find_unused_parameters",), "It searches for nothing.", Severity.NOTE)
+DRIFT = Finding("DDP214", ("mean",), "1 buffer differs between ranks.", Severity.WARNING)
+SUM = Finding("DDP305", ("loss",), "The loss sums over samples.", Severity.ERROR)
+VIEW = {"gradient_as_bucket_view": True}
+
+
+def timed(ratio: float, spread: float = 0.01) -> StepTime:
+    return StepTime(ratio, ratio - spread, ratio + spread, 0.012, 41)
+
+
+def row(verdict: str = "right", finding: Finding | None = None, **options) -> MatrixRow:
+    arguments = {name: options.pop(name) for name in list(options) if name not in MatrixRow.__dataclass_fields__}
+    if finding is not None and finding.severity is Severity.ERROR:
+        options = {"code": finding.code, "reason": finding.message, **options}
+    return MatrixRow(arguments, verdict, findings=(finding,) if finding else (), **options)
+
+
+BRANCHING = (
+    row("stops", SPLIT, own=True),
+    row(find_unused_parameters=True, baseline=True, step_time=timed(1.0, 0.0)),
+    row("stops", SPLIT, static_graph=True),
+    row(find_unused_parameters=True, gradient_as_bucket_view=True, step_time=timed(0.8)),
+    row("lossy", find_unused_parameters=True, hook="fp16_compress_hook", error=3.9e-4, step_time=timed(1.3)),
+    row("skipped", find_unused_parameters=True, bucket_cap_mb=1, reason="all gradients fit into one bucket"),
+    row("skipped", find_unused_parameters=True, bucket_cap_mb=100, reason="all gradients fit into one bucket"),
+)
+MATRIX = Matrix(
+    target="net.py",
+    rows=BRANCHING,
+    advice=advise(BRANCHING, noise=0.015),
+    environment={"torch": "2.13.0"},
+    world={"world_size": 2, "backend": "gloo", "device": "cpu", "steps": 3, "notes": ["A note."]},
+    noise=0.015,
+    timing={"total": 1.5},
+    tool={"name": "ddpcheck", "version": "0.1.0"},
+)
+
+
+def kinds(advice: tuple[Advice, ...]) -> list[str]:
+    return [item.kind for item in advice]
+
+
+def said(advice: tuple[Advice, ...], kind: str) -> str:
+    return " ".join(item.message for item in advice if item.kind == kind)
+
+
+# Which options are tried
+
+
+def titles(facts: ModelFacts, base: DDPOptions = DEFAULTS, graphs: tuple[DDPOptions, ...] = ()) -> list[str]:
+    return [
+        str(option_set.options) for option_set in further_option_sets(facts, base, graphs) if not option_set.skip_reason
+    ]
+
+
+def test_only_options_of_the_installed_torch_are_tried() -> None:
+    old = ModelFacts(known=("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"))
+    assert first_option_sets(old) == [DEFAULTS, FIND_UNUSED, STATIC_GRAPH]
+    assert titles(replace(old, buffers=1), graphs=(FIND_UNUSED,)) == [
+        "gradient_as_bucket_view=True",
+        "find_unused_parameters=True, gradient_as_bucket_view=True",
+        "broadcast_buffers=False",
+        "fp16_compress_hook",
+    ]
+
+
+def test_options_are_added_to_what_the_model_needs_and_none_is_tried_twice() -> None:
+    facts = ModelFacts(buffers=1, gradient_bytes=1 << 26, nccl=True)
+    tried = titles(facts, FIND_UNUSED, (FIND_UNUSED,))
+    assert len(tried) == len(set(tried)) > 6
+    assert all(title.startswith("find_unused_parameters=True, ") for title in tried)
+
+
+@pytest.mark.parametrize(
+    ("facts", "option", "reason"),
+    [
+        (ModelFacts(), "forward_sync_buffers=False", "no buffers"),
+        (ModelFacts(buffers=1), "broadcast_buffers=False", "the same buffers"),
+        (ModelFacts(gradient_bytes=340), "bucket_cap_mb=1", "(340 bytes) fit into one bucket"),
+        (ModelFacts(own_hook="mine"), "fp16_compress_hook", "a hook (mine)"),
+        (ModelFacts(bits=16), "fp16_compress_hook", "no more than 16 bits"),
+        (ModelFacts(), "bf16_compress_hook", "only with nccl"),
+        (ModelFacts(), "find_unused_parameters=True, skip_all_reduce_unused_params=True", "nothing to skip"),
+    ],
+)
+def test_what_cannot_make_a_difference_is_not_run_and_says_why(facts: ModelFacts, option: str, reason: str) -> None:
+    [option_set] = [
+        option_set for option_set in further_option_sets(facts, DEFAULTS, ()) if str(option_set.options) == option
+    ]
+    assert reason in option_set.skip_reason
+
+
+def test_skipping_all_reduces_is_not_tried_where_ranks_leave_out_different_parameters() -> None:
+    def skipping(absent: dict) -> str:
+        [option_set] = [
+            t for t in further_option_sets(ModelFacts(absent=absent), DEFAULTS, ()) if "skip" in str(t.options)
+        ]
+        assert not option_set.skip_reason
+        return option_set.unsafe_reason
+
+    same = {(0, 0): frozenset("a"), (0, 1): frozenset("a"), (1, 0): frozenset("b"), (1, 1): frozenset("b")}
+    assert skipping(same) == ""
+    assert skipping({**same, (1, 1): frozenset()}).startswith(
+        "rank 1 and rank 0 leave out different parameters in step 1"
+    )
+
+
+# Step times
+
+
+def test_a_step_time_is_a_median_of_ratios_with_an_interval_around_it() -> None:
+    pairs = [(1.0, ratio / 100) for ratio in range(60, 161)]
+    found = step_time(pairs)
+    assert (found.ratio, found.pairs) == (1.1, 101)
+    assert 0.9 < found.low < 1.1 < found.high < 1.3
+    few = step_time([(1.0, 2.0), (1.0, 1.9), (2.0, 4.2)])
+    assert (few.ratio, few.low, few.high) == (2.0, 1.9, 2.1)
+
+
+@pytest.mark.parametrize(
+    ("time", "noise", "differs"),
+    [
+        (StepTime(1.10, 1.06, 1.14, 1.0, 41), 0.01, True),
+        (StepTime(1.10, 1.06, 1.14, 1.0, 41), 0.12, False),  # the baseline differs as much from itself
+        (StepTime(1.10, 0.98, 1.24, 1.0, 5), 0.01, False),  # may be chance
+        (StepTime(1.01, 1.005, 1.015, 1.0, 101), 0.001, False),  # exact, and nobody would notice
+        (StepTime(0.80, 0.75, 0.85, 1.0, 41), 0.02, True),
+    ],
+)
+def test_a_difference_must_be_more_than_noise_and_chance(time: StepTime, noise: float, differs: bool) -> None:
+    assert time.differs(noise) is differs
+
+
+# Advice
+
+
+def test_a_model_that_needs_an_option_is_told_which_and_what_goes_with_it() -> None:
+    assert kinds(MATRIX.advice) == ["own", "needs", "costs", "gains"]
+    assert "stops with the recipe's own options (defaults): DDP104 [red]head" in said(MATRIX.advice, "own")
+    assert said(MATRIX.advice, "needs") == "It needs find_unused_parameters=True."
+    assert "gradient_as_bucket_view=True is faster: a step takes 0.80 times as long" in said(MATRIX.advice, "gains")
+    assert "fp16_compress_hook is right and slower: a step takes 1.30" in said(MATRIX.advice, "costs")
+
+
+def test_a_needed_option_that_the_recipe_has_is_explained() -> None:
+    rows = (row(find_unused_parameters=True, own=True), row("stops", SPLIT))
+    assert said(advise(rows), "needs") == (
+        "It needs find_unused_parameters=True: without, it stops: DDP104 [red]head did not contribute on rank 1."
+    )
+
+
+def test_an_option_that_only_keeps_ddp_going_comes_with_what_would_mend_it() -> None:
+    unused = Finding("DDP101", ("head",), "No operation reads head.", Severity.ERROR)
+    rows = (row("stops", unused, own=True), row(find_unused_parameters=True), row(static_graph=True))
+    assert "It needs find_unused_parameters=True or static_graph=True." in said(advise(rows), "needs")
+    assert "trains nothing more. To fix that: Use the parameter" in said(advise(rows), "needs")
+
+
+def test_a_fault_that_no_option_mends_is_called_so() -> None:
+    rows = (row("wrong", SUM, own=True), row("wrong", SUM, find_unused_parameters=True), row("wrong", SUM, **VIEW))
+    found = advise(rows)
+    assert kinds(found) == ["own", "fault"]
+    assert "not mended by any option (DDP305 under all of them). Sum the local loss" in said(found, "fault")
+    assert kinds(advise(rows[:1])) == ["own"]  # nothing else was tried
+    known = replace(SUM, fix="Divide by the count.")
+    found = advise([row("wrong", known, own=True), row("wrong", known, **VIEW)])
+    assert said(found, "fault").endswith("(DDP305 under all of them). Divide by the count.")
+
+
+def test_a_needless_option_is_a_cost_once_and_safe_ones_are_listed() -> None:
+    rows = (
+        row(own=True, baseline=True, step_time=timed(1.0, 0.0)),
+        row(finding=NEEDLESS, find_unused_parameters=True, step_time=timed(1.2)),
+        row(finding=NEEDLESS, find_unused_parameters=True, step_time=timed(1.2), **VIEW),
+        row(step_time=timed(1.0), **VIEW),
+        row("lossy", hook="fp16_compress_hook", error=4e-4, step_time=timed(1.0)),
+        row(finding=DRIFT, forward_sync_buffers=False, step_time=timed(1.0)),
+        row("wrong", SUM, static_graph=True),
+    )
+    found = advise(rows, noise=0.01)
+    assert kinds(found) == ["own", "wrong", "costs", "warns", "safe", "lossy"]
+    assert said(found, "costs").startswith("find_unused_parameters=True is needless: every parameter contributes")
+    assert "a step takes 1.20 times as long (1.19 to 1.21) here" in said(found, "costs")
+    assert said(found, "wrong") == "static_graph=True is wrong for it: DDP305 The loss sums over samples."
+    assert said(found, "warns").startswith("forward_sync_buffers=False is right, with a warning: DDP214: 1 buffer")
+    assert said(found, "safe") == (
+        "Safe, and without a measurable difference in step time: gradient_as_bucket_view=True."
+    )
+    assert said(found, "lossy") == (
+        "Right except for rounding, and without a measurable difference in step time: "
+        "fp16_compress_hook (rounds gradients by up to 4.0e-04)."
+    )
+
+
+# As data
+
+
+def test_a_matrix_survives_json() -> None:
+    matrix = replace(MATRIX, rows=(*BRANCHING, row("stops", SPLIT, own=False, failure=ReportError("stuck", 4, "x"))))
+    assert Matrix.from_json(matrix.to_json()) == matrix
+    assert json.loads(matrix.to_json())["schema_version"] == 1
+
+
+@pytest.mark.parametrize("text", ["[]", Report("t").to_json(), '{"kind": "matrix", "schema_version": 99}'])
+def test_what_is_no_matrix_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="matrix"):
+        Matrix.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "fail_on", "code"),
+    [
+        ((row(own=True), row("wrong", SUM, **VIEW)), None, Severity.ERROR, 0),  # only the recipe's own options count
+        ((row("wrong", SUM, own=True), row(**VIEW)), None, Severity.ERROR, 1),
+        ((row("wrong", SUM, own=True),), None, None, 0),
+        ((row(finding=DRIFT, own=True),), None, Severity.WARNING, 1),
+        ((row("stops", own=True, failure=ReportError("stuck", 4)),), None, None, 4),
+        ((), ReportError("model() raised", 3), Severity.ERROR, 3),
+    ],
+)
+def test_the_recipes_own_options_decide_the_exit_code(rows, error, fail_on, code) -> None:
+    matrix = Matrix("t", rows=rows, error=error)
+    assert matrix.exit_code(fail_on) == code
+    assert matrix.ok == (matrix.exit_code() == 0)
+
+
+# As text
+
+
+def as_text(matrix: Matrix, **medium) -> str:
+    return renderer_for("text", medium=Medium(**medium), formats=MATRIX_FORMATS).render(matrix)
+
+
+def test_a_matrix_as_a_log_shows_it() -> None:
+    text = as_text(MATRIX)
+    assert text.startswith(
+        "ddpcheck 0.1.0 matrix of DDP options on net.py\n  2 ranks · gloo · cpu · 3 steps\n  torch 2.13.0\n"
+    )
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "! defaults (the recipe's own) stops DDP104: [red]head did not contribute on rank 1." in lines
+    assert "✓ find_unused_parameters=True 1 right" in lines
+    assert "✓ find_unused_parameters=True, gradient_as_bucket_view=True 0.80 (0.79 to 0.81) right" in lines
+    assert "- bucket_cap_mb=1; bucket_cap_mb=100 skipped: all gradients fit into one bucket" in lines
+    assert "needs: It needs find_unused_parameters=True." in lines
+    assert "note: A note." in lines
+    assert (
+        lines[-1]
+        == "stops: the recipe's own options; 5 combinations of options: 2 right, 1 lossy, 2 stops, and 2 not run"
+    )
+    assert "baseline differs from itself by up to 1.5%" in text
+
+
+@pytest.mark.parametrize("width", [40, 72, 100])
+def test_a_matrix_keeps_to_the_width(width: int) -> None:
+    assert max(map(len, as_text(MATRIX, width=width).splitlines())) <= width
+
+
+def test_a_matrix_is_shown_where_only_ascii_is() -> None:
+    text = as_text(MATRIX, encoding="ascii", width=100)
+    assert text.isascii() and "STOP" in text and "ok" in text
+
+
+def test_a_long_reason_is_shortened_in_the_table_only() -> None:
+    long = replace(SPLIT, message="word " * 200)
+    matrix = Matrix("t", rows=(row("stops", long, own=True),))
+    table = as_text(matrix).partition("\n\n")[2]
+    assert "word ..." in table and len(table) < 700
+    assert long.message in Matrix.from_json(matrix.to_json()).rows[0].reason
+
+
+# On the command line
+
+
+@pytest.fixture
+def stub_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def check_matrix(target, **options):
+        calls.append((target, options))
+        return MATRIX
+
+    module = type(sys)("ddpcheck.extras.matrix.check_matrix")
+    module.check_matrix = check_matrix
+    monkeypatch.setitem(sys.modules, "ddpcheck.extras.matrix.check_matrix", module)
+    return calls
+
+
+def test_the_command_shows_the_matrix_and_fails_for_the_recipes_own_options(stub_sweep, capsys) -> None:
+    assert cli.main(["report", "net.py", "--matrix", "--steps", "2", "--ignore", "DDP107"]) == 1
+    assert capsys.readouterr().out.startswith("ddpcheck 0.1.0 matrix of DDP options on net.py")
+    [(target, options)] = stub_sweep
+    assert (target, options["steps"], options["ignore"]) == ("net.py", 2, ("DDP107",))
+    assert cli.main(["report", "net.py", "--matrix", "--fail-on", "never"]) == 0
+
+
+def test_a_saved_matrix_is_shown_again(stub_sweep, capsys) -> None:
+    assert cli.main(["report", "net.py", "--matrix", "-o", "m.json"]) == 1
+    assert (
+        "5 combinations of options: 2 right, 1 lossy, 2 stops, and 2 not run, written to m.json"
+        in capsys.readouterr().err
+    )
+    saved = Matrix.from_json(Path("m.json").read_text(encoding="utf-8"))
+    assert saved == replace(MATRIX, command="ddpcheck report net.py --matrix -o m.json")
+    assert cli.main(["render", "m.json"]) == 0
+    assert "matrix of DDP options on net.py" in capsys.readouterr().out

@@ -1,0 +1,538 @@
+"""Reproductions: what is written, that it runs without ddpcheck, and shows a fault where there is one."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpcheck import cli
+from ddpcheck.extras.repro import script as repro_script
+from ddpcheck.extras.repro import write_reproduction
+from ddpcheck.extras.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
+from ddpcheck.extras.repro.target_code import imports_from_ddpcheck
+from ddpcheck.findings.errors import UsageError
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.rules import RULES, Severity
+from ddpcheck.recipe.recipe import Recipe
+from ddpcheck.report.checking.check import check
+from ddpcheck.rules.replicas.model_parts import how_split
+from tests.faultsuite.cases import FAULTS, read_case
+from tests.reproductions import Runner, write
+from tests.tiers import one_of
+
+ROOT = Path(__file__).parents[2]
+HEALTHY = ROOT / "tests" / "zoo" / "healthy"
+
+# fault of the suite: what each rank of the two says of its broken recipe
+SHOWN = {
+    "parameters/opaque_output": "failed in .*: RuntimeError: Expected to mark a variable ready only once",
+    "parameters/detach": "failed in .*: RuntimeError: Expected.*encoder.weight: step 0: no .*encoder.bias: step 0: no ",
+    "parameters/unused_on_one_rank": "failed in .*of step|extra.weight: step 0: no gradient.*extra.bias: step 0: no",
+    "parameters/layers_in_a_list": r"of \(8, 8\): step 1: gradient norm",
+    "parameters/times_zero": "extra.weight: step 0: zero gradient.*extra.bias: step 0: zero gradient",
+    "parameters/custom_function_none": "scale: step 0: no gradient",
+    "parameters/needless_find_unused": "find_unused_parameters: step 0: True, unused: 0",
+    "ranks/parameter_shape": r"0.weight: start: number 0, \(8, 8\)|0.weight: start: number 0, \(12, 8\)",
+    "ranks/parameter_order_from_a_set": "key.weight: start: number 0|key.weight: start: number 2",
+    "ranks/init_sync_off": "0.weight: start: norm",
+    "ranks/moving_average_drifts": "running_mean: step 0: norm",
+    "ranks/learning_rate": "lr: start: 0.01|lr: start: 0.02",
+    "ranks/comm_hook_on_one_rank": "communication hook: start: None|communication hook: start: fp16_compress_hook",
+    "gradients/buffer_broadcast_between_forwards": "gradient of body.bias: step 0: relative error 0.44",  # as reported
+    "gradients/batchnorm": "gradient of conv.weight: step 0: relative error 0.58",
+    "gradients/summed_loss": r"all gradients together: step 0: 0\.5 times",
+    "gradients/clip_in_hooks_of_wrap": r"all gradients together: step 0: 0\.1\d* times",
+    "gradients/nondeterministic": r"relative error 0\.\d",
+    "running/raises_on_one_rank": (
+        "failed in backward of step 0|failed in forward of step 0: ValueError: a corrupt record in this rank's shard"
+    ),
+    "running/loops_on_one_rank": "Timed out|in searching",
+    "running/uneven_batches": r"batch: not on this rank|batch: step 2: no samples",
+    "running/metrics_packed_in_another_order": "reduced 0: step 0: ",
+    "training/inner_module_called_in_one_step": "0.weight: step 0: norm.*; step 1: norm",
+    "training/no_sync_not_entered": "no_sync: step 0: called 1 times, 0 of 2 forward passes under it",
+    "training/optimizer_before_replacement": "2.weight: step 0: a gradient.*2.bias: step 0: a gradient",
+    "training/overlapping_shards": "samples: step 0: 1 of 6 are on another|samples: step 0: 1 of 7 are on another",
+    "training/samples_dropped": "0 of 5 are on another rank too, 2 of 12 on none",
+    "training/step_skipped_on_a_rank": "0.weight: step 0: norm.*; step 1: norm",
+    "training/dropout_seeded_in_forward": "drawn 0: step 0: ",
+    "training/hash_of_a_string": "gradient of rows.weight: step 0: relative error",
+    "training/comm_hook_overflows": "gradient of .*: relative error nan",
+    "training/gradients_zeroed_before_step": "0.weight: .*zeroed before a step.*0.bias: .*zeroed.*2.weight: .*2.bias: ",
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner() as started:
+        yield started
+
+
+# `make test-all` has every sixth; `python -m tests.reproductions` runs all, and those of the other faults.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_of(6, SHOWN))
+def test_the_script_shows_the_fault_and_not_on_its_repaired_twin(name: str, runner: Runner, tmp_path: Path) -> None:
+    case = read_case(FAULTS / f"{name}.py")
+    broken, fixed = f"{case.path}:broken", f"{case.path}:fixed"
+    report = check(broken, timeout=5 if case.expected.timeout else 30)
+    assert report.findings[0].code == case.expected.code
+    script = write(report, broken, tmp_path / "broken")
+    ran = runner.run(script)
+    assert ran.shows, ran.text
+    words = SHOWN[name]
+    of_rank = words.split("|") if "|" in words else [words, words]
+    for number, output in enumerate(ran.outputs):
+        assert re.search(rf"(?s)^rank {number}: .*{of_rank[number]}", output, flags=re.MULTILINE), ran.text
+        assert "Traceback" not in output
+    twin = write(report, fixed, tmp_path / "fixed", report.findings[0])
+    assert twin.name == script.name
+    ran = runner.run(twin)
+    assert ran.codes == [0, 0], ran.text
+    assert all(f"rank {number}: " in output for number, output in enumerate(ran.outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attribute", ["broken", "make", "main"])
+def test_names_of_the_target_do_not_meet_those_of_the_script(attribute: str, runner: Runner, tmp_path: Path) -> None:
+    """The target uses the names of the script's functions, settings, variables and imports for things of its own."""
+    (tmp_path / "net.py").write_text(CROWDED)
+    target = f"{tmp_path / 'net.py'}:{attribute}"
+    finding = Finding("DDP305", ("loss",), "It is summed.", Severity.ERROR)
+    report = Report(target, findings=(finding,), world={"world_size": 2, "steps": 1})
+    ran = runner.run(write_reproduction(report, target, tmp_path / "out"))
+    assert ran.codes == [1, 1] and "0.5 times" in ran.text, ran.text
+
+
+MODES = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+class Frozen(Net):
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+class Trained(Net):
+    def train(self, data):
+        raise AssertionError("nobody asked for that")
+
+
+def partly():
+    net = Net()
+    net.body.eval()
+    return net
+
+
+def batch(step):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model, x):
+    return (model(x)[:, 0] - x.sum(1)).square().mean()
+
+
+def model():
+    return {model}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "mixes"),
+    [
+        pytest.param("Net().eval()", True, marks=pytest.mark.slow),
+        pytest.param("Trained()", True, marks=pytest.mark.slow),
+        ("Frozen()", False),
+        ("Frozen().eval()", False),
+        ("partly()", False),
+    ],
+)
+def test_a_model_is_put_into_training_mode_as_by_a_check(
+    model: str, mixes: bool, runner: Runner, tmp_path: Path
+) -> None:
+    """A BatchNorm mixes samples in training mode only."""
+    (tmp_path / "net.py").write_text(MODES.replace("{model}", model))
+    target = str(tmp_path / "net.py")
+    script = write_reproduction(small_report(target, "DDP304"), target, tmp_path / "out")
+    ran = runner.run(script)
+    assert ran.codes == [int(mixes)] * 2, ran.text
+
+
+CROWDED = """\
+from time import time
+import ddpcheck
+import torch
+from torch import nn as dist
+
+RANK = "mine"
+
+
+def total(losses):
+    return sum(losses)
+
+
+def gradients_of(x):
+    return x.sum(1)
+
+
+def data(step):
+    time()
+    return {"x": torch.randn(12, 8, generator=torch.Generator().manual_seed(step)), "names": ["a"] * 12}
+
+
+def net():
+    return dist.Linear(8, 1)
+
+
+def loss(ddp, step):
+    assert RANK == "mine"
+    return {"a": total([(ddp(step["x"])[:, 0] - gradients_of(step["x"])).square().sum()]), "b": torch.zeros(2)}
+
+
+broken = ddpcheck.Recipe(model=net, batch=data, loss=loss)
+
+
+def make():
+    return broken
+
+
+def main():
+    return broken
+"""
+
+
+# Under torchrun itself, with ddpcheck out of reach: once, for it imports torch three times
+
+
+def torchrun(script: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "blocked").mkdir(exist_ok=True)
+    (tmp_path / "blocked" / "ddpcheck.py").write_text("raise ImportError('a reproduction imports ddpcheck')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script.name]
+    return subprocess.run(
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_a_script_that_torchrun_fails_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "new & other" / "repro"
+    assert cli.main(["report", "examples/faults/parameters/unused.py:broken", "--repro", str(folder)]) == 1
+    said = capsys.readouterr()
+    script = folder / "repro_ddp101.py"
+    command = f"torchrun --standalone --nproc-per-node 2 '{script}'"
+    assert said.err == f"ddpcheck: wrote {script}; run it with: {command}\n" and "DDP101" in said.out
+    assert sorted(path.name for path in folder.iterdir()) == ["repro_ddp101.py"]
+    text = script.read_text()
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert "torchrun --standalone --nproc-per-node 2 repro_ddp101.py" in docstring
+    place = re.search(r"unused.py:26, line (\d+) here", docstring)
+    assert place and "self.old_head = " in text.splitlines()[int(place[1]) - 1]
+    assert str(ROOT) not in text and (ROOT / "examples/faults/parameters/unused.py").read_text() in text
+    done = torchrun(script, tmp_path)
+    assert done.returncode == 1
+    for rank in (0, 1):
+        for name in ("old_head.weight", "old_head.bias"):
+            assert f"rank {rank}: {name}: step 0: no gradient; step 1: no gradient" in done.stdout
+        assert f"rank {rank}: failed in forward of step 1: RuntimeError" in done.stdout
+    healthy = tmp_path / "fixed"
+    report = check("examples/faults/parameters/unused.py:broken")
+    twin = write_reproduction(report, "examples/faults/parameters/unused.py:fixed", healthy, finding=report.findings[0])
+    ran = runner.run(twin)
+    assert ran.codes == [0, 0] and ran.text.count("finished, and shows no fault") == 2, ran.text
+
+
+@pytest.mark.slow
+def test_modules_of_the_project_come_along_and_a_stand_in_for_syncbn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(ROOT)
+    target = "examples/digits/unused_head.py"
+    report = check(target, timeout=60, preload=["sklearn.datasets"])
+    script = write_reproduction(report, target, tmp_path / "out")
+    assert sorted(path.name for path in script.parent.iterdir()) == [
+        "digits_training.py",
+        "repro_ddp101.py",
+    ]
+    ran = runner.run(script)
+    assert ran.codes == [1, 1]
+    assert ran.text.count("old_head.weight: step 0: no gradient") == 2, ran.text
+    assert ran.text.count("old_head.bias: step 0: no gradient") == 2, ran.text
+    assert ran.text.count("RuntimeError: Expected to have finished reduction") == 2, ran.text
+
+
+# What is written where
+
+
+def small_report(target: str, code: str = "DDP101") -> Report:
+    finding = Finding(code, ("a",), "Said.", Severity.ERROR, location=Location("net.py", 3))
+    return Report(target, findings=(finding,), world={"world_size": 2, "steps": 3})
+
+
+NET = '''\
+"""A net."""
+import torch
+from torch import nn
+
+
+def batch(step):
+    return torch.ones(4, 2)
+
+
+def loss(model, batch):
+    return model(batch).sum()
+'''
+
+
+def test_a_package_of_the_user_is_copied_with_what_it_imports_inside_of_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: Runner
+) -> None:
+    package = tmp_path / "src" / "netpack"
+    (package / "parts").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "parts" / "__init__.py").write_text("from ddpcheck import Recipe\n\nKIND = Recipe\n")
+    (package / "parts" / "late.py").write_text("WIDTH = 1\n")
+    (package / "not_needed.py").write_text("")
+    (package / "task.py").write_text(
+        NET.replace("from torch import nn", "from torch import nn\n\nfrom . import parts")
+        + "\n\ndef model():\n    from netpack.parts.late import WIDTH\n\n    assert parts.KIND\n"
+        "    return nn.Linear(2, WIDTH)\n"
+    )
+    monkeypatch.chdir(tmp_path / "src")
+    out = tmp_path / "out"
+    script = write_reproduction(small_report("netpack.task"), "netpack.task", out)
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.py")) == [
+        "netpack/__init__.py",
+        "netpack/parts/__init__.py",
+        "netpack/parts/late.py",
+        "repro_ddp101.py",
+    ]
+    shutil.rmtree(package)
+    ran = runner.run(script)
+    assert ran.codes == [0, 0], ran.text
+    write_again = (out / "netpack" / "parts" / "late.py").read_text()
+    assert write_again.endswith("WIDTH = 1\n") and "written by ddpcheck" in write_again.splitlines()[0]
+
+
+def test_only_what_ddpcheck_wrote_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
+    target = str(tmp_path / "net.py")
+    out = tmp_path / "out"
+    script = write_reproduction(small_report(target), target, out)
+    assert write_reproduction(small_report(target), target, out) == script
+    script.write_text("mine")
+    with pytest.raises(UsageError, match="already exists, and ddpcheck did not write it; choose another folder"):
+        write_reproduction(small_report(target), target, out)
+    assert script.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("\n\ndef model():\n    import ddpcheck\n\n    return nn.Linear(2, 1)\n", "net.py:16 needs ddpcheck itself"),
+        ("\n\ndef model():\n    return nn.Linear(2, len(RULES))\n", "net.py:16 needs ddpcheck itself (RULES)"),
+    ],
+)
+def test_a_target_that_needs_more_of_ddpcheck_is_refused(tmp_path: Path, code: str, sentence: str) -> None:
+    (tmp_path / "net.py").write_text(
+        NET.replace("import torch\n", "import torch\nfrom ddpcheck.findings.rules import RULES\n") + code
+    )
+    with pytest.raises(UsageError) as caught:
+        write_reproduction(small_report("t"), str(tmp_path / "net.py"), tmp_path / "out")
+    assert sentence in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_reproduced_is_said_in_a_sentence(tmp_path: Path) -> None:
+    recipe = Recipe(model=lambda: None, batch=lambda step: None, loss=lambda model, batch: None)  # type: ignore
+    with pytest.raises(UsageError, match="a Recipe built in Python cannot be written to a file"):
+        write_reproduction(small_report("recipe"), recipe, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the report has no finding"):
+        write_reproduction(Report("t"), "t.py", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", "nowhere.py", "--repro", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"ddpcheck: error: cannot write to the folder {tmp_path / 'file'}: File exists\n"
+
+
+def test_a_clean_report_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["report", str(HEALTHY / "lstm.py"), "--repro", str(out)]) == 0
+    assert capsys.readouterr().err == f"ddpcheck: no finding to reproduce, nothing written to {out}\n"
+    assert not out.exists()
+
+
+def test_a_docstring_holds_whatever_a_name_holds(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET + "\n\ndef model():\n    return nn.Linear(2, 1)\n")
+    odd = 'a"""b\\n[red]\x1b{x}"'
+    finding = Finding("DDP101", (odd,), f"No one reads {odd}", Severity.ERROR)
+    report = Report("t", findings=(finding,), world={"world_size": 2, "steps": 3})
+    text = write_reproduction(report, str(tmp_path / "net.py"), tmp_path / "out").read_text()
+    assert "[red]" in (ast.get_docstring(ast.parse(text)) or "") and "\x1b" not in text
+
+
+@pytest.mark.exhaustive
+def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff") or shutil.which("ruff", path=str(Path(sys.executable).parent))
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    targets = [f"{FAULTS}/parameters/unused.py:broken", f"{FAULTS}/training/static_graph_violated.py:broken"]
+    codes = ["DDP101", "DDP104", "DDP106", "DDP111", "DDP203", "DDP215", "DDP302", "DDP305", "DDP401", "DDP405"]
+    codes += ["DDP407", "DDP502", "DDP504", "DDP505", "DDP510", "DDP517"]
+    for number, target in enumerate([*targets, HEALTHY / "transformer_tied_dropout.py"]):
+        for code in codes[:: 4 if number else 1]:
+            script = write_reproduction(small_report("t", code), str(target), tmp_path / f"{number}")
+            own = script.read_text().partition("# The training loop")
+            (tmp_path / f"own-{number}-{code}.py").write_text("".join(own[1:]))
+    width = "line-length=124"  # that of the code, within a function
+    done = subprocess.run(
+        [ruff, "format", "--diff", "--isolated", "--config", width, *tmp_path.glob("own-*.py")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    done = subprocess.run(
+        [ruff, "check", "--isolated", "--select", "F,E7,E9", *tmp_path.glob("[0-9]")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
+    harness = (ROOT / "ddpcheck" / "extras" / "repro" / "harness.py").read_text()
+    known = set(re.findall(r"(?:    def |self\.)(\w+)", harness))
+    for code, (steps, facts, at_fault, tells) in COMPARISONS.items():
+        assert steps in ("named", "first", "next", "two", "all") and tells, code
+        assert set(re.findall(r"rank\.(\w+)", f"{facts} {at_fault}")) <= known, code
+        ast.parse(f"lambda ranks: {at_fault}")
+    emitted = set()
+    for file in (ROOT / "ddpcheck").rglob("*.py"):
+        # What only a script can show has no recipe to cut down.
+        of_recipes = not file.name.startswith("script_")
+        if of_recipes and not {"rules", "repro", "script"} & set(file.relative_to(ROOT).parts):
+            emitted |= set(re.findall(r'"(DDP\d{3})"', file.read_text()))
+    emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` alone; and seen by what follows the compiler only
+    assert len(emitted) > 50 and emitted <= set(COMPARISONS) <= set(RULES)
+
+
+def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> None:
+    sources = [(ROOT / "ddpcheck" / source).read_text() for source in repro_script._SOURCES]
+    defined = [
+        name for source in sources for name in set(re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| ?[:=])", source))
+    ]
+    assert "walk_graph" in defined and sorted(set(defined)) == sorted(defined)
+
+
+def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(COMPARISONS, "DDP101")
+    out = tmp_path / "out"
+    assert cli.main(["report", f"{FAULTS}/parameters/unused.py:broken", "--repro", str(out)]) == 1
+    said = f"ddpcheck: no script shows DDP101 (unused-parameter), nothing written to {out}\n"
+    assert capsys.readouterr().err == said and not out.exists()
+    with pytest.raises(UsageError, match=r"no script shows DDP512 \(checkpoint-race\)"):
+        write_reproduction(small_report("t", "DDP512"), f"{FAULTS}/parameters/unused.py:fixed", out)
+
+
+@pytest.mark.parametrize(("code", "shown"), [("DDP101", True), ("DDP104", False), ("DDP305", False)])
+def test_of_a_model_that_is_split_over_ranks_only_what_needs_no_common_samples_is_shown(code: str, shown: bool) -> None:
+    report = small_report("t", code)
+    report = replace(report, world={"world_size": 4, "steps": 3, "notes": [how_split([(0, 1), (2, 3)])]})
+    (finding,) = report.findings
+    assert ("tensor parallelism" in why_none(finding, report)) is not shown
+    assert world_size_for(finding, report) == 4 and why_none(finding, small_report("t", code)) == ""
+
+
+def test_the_world_is_as_small_as_the_finding_allows() -> None:
+    report = Report("t", world={"world_size": 4})
+    assert world_size_for(Finding("DDP101", (), "", Severity.ERROR), report) == 2
+    assert world_size_for(Finding("DDP104", (), "", Severity.ERROR, ranks=(3,)), report) == 4
+    assert tolerance_for(Finding("DDP305", (), "", Severity.ERROR), report) == 1e-3
+
+
+# Sources
+
+
+MIXED = """\
+from __future__ import annotations
+
+import pytest; from ddpcheck import Recipe as R
+import torch, ddpcheck.findings.errors
+from ddpcheck import World, assert_parity, check
+
+from .parts import (
+    late,
+)
+
+broken = R(model=lambda: late.Net(), batch=lambda step: torch.ones(4, 2), loss=lambda model, x: model(x).sum())
+
+
+def make() -> R:
+    from . import other
+
+    assert other.KIND is ddpcheck.Recipe is R
+    return broken
+
+
+def in_a_world(world: World | None = None):
+    return check(broken, world_size=world.world_size)
+
+
+@pytest.mark.ddp
+def test_it(ddp_world) -> None:
+    assert_parity(broken)
+
+
+if __name__ == "__main__":
+    print(check(broken))
+"""
+
+
+@pytest.mark.slow
+def test_a_target_stays_as_it_is_and_neither_its_tests_nor_its_program_run(tmp_path: Path, runner: Runner) -> None:
+    package = tmp_path / "pack"
+    (package / "parts").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("import ddpcheck\n\nKIND = ddpcheck.Recipe\n")
+    (package / "parts" / "__init__.py").write_text("")
+    (package / "parts" / "late.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.used, self.head = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)\n\n"
+        "    def forward(self, x):\n        return self.used(x)\n"
+    )
+    (package / "task.py").write_text(MIXED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        script = write_reproduction(small_report("pack.task:make"), "pack.task:make", tmp_path / "out")
+    text = script.read_text()
+    assert MIXED.partition("\n\n")[2] in text and text.count("from __future__ import annotations\n") == 1
+    ran = runner.run(script)
+    assert ran.codes == [1, 1] and ran.text.count("head.weight: step 0: no gradient") == 2, ran.text
+    with pytest.raises(UsageError, match=r"task.py:27 needs ddpcheck itself \(assert_parity\)"):
+        imports_from_ddpcheck(package / "task.py", roots=["test_it"])
