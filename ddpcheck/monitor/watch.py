@@ -32,10 +32,8 @@ from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
-from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder
-from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, IgnoredData
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 

@@ -1,19 +1,22 @@
-"""Hooks that are dropped on copy and pickle, and references to watches."""
+"""Hooks dropped on copy and pickle, shared hooks of optimizer steps and forward passes, references to watches."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from operator import call
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpcheck.findings.errors import FindingsError
-from ddpcheck.gather.patching import OwnErrors, Recorder, recorder_of
+from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, patched, recorder_of
 
 _Thing = TypeVar("_Thing")
 
@@ -31,11 +34,9 @@ class Living(Generic[_Thing]):
         self.refs: tuple[ref[_Thing], ...] = ()
 
     def add(self, thing: _Thing) -> None:
-        """Add a weak reference to an object."""
         self.refs = (*self.refs, ref(thing, self._gone))
 
     def discard(self, thing: _Thing) -> None:
-        """Remove an object, if present."""
         self.refs = tuple(reference for reference in self.refs if reference() is not thing)
 
     def _gone(self, dead: ref[_Thing]) -> None:
@@ -132,6 +133,87 @@ def remove_hooks(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
 
+
+# Optimizer steps. The hooks are removed with the last follower, not by the garbage collector: torch must not find a
+# hook removed during iteration.
+
+_step_followers: Living[Any] = Living()
+_step_handles: list[Any] = []
+
+
+def follow_steps(follower: Any) -> None:
+    """Notify `follower` of all optimizer steps from now on, after all others; holds a weak reference.
+
+    Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer, has_closure)`. `has_closure`: a
+    closure runs the last passes; `inside`: within a backward pass.
+    """
+    _step_followers.add(follower)
+    if not _step_handles:
+        before, after = UnpickledHook(_before_step), UnpickledHook(_after_step)
+        _step_handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def unfollow_steps(follower: Any) -> None:
+    """Stop notifying `follower`; idempotent. The last follower must not leave during a step."""
+    _step_followers.discard(follower)
+    if not _step_followers:
+        remove_hooks(_step_handles)
+
+
+def _before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure, inside = len(arguments) + len(named) > 1 and _has_closure(arguments, named), in_backward()
+    for follower in filter(None, map(call, _step_followers.refs)):
+        follower.before_step(optimizer, has_closure, inside)
+
+
+def _after_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure = len(arguments) + len(named) > 1 and _has_closure(arguments, named)
+    for follower in filter(None, map(call, _step_followers.refs)):
+        follower.after_step(optimizer, has_closure)
+
+
+def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(map(callable, (*arguments[1:], *named.values())))  # the first argument is the optimizer
+
+
+# Calls of `wrapper.forward(...)`, which run no hooks, detected in DDP's own forward
+
+inside_forward: set[int] = set()
+"""`id()` of each wrapper in a forward pass detected by hooks."""
+
+_forward_followers: Living[Any] = Living()
+_forward_patches: list[Patch] = []
+
+
+def follow_forward(follower: Any) -> None:
+    """Call `enter_by_name` and `leave_by_name` of `follower` for forward passes that ran no hook."""
+    _forward_followers.add(follower)
+    if not _forward_patches:
+        for name, around in (("_pre_forward", _enters_forward), ("_post_forward", _leaves_forward)):
+            _forward_patches.append(patched(DistributedDataParallel, name, around))
+
+
+def unfollow_forward(follower: Any) -> None:
+    """Stop notifying `follower`; idempotent."""
+    _forward_followers.discard(follower)
+    while _forward_patches and not _forward_followers:
+        _forward_patches.pop().undo()
+
+
+def _enters_forward(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+    for follower in _forward_followers if id(wrapper) not in inside_forward else ():
+        follower.enter_by_name(wrapper, arguments, named)
+
+
+def _leaves_forward(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
+    if id(wrapper) in inside_forward:
+        return
+    output = yield
+    for follower in _forward_followers:
+        follower.leave_by_name(wrapper, output)
+
+
+# Watches kept alive by modules
 
 _KEY = "_ddpcheck_watches"
 

@@ -45,7 +45,6 @@ class Recording:
         self.samples: Sequence[torch.Tensor] = ()
 
     def count_step(self, *_arguments: object) -> None:
-        """Count an optimizer step."""
         self.steps += 1
 
     def is_written(self, number: int) -> bool:

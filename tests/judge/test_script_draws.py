@@ -21,7 +21,7 @@ from ddpcheck.judge.data.script_draws import (
     judge_streams,
     line_of_selection,
 )
-from ddpcheck.record.data.added_noise import added_to, kept_samples
+from ddpcheck.record.data.datasets import added_to, kept_samples
 
 FORWARD, DRAW, SEED = (Location("train.py", line) for line in (30, 20, 3))
 Given = list[list[Inputs]]

@@ -29,7 +29,7 @@ from ddpcheck.judge.evaluation.script_evaluation import evaluations_of
 from ddpcheck.judge.evaluation.script_evaluation import judge_evaluations as judge_groups
 from ddpcheck.judge.evaluation.script_order import judge_targets
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.data.sample_rows import SampleRows
+from ddpcheck.record.data.datasets import SampleRows
 from ddpcheck.record.evaluation import evaluation_recorder
 from ddpcheck.record.evaluation.evaluation_recorder import (
     EvaluationRecorder,
@@ -38,7 +38,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
     _without_states,
 )
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
-from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
+from ddpcheck.record.loss.gather_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)

@@ -14,7 +14,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.data.script_data import judge_loaders
 from ddpcheck.judge.data.script_rows import hold_own_parts
-from ddpcheck.record.data.sample_rows import SampleRows, rows_of_whole, samples_of
+from ddpcheck.record.data.datasets import SampleRows, rows_of_whole, samples_of
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
 STAY, HEAD = Location("train.py", 12), Location("train.py", 20)

@@ -14,8 +14,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.judge.causes import find_causes
 from ddpcheck.judge.gradients.script_alone import judge_taken
-from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
+from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
 from ddpcheck.record.recording import Recording
 
 LINE = Location("train.py", 8)

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.judge.replicas.wrapper_construction import judge_constructions
-from ddpcheck.record.replicas.set_order import is_order_of_a_set
+from ddpcheck.record.replicas.tables import is_order_of_a_set
 
 HERE, THERE = Location("train.py", 30), Location("train.py", 40)
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.data.script_data import judge_loaders
-from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
+from ddpcheck.record.data.datasets import epoch_of, shuffles_by_epoch
 
 
 class Own(Sampler[int]):

@@ -15,7 +15,7 @@ from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.record.data.constructions import generators, restored_by, seeded_at
 from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
-from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
+from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.recording import Recording
 
 _MOST_INTERVALS = 7  # intervals start at the first wrapper and at optimizer steps; a step may have two optimizers

@@ -24,14 +24,25 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, restored_by, seeded_at
+from ddpcheck.record.data.datasets import (
+    SampleRows,
+    argument_line,
+    digests_of,
+    epoch_line,
+    epoch_of,
+    kept_samples,
+    makes_others,
+    rows_of_whole,
+    samples_of,
+    shuffles_by_epoch,
+    state_of,
+    uncollated,
+)
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
-from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of, uncollated
-from ddpcheck.record.data.sampler_orders import argument_line, epoch_line, epoch_of, makes_others, shuffles_by_epoch
-from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
+from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.program_state import tables_of
+from ddpcheck.record.replicas.tables import tables_of
 
 _MOST_INDICES = 1 << 16  # per pass
 _MOST_PASSES = 3  # max passes with recorded samples
@@ -271,7 +282,6 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
 
 
 def _note_index(one: _Pass, index: Any) -> None:
-    """Record the indices of a batch, or of a sample without batching."""
     batch = index if isinstance(index, list | tuple) else [index]
     if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
         one.map_style = False  # keys of another type
@@ -316,13 +326,11 @@ def _note_batch(one: _Pass, batch: Any) -> None:
 
 
 def _batch_size(loader: Any) -> int:
-    """Return the batch size of a loader; 1 if unknown."""
     sizes = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """Return the innermost sampler below the batch samplers of frameworks."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)

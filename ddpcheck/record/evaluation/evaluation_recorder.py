@@ -31,9 +31,9 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, numbers_of_conditions
 from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
+from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
 
 _MOST_PASSES = 3  # per loader
 _MOST_ROUNDS = 16
@@ -249,7 +249,6 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _rows_in(value: Any) -> int:
-    """Return the row count of a tensor, array or list of tensors."""
     if type(value) is list and value and isinstance(value[0], torch.Tensor):
         return sum(map(_length, value))
     return _length(value) if type(value) in (list, torch.Tensor) or type(value).__module__ == "numpy" else 0
@@ -263,7 +262,6 @@ def _is_fetched_ahead() -> bool:
 
 
 def _without_states(held: Any) -> Any:
-    """Return a saved object without optimizer, scheduler and scaler states."""
     if type(held) in (dict, OrderedDict):
         return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
     return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
@@ -294,7 +292,6 @@ def _flat(value: Any) -> Any:
 
 
 def _values_given(value: Any) -> tuple[float, ...]:
-    """Return the floating-point values of each row of a collective input."""
     value = _flat(value)
     if isinstance(value, list) and value and all(type(item) is torch.Tensor and item.dim() for item in value):
         parts = [_floats_of(item) for item in value]
@@ -352,7 +349,6 @@ def _held_by(dataset: Any, size: int) -> dict[str, Any]:
 
 
 def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the attributes with a label for each sample of a dataset."""
     labels = {}
     for name, value in held.items():
         is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
@@ -362,7 +358,6 @@ def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the attributes with floating-point values for each sample of a dataset."""
     if not 1 < size <= _MOST_LABELS:
         return {}
     values = {name: _floats_of(item) for name, item in held.items() if hasattr(item, "shape") or type(item) is list}
@@ -370,7 +365,6 @@ def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:
-    """Return the numbers in a printed value."""
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]

@@ -131,7 +131,6 @@ def trainable_leaves(output: Any) -> list[torch.Tensor]:
 
 
 def _constants(output: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors in `output` without grad."""
     return [tensor for tensor in _tensors(output) if not tensor.requires_grad and tensor.is_floating_point()]
 
 

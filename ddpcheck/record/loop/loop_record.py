@@ -1,19 +1,23 @@
-"""Record loop events: forward and backward passes, reductions, optimizer steps, `no_sync`."""
+"""Loop events: forward and backward passes, reductions, optimizer steps, and switches of reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
+from ddpcheck.gather.ddp.sharding import note_settings
 from ddpcheck.gather.patching import Patch, Recorder
-from ddpcheck.record.loop import shard_switches
+from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
 
@@ -47,7 +51,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
     def attach(self, wrapper: nn.Module) -> None:
         """Record each `no_sync` of `wrapper`; for shards, each switch of the reduction."""
         if not is_ddp(wrapper):
-            shard_switches.follow()
+            follow_switches()
         if not _patches:
             _patches.append(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)))
         _records[wrapper] = ref(self)
@@ -58,7 +62,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             _records.pop(wrapper, None)
         if _patches and not _records:
             _patches.pop().undo()
-            shard_switches.leave()
+            _leave_switches()
 
     def note(self, kind: str) -> None:
         """Record an event with the user's line (no line for `no_sync`)."""
@@ -88,3 +92,62 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
     record = record_ref() if (record_ref := _records.get(wrapper)) else None
     return None if record is None else record.note
+
+
+switch_calls: deque[LoopEvent] = deque(maxlen=16)
+"""Last switch_calls; `synchronises` is the value set."""
+
+_switch_patches: list[Patch] = []
+_kept_patches: list[Patch] = []  # never undone
+
+
+def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
+    """Patch methods of `FSDPModule` until `_leave_switches`, or for the whole process."""
+    fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if not _switch_patches and not _kept_patches:
+        (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
+
+
+def _leave_switches() -> None:
+    while _switch_patches:
+        _switch_patches.pop().undo()
+
+
+class StepListener:
+    """Receiver of the step events of a wrapper; `step` counts from 0."""
+
+    def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Handle the start of a forward pass, with or without gradients."""
+
+    def forward_begins(self) -> None:
+        """Handle the start of a forward pass with gradients, perhaps under `no_sync`."""
+
+    def step_begins(self, step: int) -> None:
+        """Handle the start of a forward pass before any backward pass of the step."""
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """Handle the result of a forward pass with gradients; `synced`: not under `no_sync`."""
+
+    def backward_begins(self) -> None:
+        """Handle the first gradient of a backward pass at an output of forward."""
+
+    def parameters_missing(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters not used in the step, which DDP waits for (or gets zeros)."""
+
+    def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
+        """Handle parameters missing in an ended step whose second backward pass never came."""
+
+    def parameters_absent(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters that the starting backward pass will not reach; nothing waits."""
+
+    def backward_hidden(self) -> None:
+        """Handle a backward pass under compiled autograd, once: steps cannot be followed."""
+
+    def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters first used after step 0 under `static_graph`: DDP will raise."""
+
+    def backward_unpaired(self, *, raises: bool) -> None:
+        """Handle a backward pass after the end of the step; `raises`: DDP will raise."""
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Handle averaged gradients; `awaited`: DDP waits; `snapshot`: of the last forward."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import call
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,38 +14,14 @@ from ddpcheck.gather.ddp.optimizer_options import parameters_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
-from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import Living
+from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
 _FEWEST = 3  # optimizer steps on gradients not reduced, before a report without other ranks
 _MANY = 16  # same for shards reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
-
-
-class _Living:
-    """Weak references to the objects that follow steps."""
-
-    def __init__(self) -> None:
-        self.all: Living[OptimizerSteps] = Living()
-
-    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
-        """Handle the start of an optimizer step outside of backward passes."""
-        for steps in () if inside else filter(None, map(call, self.all.refs)):  # hot path
-            steps.settle()
-            if not has_closure:
-                steps.passes_ended(optimizer)
-
-    def after_step(self, optimizer: Any, has_closure: bool) -> None:
-        """Handle the end of an optimizer step whose closure ran the last passes."""
-        if has_closure and not in_backward():
-            for steps in self.all:
-                steps.passes_ended(optimizer)
-
-
-_living = _Living()
 
 
 @dataclass(slots=True)
@@ -56,12 +31,8 @@ class _Followed:
     reductions: int = 0  # number of reductions at the last step
 
 
-class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
-    """Recorder of every optimizer with parameters of one wrapper.
-
-    Attributes:
-        settle: `StepTracker.settle`, called before each step.
-    """
+class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_step", "after_step")):
+    """Recorder of every optimizer with parameters of one wrapper."""
 
     def __init__(
         self,
@@ -80,7 +51,6 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         the first step on gradients without a forward pass of the wrapper.
         """
         self._tracker = tracker
-        self.settle = tracker.settle
         self._loop = loop
         self._has_others = has_others
         self._tell = tell
@@ -98,14 +68,20 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         return any(entry.holds for entry in self._known.values())
 
     def attach(self) -> None:
-        """Follow every optimizer of this process during the lifetime of this object."""
-        _living.all.add(self)
-        follow_steps(_living)
+        follow_steps(self)
 
     def detach(self) -> None:
-        _living.all.discard(self)
-        if not _living.all:
-            unfollow_steps(_living)
+        unfollow_steps(self)
+
+    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
+        if not inside:
+            self._tracker.settle()
+            if not has_closure:
+                self.passes_ended(optimizer)
+
+    def after_step(self, optimizer: Any, has_closure: bool) -> None:
+        if has_closure and not in_backward():  # the closure has run the last passes
+            self.passes_ended(optimizer)
 
     def passes_ended(self, optimizer: Any) -> None:
         """Handle the end of all passes before an optimizer step."""

@@ -32,11 +32,9 @@ from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
-from ddpcheck.record.loop import shard_switches
 from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.loop_record import LoopRecord
+from ddpcheck.record.loop.loop_record import LoopRecord, StepListener, switch_calls
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
-from ddpcheck.record.loop.step_listener import StepListener
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
 from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
@@ -182,7 +180,6 @@ class StepRecorder(StepListener):
             self.loop.attach(self.wrapper)
 
     def detach(self) -> None:
-        """Detach from the wrapper; idempotent."""
         self.tracker.detach()
         self.loop.detach(self.wrapper)
         self._optimizer_steps.detach()
@@ -194,7 +191,6 @@ class StepRecorder(StepListener):
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """Return the wrapper, or `None` if freed."""
         return self.tracker.parameters.wrapper()
 
     @property
@@ -204,7 +200,6 @@ class StepRecorder(StepListener):
 
     @property
     def has_others(self) -> bool:
-        """Return True if there are other ranks to average with."""
         return len(self.ranks) > 1 and dist.is_initialized()
 
     @property
@@ -222,7 +217,7 @@ class StepRecorder(StepListener):
             return
         self.steps_alone |= used is not None and used.under is not None
         bypassing = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
-        switches = shard_switches.calls if self.is_sharded else ()
+        switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))
 
     def tell_unpaired(self) -> None:
@@ -260,7 +255,6 @@ class StepRecorder(StepListener):
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
-        """Probe the step, if due."""
         options = self._options
         self.is_due = self.is_sharded or is_probed(step) or options.keeps(step) or options.compares(step)
         if not self.is_due:
@@ -278,7 +272,6 @@ class StepRecorder(StepListener):
         return self._options.keep(gradient) if split is None else KeptParts.of(gradient, *split)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Record the micro-batch, and probe a forward pass of the step."""
         if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
                 param_ids = {*map(id, self.parameters.values())}
@@ -324,7 +317,6 @@ class StepRecorder(StepListener):
             self._door.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
 
     def backward_hidden(self) -> None:
-        """Close the probe, and report that steps cannot be followed."""
         if self._probe is not None:
             self._probe.close()
         self._door.cannot_follow()
@@ -335,7 +327,6 @@ class StepRecorder(StepListener):
             self._door.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Record results of the probe, and pass on the ended step."""
         if self._micro_batches is not None:
             self._micro_batches.step_ended()
         probe, self._probe = self._probe, None

@@ -92,7 +92,6 @@ class SyncedParameters:
                 del self._unknown[prefix + name]
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
-        """Return the names of the parameters with these indices."""
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
@@ -110,7 +109,6 @@ class SyncedParameters:
         return reached
 
     def behind(self, root: Any) -> set[int]:
-        """Return the parameters in the graph behind a node."""
         index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
 

@@ -315,7 +315,6 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
-    """Return the possible factors of an operation."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
         return [node.left, node.right]
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):

@@ -141,7 +141,6 @@ class MicroBatches(Recorder, subjects=("loss",)):
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the first tensors with gradient in a forward output."""
     leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and node_of(leaf) is not None)
     return list(islice(leaves, _MOST_HEADS))
 
@@ -157,7 +156,6 @@ def _is_log_softmax(node: Any) -> bool:
 
 
 def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
-    """Return True if no other node has the same head."""
     head = head_of(node)
     return head is None or [head_of(other) for other in nodes].count(head) == 1
 

@@ -28,9 +28,8 @@ from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
-from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.module_hooks import UnpickledHook, follow_steps
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
@@ -41,9 +40,9 @@ from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     names_of_parameters,
     names_of_tensors,
-    tables_of_program,
 )
 from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
+from ddpcheck.record.replicas.tables import tables_of_program
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
 
@@ -134,7 +133,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
 
     def steps_of(self, optimizer: Any) -> int:
-        """Return the number of steps of an optimizer in this process."""
         known = self._known.get(optimizer)
         return 0 if known is None else known.steps
 
@@ -148,7 +146,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Steps
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
-        """Record an optimizer that is about to step."""
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)
@@ -190,7 +187,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        """Record the end of an optimizer step."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
@@ -354,7 +350,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return {watch.number for watch in list(self._run.watches) if watch.has_unreduced}
 
     def before_backward(self, loss: Any) -> None:
-        """Record that a backward pass begins from `loss`."""
         self._backwards += 1
         self._local, self._unclipped, self._sum_at = {}, {}, None
         self.given.backward_begins()
@@ -368,7 +363,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
-        """Record that a backward pass has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
             self._local = self._sketches()

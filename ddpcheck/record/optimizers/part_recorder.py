@@ -142,7 +142,6 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 self._note_given(module, layouts)
 
     def close(self) -> None:
-        """Stop following steps; may be called again."""
         remove_hooks(self._handles)
 
     def _follow(self, home: ModuleType) -> None:
@@ -231,6 +230,5 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
 
 def _names_of_split(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters that are sharded."""
     params: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
     return [name for name, p in params if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

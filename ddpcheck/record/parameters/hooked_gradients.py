@@ -92,7 +92,6 @@ class HookedGradients:
                     self.factors[name] = change.number
 
     def _has_hooks(self, leaf: Any, held: str) -> bool:
-        """Return True if the program has registered hooks of this kind."""
         hooks = [hook for hook in (getattr(leaf, held, None) or {}).values() if not isinstance(hook, UnpickledHook)]
         lines = [line for line in map(defined_at, hooks) if line is not None and is_user_file(line.path)]
         self.location = self.location or next(iter(lines), None)

@@ -383,7 +383,6 @@ class StepProbe:
 
     @property
     def unused(self) -> frozenset[str]:
-        """Return the parameters that were not used in the step."""
         return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
 
 

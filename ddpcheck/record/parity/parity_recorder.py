@@ -36,17 +36,13 @@ from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patc
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.loop.step_hooks import follow_steps
+from ddpcheck.record.module_hooks import follow_steps
 from ddpcheck.record.optimizers.gradient_recorders import norm_given, patch_clip_grad_norm
-from ddpcheck.record.parity.draws import RandomDraws
-from ddpcheck.record.parity.frameworks import Frameworks
-from ddpcheck.record.parity.layers import RankLayers
-from ddpcheck.record.parity.noise import Noise
+from ddpcheck.record.parity.draws import Frameworks, Noise, RandomDraws, RankLayers
 from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
-from ddpcheck.record.parity.shown import Shown
-from ddpcheck.record.parity.value_trace import ValueTrace
+from ddpcheck.record.parity.shown import Shown, ValueTrace
 from ddpcheck.record.rank.environment import ParityOptions
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.source import program_numbers
@@ -264,7 +260,6 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         )
 
     def _note_gradients(self, optimizer: Any, step: ParityStep) -> None:
-        """Write a step with its gradients, inputs and losses."""
         if not step.count:
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))

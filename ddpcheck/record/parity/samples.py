@@ -145,7 +145,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return [values[rank] for rank in ranks]
 
     def keep(self, key: str, value: Any) -> None:
-        """Record a value for the single process."""
         if os.getpid() != self._process:
             return
         if self._writer is None:

@@ -26,13 +26,10 @@ from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
-from ddpcheck.record.data.input_recorder import InputRecorder
-from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder
-from ddpcheck.record.loop.loop_record import ZEROED
-from ddpcheck.record.loop.pace_recorder import PaceRecorder
-from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.data.datasets import InputRecorder
+from ddpcheck.record.loop.loop_record import ZEROED, StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, PaceRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
 from ddpcheck.record.recording import Recording
@@ -143,7 +140,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def forwards(self) -> int:
-        """Return the number of forward passes with gradients enabled."""
         return self._collectives.forwards
 
     @property
@@ -199,7 +195,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def step(self) -> int:
-        """Return the number of finished synchronized backward passes."""
         return self._recorder.tracker.number
 
     @property
@@ -209,7 +204,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that the wrapper synchronizes, by name."""
         return self._recorder.parameters
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -223,12 +217,10 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return ((name, params[name]) for name, kind in changed.items() if kind in _SINCE and name in params)
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a module at wrapping time, or `None` if unknown."""
         return self._paths.get(id(module))
 
     @property
     def is_sampled(self) -> bool:
-        """Return True if the current step is sampled."""
         return self._is_sampled(self.step)
 
     @property
@@ -263,7 +255,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
-        """Handle the start of any backward pass of the script."""
         self._through_forward = False
         self._replica.reduced = None  # left by a backward pass that raised
         if not self.is_sharded:
@@ -279,11 +270,9 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._bypass.backward_ended()
 
     def parameters_written(self) -> None:
-        """Record that the script itself has written parameters."""
         self._replica.changed |= self.forwards > 0
 
     def optimizer_steps(self) -> None:
-        """Handle the start of a step of an optimizer with parameters of the wrapper."""
         if self._replica.waits:
             self._replica.write()
         self._is_fresh = False
@@ -319,7 +308,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     # Methods of `Door`
 
     def alarm(self, _step: int) -> None:
-        """Request a report at the end of the step."""
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
@@ -388,7 +376,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Count a forward pass by line."""
         self._collectives.forward_returned(synced=synced)
         if (wrapper := self._recorder.tracker.parameters.wrapper()) is not None and wrapper.training:
             self._pace.forwards += 1
@@ -406,7 +393,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return is_probed(step) or (self._is_due(step) and not self.apart)
 
     def backward_begins(self) -> None:
-        """Record the collectives of the coming reduction."""
         self._through_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:

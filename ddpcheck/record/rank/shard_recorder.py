@@ -21,7 +21,7 @@ from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
 from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
-from ddpcheck.record.loop import shard_switches
+from ddpcheck.record.loop.loop_record import follow_switches
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
@@ -68,7 +68,7 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
 
     def _follow(self, home: ModuleType) -> None:
         sharded, state = vars(home).get("FSDPModule"), vars(home).get("FSDPState")
-        shard_switches.follow(sharded, to_the_end=True)
+        follow_switches(sharded, to_the_end=True)
         for name in SCALING:
             if hasattr(sharded, name):
                 patched(sharded, name, functools.partial(self._scaled, name))

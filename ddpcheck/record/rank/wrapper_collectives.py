@@ -50,7 +50,6 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         self._has_reduced = False
 
     def forward_returned(self, *, synced: bool) -> None:
-        """Count a forward pass with gradients."""
         frame = user_frame(sys._getframe(1))
         key = None if frame is None else (frame.f_code, frame.f_lineno)
         line = self._lines.get(key)
@@ -72,7 +71,6 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
 
     @property
     def line(self) -> Location | None:
-        """Return the line of the last forward pass with gradients."""
         return self._last.location
 
     def broadcasts(self, wrapper: nn.Module) -> None:
@@ -89,7 +87,6 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
 
     def gathers(self, group: dist.ProcessGroup | None) -> None:
-        """Record the all-gather of a sharded module's forward pass."""
         location = user_location()
         line = self._by_location.get(location, _Line(location))
         place = ""

@@ -75,7 +75,6 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        """Write the buffers that the rank keeps after a captured step."""
         step, self._begun, self.waits = self._begun, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):

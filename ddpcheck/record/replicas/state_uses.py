@@ -135,7 +135,6 @@ class UseRecorder(Recorder, subjects=("replicas",)):
                     after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
 
     def follow_wrapped(self) -> None:
-        """Follow the calls of the wrapped modules."""
         for watch in list(self._run.watches):
             if not watch.is_sharded:
                 self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)

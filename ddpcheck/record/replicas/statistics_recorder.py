@@ -30,7 +30,7 @@ from ddpcheck.findings.source_lines import file_of_class, frames_from, is_of_pro
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, before_forward
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
-from ddpcheck.record.loop.bypass_recorder import DDP_FILE
+from ddpcheck.record.loop.wrapper_checks import DDP_FILE
 from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
@@ -79,7 +79,6 @@ class _Look:
     acts: int = -1  # number of rollout calls so far
 
     def without_rows(self) -> _Look:
-        """Return a copy for the comparison with the next look."""
         return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], whole=[])
 
 
@@ -120,7 +119,6 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
-        """Hook the calls of a wrapper."""
         state = _Followed(number, {id(part) for part in wrapper.modules()})
         self._followed.append(state)
         wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, state)), with_kwargs=True)

@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, is_user_file, location_of, parsed_source, user_frame
 from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.tensor_file import tensor_ref
-from ddpcheck.record.loop.ignored_data import is_ignored
+from ddpcheck.record.loop.wrapper_checks import is_ignored
 from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording

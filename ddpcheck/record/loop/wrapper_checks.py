@@ -1,0 +1,257 @@
+"""Detectors on one wrapper: bypassed reductions, ranks that train apart, ignored assignments, and pace."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
+from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import (
+    frames_from,
+    is_of_program,
+    is_user_file,
+    lines_of_program,
+    location_of,
+    user_location,
+)
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
+from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
+from ddpcheck.gather.patching import Patch, Recorder, guarded
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part, version_of
+from ddpcheck.record.loop.loop_record import StepListener
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.source.source_scope import lines_left_out_by
+from ddpcheck.stream.entries import TrainedApart
+
+DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
+
+_GradientMarks = list[tuple[int, int] | None]
+
+
+class BypassRecorder(Recorder, subjects=("loop",)):
+    """Recorder of backward passes that bypass one wrapper.
+
+    Attributes:
+        reductions: Number of finished reductions at the start of the running backward pass.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
+    ) -> None:
+        """Begin; `sink` receives an event for each bypass."""
+        self._event = LoopEvent("forward inside")
+        self._sink = sink
+        self._module = module
+        self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
+        self._marks: _GradientMarks = []
+        self.reductions = 0
+        self._in_forward = False
+        self._listens = True
+        self._handles: list[Any] = []
+
+    def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
+        """Record gradient versions at the start of any backward pass of the script."""
+        self._in_forward = in_forward
+        self._marks, self.reductions = self._marked(), reductions
+
+    def backward_ended(self) -> None:
+        """Detect gradients added by a finished backward pass without a reduction."""
+        marks, before = self._marked(), self._marks
+        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
+            if self._in_forward:
+                self._event = LoopEvent("backward inside", location=str(user_location() or ""))
+            else:
+                self._listen()
+            self._sink(self._event)
+
+    def found(self) -> LoopEvent:
+        """Start to listen; return the call that causes the bypass."""
+        self._listen()
+        return self._event
+
+    def close(self) -> None:
+        self._listens = False
+        remove_hooks(self._handles)
+
+    def _marked(self) -> _GradientMarks:
+        marks: _GradientMarks = []
+        for parameter in self._some:
+            gradient = parameter.grad
+            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
+        return marks
+
+    def _listen(self) -> None:
+        if self._listens and not self._handles and not self._event.location:
+            hook = OutsideOfCompiledCode(UnpickledHook(self._called))
+            self._handles = [before_forward(part, hook) for part in self._module.modules()]
+
+    def _called(self, *_arguments: Any) -> None:
+        """Record the program line that calls a part, unless the wrapper does."""
+        if self._event.location or not torch.is_grad_enabled():
+            return
+        parts = set(self._module.modules())
+        frames = [*frames_from(sys._getframe(1))]
+        if any(frame.f_code.co_filename == DDP_FILE for frame in frames):
+            return
+        user_frames = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
+        caller = next((frame for frame in user_frames if not _is_method_of(frame, parts)), None)
+        if caller is not None:
+            self._event = LoopEvent("forward inside", location=str(location_of(caller)))
+
+
+def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
+    code = frame.f_code
+    instance = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return isinstance(instance, nn.Module) and instance in parts
+
+
+_MOST_MARKS = 4096
+
+
+class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
+    """Fingerprints of one small parameter before each forward pass that finds it changed."""
+
+    def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
+        """Begin for the `number`-th wrapper; `under_no_sync`: also while steps use `no_sync`."""
+        self._recorder = recorder
+        self._number = number
+        self._under_no_sync = under_no_sync
+        self._marks: list[int] = []
+        self._since, self._hook = 0, ""
+
+    def forward_begins(self) -> None:
+        recorder = self._recorder()
+        apart = recorder.apart or (self._under_no_sync and recorder.steps_alone)
+        if apart and not recorder.joins and len(self._marks) < _MOST_MARKS:
+            if not self._marks and (wrapper := recorder.wrapper) is not None:
+                self._since, self._hook = recorder.step, comm_hook_of(wrapper)
+            self._add(recorder)
+
+    def at_last(self) -> TrainedApart | None:
+        """Return all marks and final parameter fingerprints, or `None` without marks."""
+        if not self._marks:
+            return None
+        recorder = self._recorder()
+        self._add(recorder)
+        values = fingerprints(recorder.module.named_parameters())
+        return TrainedApart(self._number, self._since, tuple(self._marks), values, self._hook)
+
+    def _add(self, recorder: StepRecorder) -> None:
+        mark = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
+        if self._marks[-1:] != [mark]:
+            self._marks.append(mark)
+
+
+_CALLER = 3  # frames from the recording function to the assigning line
+
+_open: WeakSet[IgnoredData] = WeakSet()
+_patches: list[Patch] = []
+
+
+class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
+    """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
+
+    def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
+        """Begin for the parameters of the `StepRecorder` that `recorder` returns."""
+        self._recorder = recorder
+        self._sink = sink
+        self._found: dict[Location, list[str]] = {}
+
+    def begin(self) -> None:
+        """Patch `DTensor.data`; `DTensor` must have been imported."""
+        _open.add(self)
+        if not _patches:
+            _patches.append(Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed))
+
+    def close(self) -> None:
+        _open.discard(self)
+        while _patches and not _open:
+            _patches.pop().undo()
+
+    def note(self, shard: torch.Tensor, where: Location) -> None:
+        """Record an assignment to `.data` of a shard."""
+        name = next((name for name, param in self._recorder().parameters.items() if param is shard), None)
+        if name is not None and name not in (names := self._found.setdefault(where, [])):
+            names.append(name)
+
+    def forward_begins(self) -> None:
+        entries, self._found = self._found, {}
+        if entries:
+            self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), line) for line, names in entries.items()])
+
+
+def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if a shard ignored the value assigned to its `.data`."""
+    part = own_part(parameter) if is_shard(parameter) else None
+    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
+
+
+def _followed(original: Any) -> Any:
+    note = guarded(_assigned)
+
+    def put(shard: Any, value: Any) -> None:
+        original.__set__(shard, value)
+        note(shard, value)
+
+    return property(lambda shard: original.__get__(shard), put)
+
+
+def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
+    caller = sys._getframe(_CALLER)
+    if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
+        for recorder in [*_open]:
+            recorder.note(shard, location_of(caller))
+
+
+MOST_RUNS = 1024
+
+
+class PaceRecorder(Recorder, subjects=("loop",)):
+    """Pace of one wrapper.
+
+    Attributes:
+        forwards: Forward passes in training mode since the last reduction.
+        lines: Stack of the first such forward pass, program lines only.
+    """
+
+    def __init__(self, run: Recording, number: int) -> None:
+        self._run = run
+        self._number = number
+        self.forwards = 0
+        self.lines: tuple[str, ...] = ()
+        self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
+        self._loader = -1  # loader at the last reduction
+        self._runs = 0
+        self._now = (-1, -1)
+
+    def reduced(self, step: int) -> None:
+        pace, self.forwards = (self.forwards, self._batches()), 0
+        self._loader, self._taken = self._run.position[0], dict(self._run.batches)
+        if pace != self._now and self._runs < MOST_RUNS:
+            after_forward = self.lines if pace[0] != self._now[0] else ()
+            lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
+            location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
+            self._now, self._runs = pace, self._runs + 1
+            self._run.add(PaceRun(self._number, step, *pace, location))
+
+    def ended(self, step: int) -> None:
+        """Record the pace after the last reduction, unless in another loop."""
+        pace = self.forwards, self._batches()
+        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
+            self._run.add(PaceRun(self._number, step, *pace, None))
+
+    def _batches(self) -> int:
+        """Return the batches of the current loader since the last reduction."""
+        loader = self._run.position[0]
+        return self._run.batches[loader] - self._taken.get(loader, 0)
