@@ -128,7 +128,7 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
     """
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
-        return samples_of(whole, _length_of(whole), depth - 1) if depth else ({}, False)
+        return samples_of(whole, length_of(whole), depth - 1) if depth else ({}, False)
     attributes = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     samples: dict[str, tuple[int, ...]] = {}
     whole = False
@@ -162,10 +162,11 @@ def _file_of(value: Any) -> tuple[str, int] | None:
     return None
 
 
-def _length_of(dataset: Any) -> int:
-    with contextlib.suppress(Exception):
-        return len(dataset)
-    return 0
+def length_of(sized: Any) -> int:
+    """Return the length of a dataset, loader or sampler, or -1 if unknown."""
+    with contextlib.suppress(Exception):  # an error in user code
+        return len(sized)
+    return -1
 
 
 def _length(value: Any) -> int:
@@ -283,11 +284,12 @@ def epoch_line() -> Location | None:
     return None
 
 
-def argument_line(call: Location, name: str) -> Location:
-    """Return the line of a call's keyword argument, else the call's line."""
+def persistent_workers_line(call: Location) -> Location:
+    """Return the line of the `persistent_workers` argument of a call, else the call's line."""
     calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
     keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
-    return replace(call, line=next((keyword.value.lineno for keyword in keywords if keyword.arg == name), call.line))
+    lines = (keyword.value.lineno for keyword in keywords if keyword.arg == "persistent_workers")
+    return replace(call, line=next(lines, call.line))
 
 
 _MOST_INPUTS = 16  # max tensors per forward input

@@ -27,12 +27,13 @@ from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.data.constructions import drawn_before, made_at, restored_by, seeded_at
 from ddpcheck.record.data.datasets import (
     SampleRows,
-    argument_line,
     digests_of,
     epoch_line,
     epoch_of,
     kept_samples,
+    length_of,
     makes_others,
+    persistent_workers_line,
     rows_of_whole,
     samples_of,
     shuffles_by_epoch,
@@ -142,7 +143,9 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             if one.entry.batches < _MOST_BATCHES:
                 _note_batch(one, batch)
             one.rows.note(batch, len(next(iter(one.batches[one.entry.batches :]), ())))
-        self._run.samples = kept_samples(batch) if self._is_sampled() else []
+        is_sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
+        self._kept += is_sampled
+        self._run.samples = kept_samples(batch) if is_sampled else []
         one.until = -1
         if one.used >= 0:
             self._follow_unused(one, batch)
@@ -168,16 +171,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def _used(self) -> int:
         return self._run.steps + int(self._run.log.forwards)
 
-    def _is_sampled(self) -> bool:
-        """Return True if a wrapper is in a sampled step (limited)."""
-        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._run.watches))
-        self._kept += sampled
-        return sampled
-
     def _begin(self, loader: Any) -> _Pass:
         location = user_location()
         map_style = not isinstance(loader.dataset, data.IterableDataset)
-        size = _length(loader.dataset) if map_style else -1
+        size = length_of(loader.dataset) if map_style else -1
         beneath = _beneath(loader.dataset)[0]
         key = (location, made_at(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
@@ -198,7 +195,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             dataset=type(beneath).__qualname__,
             size=size,
             digest=digests_of(beneath) if not number else {},
-            expected=_length(loader) if map_style else -1,
+            expected=length_of(loader) if map_style else -1,
             batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
@@ -217,10 +214,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
             persistent=persistent,
-            stay_at=argument_line(line, "persistent_workers") if persistent and (line := made_at(loader)) else None,
+            stay_at=persistent_workers_line(line) if persistent and (line := made_at(loader)) else None,
             outdated=persistent and map_style and self._is_outdated(loader.dataset, counts[0], state, size),
             epochs_at=epoch_line(),
-            part=_length(sampler),
+            part=length_of(sampler),
             dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
             told=self._resumes.told(sampler),
@@ -348,12 +345,6 @@ def _chooses(sampler: Any, size: int) -> bool:
             if isinstance(first, int) or (isinstance(first, torch.Tensor) and not first.is_floating_point()):
                 return True
     return False
-
-
-def _length(sized: Any) -> int:
-    with contextlib.suppress(Exception):  # an error in user code
-        return len(sized)
-    return -1
 
 
 def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:

@@ -76,7 +76,8 @@ class Snapshot(Struct):
                 output = module(*self.arguments, **self.named)
             tensors = differentiable_tensors(output)
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
-            losses += _constants(output)  # the loss may use constants, too
+            constants = (t for t in _tensors(output) if not t.requires_grad and t.is_floating_point())
+            losses += constants  # the loss may use constants, too
             reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
             return losses
 
@@ -128,10 +129,6 @@ def trainable_leaves(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad and node_of(output) is None else []
     return [tensor for tensor in _tensors(output) if tensor.requires_grad and node_of(tensor) is None]
-
-
-def _constants(output: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in _tensors(output) if not tensor.requires_grad and tensor.is_floating_point()]
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

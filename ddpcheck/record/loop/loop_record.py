@@ -62,7 +62,8 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             _records.pop(wrapper, None)
         if _patches and not _records:
             _patches.pop().undo()
-            _leave_switches()
+            while _switch_patches:
+                _switch_patches.pop().undo()
 
     def note(self, kind: str) -> None:
         """Record an event with the user's line (no line for `no_sync`)."""
@@ -106,11 +107,6 @@ def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
     fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if not _switch_patches and not _kept_patches:
         (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
-
-
-def _leave_switches() -> None:
-    while _switch_patches:
-        _switch_patches.pop().undo()
 
 
 class StepListener:

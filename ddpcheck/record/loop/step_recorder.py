@@ -30,7 +30,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
 )
 from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.state.module_description import KnownParts
-from ddpcheck.gather.steps.gradient_distance import KeptParts
+from ddpcheck.gather.steps.gradient_distance import Kept, KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
 from ddpcheck.record.loop.forward_snapshot import Snapshot
 from ddpcheck.record.loop.loop_record import LoopRecord, StepListener, switch_calls
@@ -53,15 +53,10 @@ class RecorderOptions:
     normalisation: bool  # measure the weights of targets in the loss
     compares: Callable[[int], bool]  # by step number: compare the replicas after the step
     keeps: Callable[[int], bool]  # by step number: keep this rank's own gradients
-    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone  # maps a gradient to the kept value
-    completes: bool = True  # add zero gradients that DDP waits for
-    settles_at_end: bool = False  # judge tolerated unused parameters by all steps, at the end
-    parameters_later: bool = False  # leave the capture of parameters to the door
-    shards: bool = False  # capture shard values with the replica
-    # detect forward passes of a sharded module by hooks; else the door reports forward passes
-    hooks_shards: bool = True
-    # event that explains gradients of backward passes that bypass the wrapper
-    bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
+    bypassed: Callable[[], LoopEvent]  # event that explains gradients of backward passes that bypass the wrapper
+    # True if the ranks are compared in training, not by their logs afterwards: adds zero gradients that DDP waits for,
+    # keeps whole gradients, captures parameters but no shards, and detects forward passes of a sharded module by hooks
+    is_live: bool = True
 
 
 class EndedStep(Struct, frozen=True):
@@ -148,7 +143,7 @@ class StepRecorder(StepListener):
         self._options = options
         self._began = time.monotonic()
         self.loop = LoopRecord(door.alarm)
-        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.completes)
+        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.is_live)
         synced = self.tracker.parameters
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
         self.is_sharded = synced.is_sharded
@@ -158,9 +153,9 @@ class StepRecorder(StepListener):
             self.parts,
             self.rank,
             keeps_start=keeps_start and not self.is_sharded,
-            with_parameters=not options.parameters_later,
+            with_parameters=options.is_live,
             shards=self.parameters if self.is_sharded or getattr(wrapper, "device_mesh", None) is not None else None,
-            with_shards=options.shards or not self.is_sharded,  # ranks of a DDP group hold the same shards
+            with_shards=not (options.is_live and self.is_sharded),  # ranks of a DDP group hold the same shards
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
@@ -174,7 +169,7 @@ class StepRecorder(StepListener):
     def attach(self) -> None:
         follow_exchanges()
         self._optimizer_steps.attach()
-        if self._options.hooks_shards or not self.is_sharded:
+        if self._options.is_live or not self.is_sharded:
             self.tracker.attach()
         if self.wrapper is not None:
             self.loop.attach(self.wrapper)
@@ -269,7 +264,9 @@ class StepRecorder(StepListener):
 
     def _keep(self, name: str, gradient: torch.Tensor) -> Any:
         split = self._splits.get(name)
-        return self._options.keep(gradient) if split is None else KeptParts.of(gradient, *split)
+        if split is not None:
+            return KeptParts.of(gradient, *split)
+        return gradient.clone() if self._options.is_live else Kept.of(gradient)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
         if self.is_due and self._compares(step):
@@ -335,7 +332,7 @@ class StepRecorder(StepListener):
         if self._options.parameters:
             missing = unused if self.is_sharded else awaited
             self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated, self.tracker.late)
-        reduced = self._options.completes or not awaited
+        reduced = self._options.is_live or not awaited
         self.loop.step_ended(step, reduced=reduced)
         due, self.is_due = self.is_due, True
         compares, reports = due and reduced and self._compares(step), due and self._reports(step)
@@ -383,7 +380,7 @@ class StepRecorder(StepListener):
     def settles(self) -> bool:
         """Return True if unused parameters are judged at the end, after few steps."""
         goes_on = self.context.wrapper.goes_on_without and self._options.parameters
-        return goes_on and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
+        return goes_on and 2 < self.step and (not self._options.is_live or self.step <= FIRST_SETTLED)
 
 
 def _context_of(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,24 +44,16 @@ _MOST_A_NUMBER = 4  # max elements of a tensor treated as numbers
 _MOST_NUMBERS = 16  # max reduced numbers between two backward passes
 
 
-class BackwardFollower(Protocol):
-    """Listener for backward passes of the script."""
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Return True if the next backward pass is of interest."""
-
-    def note_backward(self, losses: Any, /) -> None:
-        """Handle the begin of a backward pass from `losses`."""
-
-
 class LossRecorder(Recorder, subjects=("loss",)):
     """Recorder of backward passes in sampled optimizer steps."""
 
     def __init__(
-        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower], taken: TakenRecorder
+        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[Any], taken: TakenRecorder
     ) -> None:
-        """Initialize; `optimizers` and `others` get each backward pass, `taken` each `torch.autograd.grad`."""
+        """Initialize; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
+
+        `others` get the backward passes that they await (`awaits_backward`), by `note_backward(losses)`.
+        """
         self._run = run
         self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
         self._optimizers = optimizers
@@ -164,7 +156,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         return self._sources.get(key, LossSource())
 
 
-_Recorders = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, TakenRecorder]
+_Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, TakenRecorder]
 
 
 def _backward(
@@ -309,16 +301,12 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets of a loss that combines torch's losses arithmetically."""
     targets = []
-    nodes = filter(_has_target, nodes_behind([node_of(loss)], _MOST_NODES, _is_arithmetic))
-    for target in (kept_tensor(node, "target") for node in nodes):
+    nodes = nodes_behind([node_of(loss)], _MOST_NODES, lambda n: not _has_target(n) and n.name().startswith(_GOES_ON))
+    for target in (kept_tensor(node, "target") for node in filter(_has_target, nodes)):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
                 targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
     return tuple(targets[:_MOST_TARGETS])
-
-
-def _is_arithmetic(node: Any) -> bool:
-    return not _has_target(node) and bool(node.name().startswith(_GOES_ON))
 
 
 def _has_target(node: Any) -> bool:

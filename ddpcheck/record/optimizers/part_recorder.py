@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,28 +84,13 @@ def _takes_norm(node: ast.AST) -> bool:
 _HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
 
 
-class Watched(Protocol):
-    """A watched wrapper or sharded module."""
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the synchronized parameters by name."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return True if `fully_shard` sharded the module."""
-
-    def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a submodule, or None if absent."""
-
-
 class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     """Recorder of optimizer steps of a model split by tensor parallelism."""
 
     def __init__(
         self,
         sink: Callable[[ModelSplit | PartStep], object],
-        watches: Iterable[Watched],
+        watches: Iterable[Any],
         every: int,
         lines: LineRecorder | None = None,
     ) -> None:

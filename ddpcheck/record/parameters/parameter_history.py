@@ -7,7 +7,6 @@ whose gradients are compared are probed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -293,13 +292,10 @@ class StepProbe:
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
         nodes = gradient_nodes([*shards.values()])  # run by the engine's accumulation, not by torch's reduction
         self._handles += [
-            node.register_prehook(functools.partial(self._beside, name))
+            node.register_prehook(lambda _, name=name: self.beside.add(name))
             for name, node in zip(shards, nodes, strict=True)
             if node is not None
         ]
-
-    def _beside(self, name: str, _gradients: Any) -> None:
-        self.beside.add(name)
 
     def detach(self) -> None:
         """Remove the hooks: gradients that arrive from now on are not the loop's own."""

@@ -25,7 +25,7 @@ from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, module_entries
-from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
+from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import ZEROED, StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
@@ -98,13 +98,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
                 normalisation=True,
                 compares=self._is_due,
                 keeps=self._is_due,
-                keep=Kept.of,
-                completes=False,
-                settles_at_end=True,
-                parameters_later=True,
-                shards=True,
-                hooks_shards=False,
                 bypassed=lambda: self._bypass.found(),
+                is_live=False,
             ),
             began_alike=began_alike,
             keeps_start=began_alike,
@@ -228,11 +223,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         """Return True if gradients were added since the last reduction, or it is incomplete."""
         return self._recorder.loop.ledger.put_off or self._incomplete
 
-    @property
-    def joins(self) -> bool:
-        """Return True if ranks without further batches may have left the loop (`Join`)."""
-        return self._recorder.joins
-
     def expects(self, reducer: object, outputs: Any) -> None:
         """Expect a backward pass after a framework called `prepare_for_backward`."""
         wrapper = self._recorder.wrapper
@@ -266,7 +256,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._replica.reduced = None
         if self._through_forward or self.is_sharded or self._recorder.tracker.number != self._bypass.reductions:
             return
-        if not self.has_unreduced and not self.joins:
+        if not self.has_unreduced and not self._recorder.joins:
             self._bypass.backward_ended()
 
     def parameters_written(self) -> None:
@@ -336,11 +326,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._replica.capture(step, ended.probe, parts)
         elif ended.is_due and not self._told_apart and self._is_due(step) and self.apart:
             self._told_apart = True
-            self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
+            self._log.add(NotCompared(self.number, _JOINED if self._recorder.joins else _APART))
         self._loads = self._log.loads
         self._incomplete = ended.incomplete
         self._reduced = {}
-        if not (self.apart and self.joins):
+        if not (self.apart and self._recorder.joins):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True

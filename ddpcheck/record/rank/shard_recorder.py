@@ -35,11 +35,6 @@ _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Locati
 """(module, attribute name, assigned parameter, line)"""
 
 
-def _never_compiled(original: Any, around: Any) -> Any:
-    """Wrap a function as `patched` does, excluded from torch.compile like the original."""
-    return torch.compiler.disable(accompanied(original, around))
-
-
 class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
     """Recorder of forward passes of sharded modules; starts a watch per outermost module.
 
@@ -74,9 +69,11 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
                 patched(sharded, name, functools.partial(self._scaled, name))
         if hasattr(state, "init"):
             patched(state, "init", self._sharded)
+        disable: Any = torch.compiler.disable
         for name, around in (("_pre_forward", self._before), ("_post_forward", self._after)):
             if hasattr(state, name):
-                Patch(state, name, functools.partial(_never_compiled, around=around))
+                # as `patched` does, excluded from torch.compile like the original
+                Patch(state, name, lambda original, around=around: disable(accompanied(original, around)))  # type: ignore[misc]
 
     def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()

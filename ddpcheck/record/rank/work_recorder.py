@@ -199,7 +199,10 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
             bound = {**dict(zip(parameters, arguments, strict=False)), **named}
             wait = PeerWait(name, _peer_of(bound), int(bound.get("tag") or 0), str(user_location() or ""))
             if name in _RECEIVES:
-                self._receives(PeerReceived(wait.peer, self._run.steps > 0))
+                received = PeerReceived(wait.peer, self._run.steps > 0)
+                if received not in self._received:
+                    self._received.add(received)
+                    self._log.add(received)
             if name in _STARTED:
                 work = yield
                 if work is not None:
@@ -209,11 +212,6 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
             self._log.waited |= name in _RECEIVES
 
         return accompanied(original, around)
-
-    def _receives(self, one: PeerReceived) -> None:
-        if one not in self._received:
-            self._received.add(one)
-            self._log.add(one)
 
     def _waits(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         wait = self._works.get(work)
