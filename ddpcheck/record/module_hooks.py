@@ -25,13 +25,10 @@ class Living(Generic[_Thing]):
     """Weak references to a few objects; safe to modify during iteration.
 
     A `WeakSet` is too slow for the dozen look-ups per training step.
-
-    Attributes:
-        refs: Tuple of references, replaced on each change.
     """
 
     def __init__(self) -> None:
-        self.refs: tuple[ref[_Thing], ...] = ()
+        self.refs: tuple[ref[_Thing], ...] = ()  # tuple of references, replaced on each change
 
     def add(self, thing: _Thing) -> None:
         self.refs = (*self.refs, ref(thing, self._gone))

@@ -18,31 +18,20 @@ Position = tuple[int, int, int]
 
 
 class Recording:
-    """State of one rank, shared by its recorders.
-
-    Attributes:
-        add: Function that writes an entry to the log.
-        log: Log of this rank.
-        every: Steps between two comparisons; 0 for never.
-        watches: `ScriptWatch` of each wrapper.
-        wrappers: Number of wrappers constructed so far.
-        steps: Number of optimizer steps, of all optimizers together.
-        rounds: Largest step count of any optimizer.
-        position: Current position in the data loaders.
-        batches: Number of batches taken, by data loader.
-        taken: Number of batches taken in the current passes over data loaders.
-        samples: Copies of the tensors of the last batch, before a sampled step.
-    """
+    """State of one rank, shared by its recorders."""
 
     def __init__(self, add: Callable[[Entry], object], every: int = 0, log: RankLog | None = None) -> None:
-        self.add = add
-        self.log: Any = log
-        self.every = every
-        self.watches: Living[Any] = Living()
-        self.wrappers = self.steps = self.rounds = self.taken = 0
-        self.position: Position = (-1, -1, 0)
-        self.batches: Counter[int] = Counter()
-        self.samples: Sequence[torch.Tensor] = ()
+        self.add = add  # function that writes an entry to the log
+        self.log: Any = log  # log of this rank
+        self.every = every  # steps between two comparisons; 0 for never
+        self.watches: Living[Any] = Living()  # `ScriptWatch` of each wrapper
+        self.wrappers = 0  # number of wrappers constructed so far
+        self.steps = 0  # number of optimizer steps, of all optimizers together
+        self.rounds = 0  # largest step count of any optimizer
+        self.taken = 0  # number of batches taken in the current passes over data loaders
+        self.position: Position = (-1, -1, 0)  # current position in the data loaders
+        self.batches: Counter[int] = Counter()  # number of batches taken, by data loader
+        self.samples: Sequence[torch.Tensor] = ()  # copies of the tensors of the last batch, before a sampled step
 
     def count_step(self, *_arguments: object) -> None:
         self.steps += 1

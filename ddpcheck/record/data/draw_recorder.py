@@ -13,8 +13,15 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import frames_from, is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.fingerprints import digest_of
-from ddpcheck.record.data.constructions import generators, restored_by, seeded_at
-from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
+from ddpcheck.record.data.constructions import (
+    generator_bytes,
+    generators,
+    generators_there,
+    restored_by,
+    seeded_at,
+    state_of,
+    state_of_own,
+)
 from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.recording import Recording
 

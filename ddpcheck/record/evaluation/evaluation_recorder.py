@@ -65,15 +65,11 @@ class _Open:
 
 
 class EvaluationRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of loader passes without backward, and of results exchanged and shown.
-
-    Attributes:
-        awaits_backward: True if a pass began or ended since the last backward pass.
-    """
+    """Recorder of loader passes without backward, and of results exchanged and shown."""
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         self._sink = sink
-        self.awaits_backward = False
+        self.awaits_backward = False  # True if a pass began or ended since the last backward pass
         self._round = 0
         self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0

@@ -15,7 +15,6 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
@@ -38,18 +37,14 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
         self,
         tracker: StepTracker,
         loop: LoopRecord,
-        has_others: Callable[[], bool],
+        has_others: Callable[[], bool],  # returns True if there are ranks to average with
+        # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
+        # wrapper, if any), and after a step on gradients of a second backward pass
         tell: Callable[[Contribution | None], object],
-        look: Callable[[], object],
-        listen: Callable[[], object],
+        look: Callable[[], object],  # called if a prepared reduction is missing for several steps
+        listen: Callable[[], object],  # called after the first step on gradients without a forward pass of the wrapper
     ) -> None:
-        """Record optimizer steps in `loop`, next to the events of `tracker`.
-
-        `has_others` returns True if there are ranks to average with. `tell` is called after several steps on gradients
-        not reduced (with the last contribution of a forward pass of the wrapper, if any), and after a step on gradients
-        of a second backward pass. `look` is called if a prepared reduction is missing for several steps, `listen` after
-        the first step on gradients without a forward pass of the wrapper.
-        """
+        """Record optimizer steps in `loop`, next to the events of `tracker`."""
         self._tracker = tracker
         self._loop = loop
         self._has_others = has_others
@@ -66,12 +61,6 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
     def follows(self) -> bool:
         """Return True if an optimizer with parameters of the wrapper has stepped."""
         return any(entry.holds for entry in self._known.values())
-
-    def attach(self) -> None:
-        follow_steps(self)
-
-    def detach(self) -> None:
-        unfollow_steps(self)
 
     def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
         if not inside:

@@ -37,6 +37,7 @@ from ddpcheck.record.loop.loop_record import LoopRecord, StepListener, switch_ca
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
+from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
@@ -94,59 +95,42 @@ class Door(Protocol):
 
 
 class StepRecorder(StepListener):
-    """Steps of one wrapper on one rank.
+    """Steps of one wrapper on one rank."""
 
-    Attributes:
-        module: Wrapped module.
-        rank: Rank in the default process group.
-        ranks: Ranks of the wrapper's process group.
-        parameters: Parameters that the wrapper synchronizes, by name.
-        context: Description of the wrapper at construction of the recorder.
-        is_sharded: True if the module is sharded by `fully_shard`.
-        steps_alone: True if consecutive steps have used gradients left unreduced by `no_sync`.
-        is_due: True if the current step is sampled; decided at its first forward pass, and True without a forward pass
-            or for shards, where loaded files add sampled steps.
-        apart: True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is
-            compared; as of the start of the last forward pass with gradients.
-    """
-
-    steps_alone = apart = False
+    steps_alone = False  # True if consecutive steps have used gradients left unreduced by `no_sync`
+    # True if the current step is sampled; decided at its first forward pass, and True without a forward pass or for
+    # shards, where loaded files add sampled steps
     is_due = True
+    # True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is compared; at
+    # the start of the last forward pass with gradients
+    apart = False
 
     def __init__(
         self,
-        wrapper: nn.Module,
+        wrapper: nn.Module,  # DDP wrapper, or module sharded by `fully_shard`
         door: Door,
         options: RecorderOptions,
         *,
-        began_alike: bool,
-        keeps_start: bool,
-        built: Mapping[str, int] | None = None,
-        listeners: Sequence[StepListener] = (),
+        began_alike: bool,  # True if parameters are known to be equal on all ranks at wrapping
+        keeps_start: bool,  # True to keep the parameter values at wrapping
+        built: Mapping[str, int] | None = None,  # known fingerprints of parameters before sharding, by name
+        listeners: Sequence[StepListener] = (),  # called after the recorder
     ) -> None:
-        """Create the recorder; nothing is recorded until `attach`.
-
-        Args:
-            wrapper: DDP wrapper, or module sharded by `fully_shard`.
-            door: Receiver of the recorded events.
-            options: Options of the recorder.
-            began_alike: True if parameters are known to be equal on all ranks at wrapping.
-            keeps_start: True to keep the parameter values at wrapping.
-            built: Known fingerprints of parameters before sharding, by name.
-            listeners: Further step listeners, called after the recorder.
-        """
-        self.module = inner_module(wrapper)
+        """Create the recorder; nothing is recorded until `attach`."""
+        self.module = inner_module(wrapper)  # wrapped module
         self.parts = KnownParts(self.module)
-        self.rank = dist.get_rank()
-        self.ranks = ranks_of(wrapper)
+        self.rank = dist.get_rank()  # rank in the default process group
+        self.ranks = ranks_of(wrapper)  # ranks of the wrapper's process group
         self._door = door
         self._options = options
         self._began = time.monotonic()
         self.loop = LoopRecord(door.alarm)
         self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.is_live)
         synced = self.tracker.parameters
+        # parameters that the wrapper synchronizes, by name
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
-        self.is_sharded = synced.is_sharded
+        self.is_sharded = synced.is_sharded  # True if the module is sharded by `fully_shard`
+        # description of the wrapper at construction of the recorder
         self.context = _context_of(wrapper, synced.names, built or {}, began_alike=began_alike)
         self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
         self.replica = ReplicaCapture(
@@ -168,7 +152,7 @@ class StepRecorder(StepListener):
 
     def attach(self) -> None:
         follow_exchanges()
-        self._optimizer_steps.attach()
+        follow_steps(self._optimizer_steps)
         if self._options.is_live or not self.is_sharded:
             self.tracker.attach()
         if self.wrapper is not None:
@@ -177,7 +161,7 @@ class StepRecorder(StepListener):
     def detach(self) -> None:
         self.tracker.detach()
         self.loop.detach(self.wrapper)
-        self._optimizer_steps.detach()
+        unfollow_steps(self._optimizer_steps)
         if self._micro_batches is not None:
             self._micro_batches.close()
         if self._probe is not None:

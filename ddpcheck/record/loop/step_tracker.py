@@ -84,17 +84,7 @@ class _Step:
 
 
 class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_forward", "after_forward", "detach")):
-    """Steps of one wrapper on one rank.
-
-    Attributes:
-        parameters: Parameters that the wrapper synchronizes.
-        number: Number of the current or next step, equal to the number of ended steps.
-        late: Names of parameters missing in the last step, while a second backward pass may come.
-        unreduced: Indices of parameters with gradients added since the last reduction.
-        accumulated: Names of parameters whose last average includes such gradients.
-        in_forward: True while a forward pass of the wrapper runs.
-        hooks_parameters: True if backward passes are also detected at parameters, at one hook each.
-    """
+    """Steps of one wrapper on one rank."""
 
     def __init__(
         self,
@@ -105,15 +95,16 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         completes: bool = True,
     ) -> None:
         """Follow `wrapper`; `completes` adds zero gradients that DDP waits for."""
-        self.parameters = SyncedParameters(wrapper)
+        self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes
         self._module = inner_module(wrapper)
         inside_forward.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
-        self.number = 0
+        self.number = 0  # number of the current or next step, equal to the number of ended steps
+        # names of parameters missing in the last step, while a second backward pass may come
         self.late: frozenset[str] = frozenset()
-        self.unreduced: set[int] = set()
-        self.accumulated: frozenset[str] = frozenset()
-        self.in_forward = False
-        self.hooks_parameters = False
+        self.unreduced: set[int] = set()  # indices of parameters with gradients added since the last reduction
+        self.accumulated: frozenset[str] = frozenset()  # names of parameters whose last average includes such gradients
+        self.in_forward = False  # True while a forward pass of the wrapper runs
+        self.hooks_parameters = False  # True if backward passes are also detected at parameters, at one hook each
         self._loop = loop
         self._listeners = listeners
         # overridden methods of the listeners, by event

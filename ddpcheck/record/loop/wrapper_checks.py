@@ -40,11 +40,7 @@ _GradientMarks = list[tuple[int, int] | None]
 
 
 class BypassRecorder(Recorder, subjects=("loop",)):
-    """Recorder of backward passes that bypass one wrapper.
-
-    Attributes:
-        reductions: Number of finished reductions at the start of the running backward pass.
-    """
+    """Recorder of backward passes that bypass one wrapper."""
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
@@ -55,7 +51,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
         self._marks: _GradientMarks = []
-        self.reductions = 0
+        self.reductions = 0  # number of finished reductions at the start of the running backward pass
         self._in_forward = False
         self._listens = True
         self._handles: list[Any] = []
@@ -218,18 +214,13 @@ MOST_RUNS = 1024
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
-    """Pace of one wrapper.
-
-    Attributes:
-        forwards: Forward passes in training mode since the last reduction.
-        lines: Stack of the first such forward pass, program lines only.
-    """
+    """Pace of one wrapper."""
 
     def __init__(self, run: Recording, number: int) -> None:
         self._run = run
         self._number = number
-        self.forwards = 0
-        self.lines: tuple[str, ...] = ()
+        self.forwards = 0  # forward passes in training mode since the last reduction
+        self.lines: tuple[str, ...] = ()  # stack of the first such forward pass, program lines only
         self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
         self._loader = -1  # loader at the last reduction
         self._runs = 0

@@ -43,14 +43,11 @@ _MOST_GIVEN = 4096  # max all_reduce inputs per step
 
 
 class ClipRecorder(Recorder, subjects=("optimizers",)):
-    """Recorder of gradient clipping, and of gradient norms between sampled backward passes.
-
-    Attributes:
-        follows: True if there was a clip or sampled backward pass since the last optimizer step or backward begin.
-    """
+    """Recorder of gradient clipping, and of gradient norms between sampled backward passes."""
 
     def __init__(self, run: Recording, before: Callable[[], object], after: Callable[[], object]) -> None:
         """Initialize; `before` and `after` are called before and after each clip."""
+        # True if there was a clip or sampled backward pass since the last optimizer step or backward begin
         self.follows = False
         self._run = run
         self._before, self._after = before, after
@@ -184,11 +181,7 @@ class _Followed:
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Recorder of zeroing, from a parameter of each optimizer in its first steps.
-
-    Attributes:
-        follows: True if any parameter is followed.
-    """
+    """Recorder of zeroing, from a parameter of each optimizer in its first steps."""
 
     def __init__(
         self,
@@ -199,7 +192,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._names = names
         self._steps = 0
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self.follows = False
+        self.follows = False  # True if any parameter is followed
 
     def begins_to_step(self, optimizer: Any, number: int) -> bool:
         """Record an optimizer before its step; return True if no longer followed."""
@@ -321,22 +314,18 @@ def _mark(parameter: Any) -> int:
 
 
 class GivenRecorder(Recorder, subjects=("optimizers", "data")):
-    """Recorder of all_reduce inputs over all ranks in sampled steps.
-
-    Attributes:
-        of_a_part: Line of the last all_reduce of the gradient of a parameter that only this rank has.
-        before: Line of the largest collective over all ranks before the first backward pass (of parameters, possibly).
-        clear: Clears the recorded inputs after a step.
-    """
+    """Recorder of all_reduce inputs over all ranks in sampled steps."""
 
     def __init__(self, run: Recording) -> None:
+        # line of the last all_reduce of the gradient of a parameter that only this rank has
         self.of_a_part: Location | None = None
+        # line of the largest collective over all ranks before the first backward pass (of parameters, possibly)
         self.before: Location | None = None
         self._largest: tuple[int, str] = (0, "")  # (elements, line)
         self._began = False
         self._run = run
         self._given: list[tuple[int, int]] = []  # (elements, fingerprint)
-        self.clear = self._given.clear
+        self.clear = self._given.clear  # clears the recorded inputs after a step
         self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
     def note(self, call: Call, given: Mapping[str, Any]) -> None:

@@ -74,11 +74,7 @@ class _Optimizer:
 
 
 class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
-    """Recorder of every optimizer of this process.
-
-    Attributes:
-        states: Recorder of models that no optimizer holds, run before sampled steps.
-    """
+    """Recorder of every optimizer of this process."""
 
     def __init__(self, run: Recording, lines: LineRecorder, writes: WriteRecorder) -> None:
         """Initialize; `lines` locates optimizer constructors, `writes` gets each step."""
@@ -99,6 +95,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._zeroings = ZeroingRecorder(run.add, self._names_of)
         self._clips = ClipRecorder(run, self._before_clip, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
+        # recorder of models that no optimizer holds, run before sampled steps
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
         self.given = GivenRecorder(run)
         self._sum_at: Location | None = None  # line of the last all_reduce since backward that left a sum

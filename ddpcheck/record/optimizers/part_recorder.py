@@ -30,8 +30,8 @@ from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.loss.loss_source import called_in
 from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.line_recorder import LineRecorder
-from ddpcheck.record.rank.module_finder import when_imported
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.record.source.source_scope import location_in, own_nodes, scopes_from
 from ddpcheck.stream.rank_report import is_sampled

@@ -28,7 +28,7 @@ from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.reachable import function_variables
 from ddpcheck.record.loss.loss_source import is_world_size
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
 from ddpcheck.record.source.source_scope import (
     MOST_CALLERS,
@@ -283,15 +283,11 @@ _DEEPEST = 3  # max nesting depth of a state in dictionaries
 
 
 class ResumeRecorder(Recorder, subjects=("data",)):
-    """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`.
-
-    Attributes:
-        restored: The last restored optimizer state since `goes_on`, or None.
-    """
+    """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`."""
 
     def __init__(self, steps_of: Callable[[Any], int]) -> None:
         """Initialize; `steps_of` returns the step count of an optimizer."""
-        self.restored: Restored | None = None
+        self.restored: Restored | None = None  # the last restored optimizer state since `goes_on`, or None
         self._steps_of = steps_of
         self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups

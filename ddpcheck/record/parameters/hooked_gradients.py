@@ -30,19 +30,15 @@ _REGISTERS = {
 
 
 class HookedGradients:
-    """Gradients of parameters with program hooks, before and after these hooks.
-
-    Attributes:
-        changed: Change of the last gradient by hooks, by parameter name; absent if unchanged.
-        factors: Factor that backward hooks apply to incoming or outgoing gradients, by module name. Other changes may
-            be per sample, and so equal in any batch.
-        location: Line that defines the first of these hooks.
-    """
+    """Gradients of parameters with program hooks, before and after these hooks."""
 
     def __init__(self) -> None:
+        # change of the last gradient by hooks, by parameter name; absent if unchanged
         self.changed: dict[str, HookedGradient] = {}
+        # factor that backward hooks apply to incoming or outgoing gradients, by module name; other changes may be per
+        # sample, and so equal in any batch
         self.factors: dict[str, float] = {}
-        self.location: Location | None = None
+        self.location: Location | None = None  # line that defines the first of these hooks
         self._before: dict[str, torch.Tensor] = {}
 
     def attach(self, name: str, leaf: torch.Tensor, accumulated: Callable[[str], object]) -> list[Any]:

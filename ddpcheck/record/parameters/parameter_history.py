@@ -33,17 +33,14 @@ _ZERO_FROM = 4  # first step in which always-zero gradients are reported
 
 
 class ParameterHistory:
-    """Missing gradients, zeros and changes of the parameters of one wrapper.
-
-    Attributes:
-        around_replay: Returns the context of a forward rerun that explains missing parameters.
-        not_reported: Parameters that DDP waited for and no rank has reported yet, by step.
-    """
+    """Missing gradients, zeros and changes of the parameters of one wrapper."""
 
     def __init__(
         self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
     ) -> None:
+        # returns the context of a forward rerun that explains missing parameters
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # parameters that DDP waited for and no rank has reported yet, by step
         self.not_reported: dict[int, tuple[str, ...]] = {}
         self._rank = rank
         self._module = module
@@ -64,21 +61,11 @@ class ParameterHistory:
         self,
         step: int,
         probe: StepProbe | None,
-        unused: frozenset[str],
-        awaited: frozenset[str],
-        accumulated: frozenset[str],
-        late: frozenset[str] = frozenset(),
+        unused: frozenset[str],  # parameters that the last backward pass did not use, by the autograd engine
+        awaited: frozenset[str],  # `unused` parameters that DDP has waited for
+        accumulated: frozenset[str],  # parameters with gradients of earlier backward passes under `no_sync`
+        late: frozenset[str] = frozenset(),  # `awaited` parameters that a second backward pass may reach
     ) -> None:
-        """Record an ended step.
-
-        Args:
-            step: Number of the step.
-            probe: Probe of the step, if any.
-            unused: Parameters that the last backward pass did not use, by the autograd engine.
-            awaited: `unused` parameters that DDP has waited for.
-            accumulated: Parameters with gradients of earlier backward passes under `no_sync`.
-            late: `awaited` parameters that a second backward pass may reach.
-        """
         if probe is not None:
             if self._wrapper.static_graph and step == 0:  # DDP will wait for these parameters
                 awaited |= probe.unused - unused
@@ -109,24 +96,14 @@ class ParameterHistory:
 
     def report(
         self,
-        step: int,
+        step: int,  # the step that has just ended
         *,
-        settled: bool,
+        settled: bool,  # True to judge tolerated unused parameters now
         probe: StepProbe | None = None,
-        snapshot: Snapshot | None = None,
-        thorough: bool = False,
-        parameters: Mapping[str, nn.Parameter] | None = None,
+        snapshot: Snapshot | None = None,  # of the last forward pass
+        thorough: bool = False,  # True to look for parameter changes without a probe, too
+        parameters: Mapping[str, nn.Parameter] | None = None,  # current ones, if known
     ) -> RankReport:
-        """Return the report of this rank.
-
-        Args:
-            step: Number of the step that has just ended.
-            settled: True to judge tolerated unused parameters now.
-            probe: Probe of the step, if any.
-            snapshot: Snapshot of the last forward pass.
-            thorough: True to look for parameter changes without a probe, too.
-            parameters: Current parameters of the module, if known.
-        """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
@@ -226,50 +203,38 @@ class _ZeroGradients:
 
 
 class StepProbe:
-    """Detailed record of one step.
-
-    Attributes:
-        arrivals: Number of gradients that arrived, by parameter.
-        lost: Parameters that backward reached without a gradient, with the Functions that may have returned None.
-        unregistered: Leaves with a gradient that the module holds, but not as parameters.
-        created_in_forward: Parameters that the forward pass has created.
-        reentrant: True if a re-entrant checkpoint is in the graph.
-        keep: Linear function of a gradient, by name, whose result is kept; `None` to keep nothing.
-        local: Kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only.
-        held: Gradients that shards had before.
-        beside: Shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that
-            torch sums over tensor-parallel ranks before the reduction.
-        hooked: Changes of gradients by program hooks, if gradients are kept.
-    """
+    """Detailed record of one step."""
 
     def __init__(
         self,
         module: nn.Module,
         parts: KnownParts,
         parameters: Mapping[str, nn.Parameter],
+        # tensors that backward accumulates into, by parameter; if known in forward only, `attach` is called again
         leaves: Sequence[torch.Tensor],
         *,
         keep: Callable[[str, torch.Tensor], Any] | None,
     ) -> None:
-        """Probe the step of `module` that begins, for these parameters.
-
-        `parts` are the parts of the module; `leaves` are the tensors that backward accumulates into, in the order of
-        `parameters`. If leaves become known in forward only, `attach` is called again.
-        """
-        self.arrivals: dict[str, int] = {}
+        """Probe the step of `module` that begins."""
+        self.arrivals: dict[str, int] = {}  # number of gradients that arrived, by parameter
+        # parameters that backward reached without a gradient, with the Functions that may have returned None
         self.lost: dict[str, PathEnd] = {}
+        # leaves with a gradient that the module holds, but not as parameters
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
-        self.created_in_forward: dict[str, UnregisteredTensor] = {}
-        self.reentrant = False
+        self.created_in_forward: dict[str, UnregisteredTensor] = {}  # parameters that the forward pass has created
+        self.reentrant = False  # True if a re-entrant checkpoint is in the graph
+        # kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only
         self.local: dict[str, Any] = {}
-        self.held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}  # gradients that shards had before
+        # shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that torch
+        # sums over tensor-parallel ranks before the reduction
         self.beside: set[str] = set()
-        self.hooked = HookedGradients()
+        self.hooked = HookedGradients()  # changes of gradients by program hooks, if gradients are kept
         self._module = module
         self._parts = parts
         self._parameters = parameters
         self._leaves = leaves
-        self.keep = keep
+        self.keep = keep  # linear function of a gradient, by name, whose result is kept; `None` to keep nothing
         self._arrived_none: set[str] = set()
         self._before = parts.now().parameters
         self._roots: list[Any] = []

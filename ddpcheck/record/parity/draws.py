@@ -28,7 +28,7 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.data.draw_recorder import NOT_OF_THE_STEP
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 
 FUNCTIONS = (
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
@@ -283,14 +283,10 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 
 
 class Frameworks(Recorder, subjects=("parity",)):
-    """Patch of Lightning for a single device, and detector of accelerate's schedule stepping.
-
-    Attributes:
-        steps_schedules: True if a schedule is stepped once per rank, as accelerate does.
-    """
+    """Patch of Lightning for a single device, and detector of accelerate's schedule stepping."""
 
     def __init__(self, *, is_alone: bool) -> None:
-        self.steps_schedules = False
+        self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
         if is_alone:
             when_imported(_LIGHTNING, self._follow_lightning)
         when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
@@ -333,14 +329,11 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf
 
 
 class Noise:
-    """Perturbation of clocks at once, and of random numbers after parameter initialization.
-
-    Attributes:
-        eps: Relative rounding error of gradients: of float32, or of the coarsest autocast dtype used.
-    """
+    """Perturbation of clocks at once, and of random numbers after parameter initialization."""
 
     def __init__(self) -> None:
         self._is_on = False
+        # relative rounding error of gradients: of float32, or of the coarsest autocast dtype used
         self.eps = torch.finfo(torch.float32).eps
         self._signs = torch.Generator().manual_seed(_OTHER_SEED)
         patched(torch.autocast, "__enter__", self._enters)

@@ -43,8 +43,7 @@ from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.parity.shown import Shown, ValueTrace
-from ddpcheck.record.rank.environment import ParityOptions
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import ParityOptions, when_imported
 from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
 

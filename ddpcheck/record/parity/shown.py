@@ -28,7 +28,7 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.parity.samples import Samples
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.source import program_numbers
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w]*[A-Za-z_])")

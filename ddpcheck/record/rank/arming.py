@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from ddpcheck.record.rank import started_processes
-from ddpcheck.record.rank.environment import ParityOptions, RunOptions, options_of_run
-from ddpcheck.record.rank.module_finder import guarded, when_imported
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions, guarded, options_of_run, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # constructions and seeds are recorded, also before a process group exists

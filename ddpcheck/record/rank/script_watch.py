@@ -52,11 +52,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     """Watch on one wrapper of a script, the `number`-th constructed on this rank.
 
     Receives the records of a `StepRecorder`, and listens to the same step events.
-
-    Attributes:
-        is_sharded: True if the module is sharded by `fully_shard`.
-        apart: True if ranks may have left the loop or train apart on purpose (see `StepRecorder`).
-        numbered: Wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
     """
 
     def __init__(
@@ -72,7 +67,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
-        self.apart = False
+        self.apart = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
@@ -107,11 +102,12 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             listeners=[self],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
-        self.is_sharded = self._recorder.is_sharded
+        self.is_sharded = self._recorder.is_sharded  # True if the module is sharded by `fully_shard`
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
         is_world = len(self._recorder.ranks) == dist.get_world_size()
         self._gathers_together = mesh is not None and (is_world or self._gathers_in is not None)
+        # wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)

@@ -23,7 +23,7 @@ from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches
 from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 
 _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched

@@ -31,15 +31,10 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
-    """Recorder of one wrapper's replica in compared steps.
+    """Recorder of one wrapper's replica in compared steps."""
 
-    Attributes:
-        reduced: Gradients after the last reduction, until the backward pass has ended.
-        changed: True if parameters changed outside of optimizer steps since the first forward pass.
-        waits: True if there is something to write.
-    """
-
-    changed = waits = False
+    changed = False  # True if parameters changed outside of optimizer steps since the first forward pass
+    waits = False  # True if there is something to write
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
         """Begin for the `number`-th wrapper."""
@@ -49,7 +44,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
-        self.reduced: InRows | None = None
+        self.reduced: InRows | None = None  # gradients after the last reduction, until the backward pass has ended
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # names of buffers that have changed

@@ -31,14 +31,11 @@ class LoadRecorder(Recorder, subjects=("files",)):
     """Recorder of `load_state_dict` calls that load nothing, for `sink`.
 
     Reports at the next step or at the end, unless the state is loaded again with other keys, or another state is.
-
-    Attributes:
-        waits: True if there may be something to report.
     """
 
     def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
         self._sink = sink
-        self.waits = False
+        self.waits = False  # True if there may be something to report
         self._in_vain: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
         patched(nn.Module, "load_state_dict", self._loads)
 

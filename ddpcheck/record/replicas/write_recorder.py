@@ -19,7 +19,7 @@ from ddpcheck.findings.source_lines import is_of_program, is_user_file, location
 from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.wrapper_checks import is_ignored
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording
 
@@ -33,19 +33,14 @@ _Key = tuple[int, Location]  # (wrapper number, line)
 
 
 class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
-    """Recorder of in-place methods and `.data` of parameters and shards.
-
-    Attributes:
-        stepping: True during an optimizer step, which may write parameters. Set by `step`.
-        seen: Writes since the start of the last step, by wrapper and line.
-    """
+    """Recorder of in-place methods and `.data` of parameters and shards."""
 
     def __init__(self, run: Recording) -> None:
-        self.stepping = False
+        self.stepping = False  # True during an optimizer step, which may write parameters. Set by `step`.
         self._run = run
         self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
         self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
-        self.seen: dict[_Key, ModuleChanged] = {}
+        self.seen: dict[_Key, ModuleChanged] = {}  # writes since the start of the last step, by wrapper and line
         self._told: set[_Key] = set()
         self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
