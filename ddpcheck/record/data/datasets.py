@@ -302,10 +302,9 @@ class InputRecorder(Recorder, subjects=("data",)):
     def __init__(
         self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Initialize; `number`: of the wrapper, `samples`: the last samples from a loader."""
         self._sink = sink
-        self._number = number
-        self._samples = samples
+        self._number = number  # of the wrapper
+        self._samples = samples  # returns the last samples from a loader
         self._evaluated = 0
 
     def trained(self, step: int, given: Any, line: Location | None) -> None:

@@ -75,9 +75,8 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     """Recorder of every `DataLoader` of this process."""
 
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
-        """Initialize; `resumes` records resumed training, `on_pass` gets each pass and its dataset."""
         self._run = run
-        self._on_pass = on_pass
+        self._on_pass = on_pass  # gets each pass and its dataset
         self._kept = 0
         self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # loader number, passes so far

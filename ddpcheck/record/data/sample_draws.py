@@ -32,7 +32,6 @@ class SampleDraws:
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
-        """Initialize; `batches`: number of batches recorded per process."""
         # the worker_init_fn, which may seed the workers, or None
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
         generators = held_generators(loader.dataset)
@@ -40,7 +39,7 @@ class SampleDraws:
         self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
         self._held = [] if self._workers else [generator for _, generator in generators]
-        self._most = batches
+        self._most = batches  # number of batches recorded per process
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
         self._noted: Any = RawArray("q", count) if self._workers else [0] * count

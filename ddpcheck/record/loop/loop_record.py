@@ -35,11 +35,10 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
     """Events of the current and the previous step."""
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
-        """Begin; `alarm` is called with the step after which to report."""
         self.ledger = Ledger(kept=_EVENTS_KEPT)  # ledger of all events so far; keeps events of the current step
         self.add = self.ledger.add  # function that records an event
         self.to_report: tuple[LoopEvent, ...] = ()  # events in this rank's next report
-        self._alarm = alarm
+        self._alarm = alarm  # called with the step after which to report
         self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:

@@ -45,9 +45,8 @@ class BypassRecorder(Recorder, subjects=("loop",)):
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
     ) -> None:
-        """Begin; `sink` receives an event for each bypass."""
         self._event = LoopEvent("forward inside")
-        self._sink = sink
+        self._sink = sink  # receives an event for each bypass
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
         self._marks: _GradientMarks = []
@@ -119,10 +118,9 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
     """Fingerprints of one small parameter before each forward pass that finds it changed."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
-        """Begin for the `number`-th wrapper; `under_no_sync`: also while steps use `no_sync`."""
         self._recorder = recorder
         self._number = number
-        self._under_no_sync = under_no_sync
+        self._under_no_sync = under_no_sync  # True to record while steps use `no_sync`, too
         self._marks: list[int] = []
         self._since, self._hook = 0, ""
 
@@ -159,7 +157,6 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
     """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
 
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
-        """Begin for the parameters of the `StepRecorder` that `recorder` returns."""
         self._recorder = recorder
         self._sink = sink
         self._found: dict[Location, list[str]] = {}

@@ -77,10 +77,9 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     """Recorder of every optimizer of this process."""
 
     def __init__(self, run: Recording, lines: LineRecorder, writes: WriteRecorder) -> None:
-        """Initialize; `lines` locates optimizer constructors, `writes` gets each step."""
         self._run = run
-        self._lines = lines
-        self._writes = writes
+        self._lines = lines  # locates optimizer constructors
+        self._writes = writes  # gets each step
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # by number; the optimizers may have been deleted
         self._backwards = 0

@@ -61,7 +61,8 @@ def _norm_line(body: ast.AST) -> int | None:
         value = node.iter if isinstance(node, ast.For) else node.value
         if value is None or not (_mentions(value, ("grad",)) or derived & _names(value)):
             continue
-        if not isinstance(node, ast.For) and _takes_norm(value):
+        has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(value))
+        if not isinstance(node, ast.For) and (has_power or _mentions(value, _NORMS)):
             return node.lineno
         for target in [node.target] if isinstance(node, ast.For) else targets_of(node):
             derived |= _names(target)
@@ -74,11 +75,6 @@ def _mentions(body: ast.AST, attributes: tuple[str, ...]) -> bool:
 
 def _names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-
-
-def _takes_norm(node: ast.AST) -> bool:
-    has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(node))
-    return has_power or _mentions(node, _NORMS)
 
 
 _HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
@@ -94,11 +90,10 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         every: int,
         lines: LineRecorder | None = None,
     ) -> None:
-        """Initialize; `every`: steps between two entries, `lines`: recorder of optimizer constructors."""
         self._sink = sink
         self._watches = watches
-        self._every = every
-        self._lines = lines
+        self._every = every  # steps between two entries
+        self._lines = lines  # recorder of optimizer constructors
         self._groups: set[tuple[int, ...]] = set()
         self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # split parameter names by module
         self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # (number, steps) by optimizer

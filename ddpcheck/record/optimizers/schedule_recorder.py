@@ -63,10 +63,9 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     def __init__(
         self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
     ) -> None:
-        """Initialize; `passes` counts backward passes and optimizer steps, `number_of` numbers optimizers."""
         self._sink = sink
         self._monitors = MonitorRecorder(sink)
-        self._passes = passes
+        self._passes = passes  # counts backward passes and optimizer steps
         self._number_of = number_of
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
@@ -240,7 +239,6 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
     """Recorder of metrics logged by Lightning modules and monitored by callbacks."""
 
     def __init__(self, sink: Callable[[MetricUsed], object]) -> None:
-        """Initialize; patches Lightning when the script imports it."""
         self._sink = sink
         self._lines: dict[str, Location | None] = {}  # line that logs a metric, by name
         self._trainer: Callable[[], Any] = lambda: None
@@ -286,9 +284,8 @@ class ResumeRecorder(Recorder, subjects=("data",)):
     """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`."""
 
     def __init__(self, steps_of: Callable[[Any], int]) -> None:
-        """Initialize; `steps_of` returns the step count of an optimizer."""
         self.restored: Restored | None = None  # the last restored optimizer state since `goes_on`, or None
-        self._steps_of = steps_of
+        self._steps_of = steps_of  # returns the step count of an optimizer
         self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
         self._files: dict[str, int] = {}  # steps of the saved states, by path

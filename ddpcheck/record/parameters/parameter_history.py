@@ -55,7 +55,8 @@ class ParameterHistory:
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
         self._ends: dict[str, PathEnd] = {}
-        self._zeros = _ZeroGradients(parameters)
+        self._zero = set(parameters)  # parameters whose gradient was zero at every look
+        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
 
     def step_ended(
         self,
@@ -147,7 +148,7 @@ class ParameterHistory:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
         excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient was replaced by zeros
-        zero = self._zeros.look(excused)
+        zero = self._always_zero(excused)
         if step >= _ZERO_FROM:
             states |= dict.fromkeys(self._ordered(zero), "zero")
         return StepEvidence(
@@ -178,16 +179,7 @@ class ParameterHistory:
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         return snapshot.explain(self._module, parameters, self.around_replay)
 
-
-class _ZeroGradients:
-    """Parameters whose gradient was zero at every look."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._zero = set(parameters)
-        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
-
-    def look(self, excused: Set[str]) -> set[str]:
+    def _always_zero(self, excused: Set[str]) -> set[str]:
         """Return always-zero parameters that are not `excused`, once parameters have moved."""
         if not self._zero:
             return set()

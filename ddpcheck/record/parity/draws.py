@@ -47,9 +47,8 @@ class RandomDraws(Recorder, subjects=("parity",)):
     """Recorder of random draws of program lines, or replay in a single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
-        """Initialize; `replays`: if True, the single process gets the ranks' numbers."""
         self._samples = samples
-        self._replays = replays
+        self._replays = replays  # True if the single process gets the ranks' numbers
         self._process = os.getpid()
         self._drawn = Counter[str]()
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, _IN_PLACE)):

@@ -37,11 +37,10 @@ class SampleWriter:
     """File of a rank's values, in the order of use in the script."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Create a new file, to drop the values of an earlier start."""
         self._size = 0
         self.why_full = ""  # reason why recording stopped, '' while values are still recorded
         try:
-            self._file = Path(folder, _NAME.format(rank)).open("wb", buffering=0)
+            self._file = Path(folder, _NAME.format(rank)).open("wb", buffering=0)  # drops values of an earlier start
         except OSError as error:
             self.why_full = _reason(error)
 

@@ -189,9 +189,8 @@ class ValueTrace(Recorder, subjects=("parity",)):
     """
 
     def __init__(self, sink: Callable[[Entry], object], is_loading: Callable[[], bool]) -> None:
-        """Initialize; `is_loading`: True while a loader makes a batch, which is not traced."""
         self._sink = sink
-        self._is_loading = is_loading
+        self._is_loading = is_loading  # returns True while a loader makes a batch, which is not traced
         self._process = os.getpid()
         self._loops: set[CodeType] = set()  # functions that iterate over data loaders
         self._is_on = False

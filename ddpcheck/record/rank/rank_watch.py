@@ -361,19 +361,16 @@ class _WatchedRank:
         if self._parity is not None:
             self._parity.close()
         if self._records_all:
-            self._close_recorders(failing=failing)
+            for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
+                recorder.close()
+            self._writes.write()
+            for watch in list(self._watches):
+                watch.close(failing=failing or _last_error() is not None)
         ended = ended or _end_of_main(self._main)
         if self._main is not None and not ended.how and not self._has_raised and (error := _last_error()):
             self._raised(error)  # the script has replaced our `sys.excepthook`
         self._log.add(ended)
         time.sleep(_LAST_WORK)
-
-    def _close_recorders(self, *, failing: bool) -> None:
-        for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
-            recorder.close()
-        self._writes.write()
-        for watch in list(self._watches):
-            watch.close(failing=failing or _last_error() is not None)
 
 
 def _while_handling(call: Call, error: BaseException) -> Call:

@@ -69,9 +69,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
     """
 
     def __init__(self, sink: Callable[[Entry], object], are_gradients: Callable[[Collection[int]], bool]) -> None:
-        """Begin; `are_gradients` returns True if an optimizer's gradient is at any address."""
         self._sink = sink
-        self._are_gradients = are_gradients
+        self._are_gradients = are_gradients  # returns True if an optimizer's gradient is at any address
         self._looks: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by `id()` of the `Work`
         self._told: set[Entry] = set()

@@ -36,11 +36,10 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
     """Recorder of one wrapper's collectives and of its forward passes with gradients."""
 
     def __init__(self, log: RankLog, number: int, which: str) -> None:
-        """Begin; `which` names the wrapper in the log if its process group has several."""
         self.forwards = 0
         self._log = log
         self._number = number
-        self._which = which
+        self._which = which  # name of the wrapper in the log if its process group has several
         self._lines: dict[tuple[CodeType, int] | None, _Line] = {}  # by code and line of the innermost program frame
         self._by_location: dict[Location | None, _Line] = {}  # several functions may share a location
         self._last = _Line(None)

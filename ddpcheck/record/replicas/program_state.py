@@ -65,10 +65,9 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     def __init__(
         self, run: Recording, uses: UseRecorder, copied: Callable[[str, Iterable[torch.Tensor]], object]
     ) -> None:
-        """Begin; `uses` and `copied` receive the copies that are found."""
         self._run = run
         self._uses = uses
-        self._copy_found = copied
+        self._copy_found = copied  # receives the copies that are found
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # last use of forward; '' if none yet
         self._seen: dict[str, Callable[[], Any]] = {}  # first tensor, by path of a list or dictionary
         self._together: Counter[int] = Counter()  # number of reductions and broadcasts, by memory address of a tensor

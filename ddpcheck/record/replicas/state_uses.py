@@ -110,9 +110,8 @@ class UseRecorder(Recorder, subjects=("replicas",)):
     """
 
     def __init__(self, run: Recording, held: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Begin; `held` returns the tensors of all optimizers."""
         self._run = run
-        self._held = held
+        self._held = held  # returns the tensors of all optimizers
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
         self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # resetting line, after a step
         patched(nn.Module, "load_state_dict", self._loads)

@@ -186,7 +186,9 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
     `begins`: `look` begins a rollout, and `last` is of a wrapper call.
     """
     _divide(look, last)
-    changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
+    both = [(name, now, last.held[name]) for name, now in look.held.items() if name in last.held]
+    alike = [(name, now, before) for name, now, before in both if now.features == before.features]
+    changed = [name for name, now, before in alike if bool(((now.mean - before.mean).abs() > now.rounding).any())]
     finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
     fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
     for name in changed if counts else fits:
@@ -290,10 +292,6 @@ def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) ->
     """Return True if the first, middle and last row are in a table."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
     return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
-
-
-def _has_moved(now: _Numbers, before: _Numbers) -> bool:
-    return now.features == before.features and bool(((now.mean - before.mean).abs() > now.rounding).any())
 
 
 def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
