@@ -34,7 +34,7 @@ from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, IgnoredData
-from ddpcheck.record.module_hooks import hold, release
+from ddpcheck.record.recording import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # step after which the ranks agree on the interval of alarm checks

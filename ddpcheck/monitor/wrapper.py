@@ -27,7 +27,7 @@ from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.reporting import FindingReporter, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 _DDP = nn.parallel.DistributedDataParallel
 

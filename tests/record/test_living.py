@@ -1,6 +1,6 @@
 """References to objects that somebody else holds."""
 
-from ddpcheck.record.module_hooks import Living
+from ddpcheck.record.recording import Living
 
 
 class Thing:

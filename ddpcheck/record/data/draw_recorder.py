@@ -22,8 +22,7 @@ from ddpcheck.record.data.constructions import (
     state_of,
     state_of_own,
 )
-from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, follow_steps, unfollow_steps
 
 _MOST_INTERVALS = 7  # intervals start at the first wrapper and at optimizer steps; a step may have two optimizers
 _MOST_CALLS = 1 << 18  # max C calls per interval; later calls are ignored

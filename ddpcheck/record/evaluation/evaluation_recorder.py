@@ -119,7 +119,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._comparisons.open(self._round, entry.size)
         attrs = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
-        labels, floats = _labels_of(attrs, entry.size), _numbers_of(attrs, entry.size)
+        labels, floats = _per_sample(attrs, entry.size)
         numbers, *more = _counted_since(pass_, len(entry.indices))
         written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats, *more)
         self._sink(written)
@@ -344,20 +344,17 @@ def _held_by(dataset: Any, size: int) -> dict[str, Any]:
     return attrs
 
 
-def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    labels = {}
-    for name, value in held.items():
-        is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
-        if is_labels and 1 < size <= _MOST_LABELS and (rows := program_numbers.labels_in(value, size)) is not None:
+def _per_sample(held: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes with a label for each sample, and those with floating-point values."""
+    labels, floats = {}, {}
+    for name, value in held.items() if 1 < size <= _MOST_LABELS else ():
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if not is_floating and (rows := program_numbers.labels_in(value, size)) is not None:
             labels[name] = tuple(rows.tolist())
-    return labels
-
-
-def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    if not 1 < size <= _MOST_LABELS:
-        return {}
-    values = {name: _floats_of(item) for name, item in held.items() if hasattr(item, "shape") or type(item) is list}
-    return {name: floats for name, floats in values.items() if floats and _length(held[name]) == size}
+        is_array = hasattr(value, "shape") or type(value) is list
+        if is_array and _length(value) == size and (numbers := _floats_of(value)):
+            floats[name] = numbers
+    return labels, floats
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:

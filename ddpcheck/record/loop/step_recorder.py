@@ -37,8 +37,8 @@ from ddpcheck.record.loop.loop_record import LoopRecord, StepListener, switch_ca
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
-from ddpcheck.record.module_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
+from ddpcheck.record.recording import follow_steps, unfollow_steps
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled

@@ -35,7 +35,7 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord, StepListener
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
-from ddpcheck.record.module_hooks import (
+from ddpcheck.record.recording import (
     UnpickledHook,
     follow_forward,
     inside_forward,

@@ -21,7 +21,7 @@ from ddpcheck.gather.ddp.model_parts import hidden_parameters
 from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
 from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.gather.state.module_state import sharding_classes
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 NONE: Set[int] = frozenset()
 

@@ -29,8 +29,7 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part, version_of
 from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook, remove_hooks
 from ddpcheck.record.source.source_scope import lines_left_out_by
 from ddpcheck.stream.entries import TrainedApart
 

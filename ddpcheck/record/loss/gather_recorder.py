@@ -21,8 +21,7 @@ from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, no
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook, remove_hooks
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.source_scope import body_of, own_nodes
 

@@ -23,10 +23,9 @@ from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
 from ddpcheck.record.loss.micro_batches import log_softmaxes
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
 _ENGINE = "_engine_run_backward"  # private to torch; called by all imports of `backward` and `grad`

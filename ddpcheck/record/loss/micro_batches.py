@@ -21,7 +21,7 @@ from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_of
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.module_hooks import remove_hooks
+from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
 
 _STEPS_KEPT = 4

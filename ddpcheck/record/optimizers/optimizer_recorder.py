@@ -29,13 +29,12 @@ from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints,
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
-from ddpcheck.record.module_hooks import UnpickledHook, follow_steps
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook, follow_steps
 from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     names_of_parameters,
@@ -243,7 +242,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
             collectives=self._run.log.collectives,
             idle=tuple(sorted(idle)),
-            made=self._lines.of_optimizer(optimizer),
+            made=self._lines.constructed.get(optimizer),
             rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
             schedule=known.schedule,
             summed=tuple(summed),
@@ -252,18 +251,18 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             unclipped={name: self._unclipped[id(p)] for name, p in unwrapped.items() if id(p) in self._unclipped},
             left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
             late_sum_at=known.late,
-            restored_at=self._lines.of_restored(optimizer),
+            restored_at=self._lines.restored.get(optimizer),
             rescaled_at=known.rescaled_at,
             norm_at=known.norm_at,
             changed_at=known.changed_at,
             shards=sum(p.requires_grad for p in shards.values()),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=count_in_fsdp1(params),
-            made_with=self._lines.rates_of(optimizer),
+            made_with=self._lines.rates.get(optimizer, ""),
             reduced_at=self.given.largest,
             broadcast_at=self.given.before,
             scale=scaler.get_scale() if scaler else 0.0,
-            scale_at=self._lines.of_restored(scaler) if scaler else None,
+            scale_at=self._lines.restored.get(scaler) if scaler else None,
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
             given=self.given.of(*gradients),
@@ -309,7 +308,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
         known.sample = tensor_ref(parameters_of(optimizer)[0])
-        self._stepped += self._lines.of_optimizer(optimizer) is not None
+        self._stepped += self._lines.constructed.get(optimizer) is not None
         self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():

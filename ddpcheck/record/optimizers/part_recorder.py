@@ -29,9 +29,9 @@ from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_sha
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.loss.loss_source import called_in
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
 from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.line_recorder import LineRecorder
+from ddpcheck.record.recording import UnpickledHook, remove_hooks
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.record.source.source_scope import location_in, own_nodes, scopes_from
 from ddpcheck.stream.rank_report import is_sampled
@@ -180,7 +180,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 number,
                 count,
                 user_location(),
-                None if self._lines is None else self._lines.of_optimizer(optimizer),
+                None if self._lines is None else self._lines.constructed.get(optimizer),
                 parts,
                 tuple(name for key, name in split.items() if key not in assigned),
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),

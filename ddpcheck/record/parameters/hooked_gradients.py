@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.loop import HookedGradient
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, is_user_file
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 _MOST_ELEMENTS = 1 << 24
 _FEWEST = 4  # elements needed to classify a change

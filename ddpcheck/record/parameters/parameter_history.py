@@ -24,8 +24,8 @@ from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, own_part
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
 from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.record.parameters.hooked_gradients import HookedGradients
+from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import RankReport
 
 _EXPLAINED_EARLY = 2  # step in which unused parameters are explained, in case the run ends early

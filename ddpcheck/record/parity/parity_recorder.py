@@ -36,7 +36,6 @@ from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patc
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.module_hooks import follow_steps
 from ddpcheck.record.optimizers.gradient_recorders import norm_given, patch_clip_grad_norm
 from ddpcheck.record.parity.draws import Frameworks, Noise, RandomDraws, RankLayers
 from ddpcheck.record.parity.own_files import redirect_files
@@ -44,6 +43,7 @@ from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
 from ddpcheck.record.parity.shown import Shown, ValueTrace
 from ddpcheck.record.rank.environment import ParityOptions, when_imported
+from ddpcheck.record.recording import follow_steps
 from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
 

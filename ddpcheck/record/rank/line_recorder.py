@@ -27,9 +27,8 @@ from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import digest_of
 from ddpcheck.gather.state.module_description import class_name, structure_of
 from ddpcheck.record.data.constructions import seeded_at
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.record.replicas.tables import is_order_of_a_set
 from ddpcheck.record.source.source_scope import assignment_in_program
@@ -46,9 +45,9 @@ class LineRecorder(Recorder):
         self._run = run
         self._seen: set[tuple[int, str, Location | None]] = set()
         self._evaluated: dict[Location | None, int] = {}  # number of calls, by line
-        self._optimizers: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
-        self._rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()
+        self.constructed: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line that constructed an optimizer
+        self.rates: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # digest of the initial rates
+        self.restored: WeakKeyDictionary[Any, Location] = WeakKeyDictionary()  # line of the last `load_state_dict`
         self.scaler: Any = None  # enabled GradScaler whose step() is running
         self.made = 0
         # torch seed at the first parameter registration, and the line that set the seed
@@ -72,18 +71,7 @@ class LineRecorder(Recorder):
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that the script constructed and still references."""
-        return [optimizer for optimizer in list(self._optimizers) if hasattr(optimizer, "param_groups")]
-
-    def of_optimizer(self, optimizer: Any) -> Location | None:
-        return self._optimizers.get(optimizer)
-
-    def rates_of(self, optimizer: Any) -> str:
-        """Return a digest of the initial learning rates by group, or '' if unknown."""
-        return self._rates.get(optimizer, "")
-
-    def of_restored(self, optimizer: Any) -> Location | None:
-        """Return the line of the last `load_state_dict` call on the optimizer or scaler."""
-        return self._restored.get(optimizer)
+        return [optimizer for optimizer in list(self.constructed) if hasattr(optimizer, "param_groups")]
 
     def note_changes(self, watch: ScriptWatch, kinds: Sequence[str]) -> None:
         """Record the line of a `requires_grad` change detected by a watch."""
@@ -96,14 +84,14 @@ class LineRecorder(Recorder):
 
     def _optimizer_made(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         if (location := user_location()) is not None:
-            self._optimizers[optimizer] = location
+            self.constructed[optimizer] = location
             self.made += 1
         yield
-        self._rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
+        self.rates[optimizer] = digest_of([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _optimizer_restored(self, optimizer: Any, *_arguments: Any, **_named: Any) -> None:
         if (location := user_location()) is not None:
-            self._restored[optimizer] = location
+            self.restored[optimizer] = location
 
     def _scaler_steps(self, scaler: Any, *_arguments: Any, **_named: Any) -> Iterator[None]:
         self.scaler = scaler if scaler.is_enabled() else None

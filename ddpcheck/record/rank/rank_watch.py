@@ -56,7 +56,6 @@ from ddpcheck.record.evaluation.result_recorders import SumRecorder
 from ddpcheck.record.loop.wrapper_checks import DDP_FILE
 from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
@@ -68,7 +67,7 @@ from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import launched_beside, on_end
 from ddpcheck.record.rank.work_recorder import PeerRecorder, WorkRecorder
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (

@@ -22,9 +22,9 @@ from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompanied,
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.record.loop.loop_record import follow_switches
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import UnpickledHook
 
 _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown

@@ -34,9 +34,8 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
 from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.record.source.source_scope import writing_line

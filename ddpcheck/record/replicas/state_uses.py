@@ -20,8 +20,7 @@ from ddpcheck.findings.source_lines import lines_of_program, user_location
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside, scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
-from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
 _MOST = 16  # modules

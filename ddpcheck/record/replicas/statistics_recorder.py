@@ -31,8 +31,7 @@ from ddpcheck.gather.forward_hooks import OutsideOfTraining, before_forward
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 from ddpcheck.record.loop.wrapper_checks import DDP_FILE
-from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed

@@ -63,10 +63,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
             return
         self.stepping = begins
         for patch in self._of_steps.values():
-            if begins:
-                patch.undo()
-            else:
-                patch.redo()
+            (patch.undo if begins else patch.redo)()
 
     def sharded(self, shard: torch.Tensor) -> None:
         """Follow a shard whose module is watched from the first forward pass on."""
