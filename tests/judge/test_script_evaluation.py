@@ -32,12 +32,12 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.data.datasets import SampleRows
 from ddpcheck.record.evaluation import evaluation_recorder
 from ddpcheck.record.evaluation.evaluation_recorder import (
+    ComparisonRecorder,
     EvaluationRecorder,
     _rows_given,
     _values_given,
     _without_states,
 )
-from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.loss.gather_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 

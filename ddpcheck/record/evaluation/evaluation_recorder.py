@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 from torch.utils.data import Subset
 
 from ddpcheck.findings.evidence.evaluation import (
@@ -28,10 +29,10 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file
-from ddpcheck.gather.patching import Recorder, patched
+from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
+from ddpcheck.gather.patching import Patch, Recorder, patched
+from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
 
@@ -363,3 +364,54 @@ def _shown_in(value: Any) -> list[ShownNumber]:
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
     return [ShownNumber(text if len(text := repr(number)) <= _ROUNDED else "", (number,)) for number in shown]
+
+
+_METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
+_FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
+_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity")
+_FEWEST_COMPARED, _MOST_COMPARED = 8, 1 << 14  # elements
+_MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8
+
+
+class ComparisonRecorder(Recorder, subjects=("evaluation",)):
+    """Recorder of subtractions, comparisons and losses of two tensors while open.
+
+    Patches torch only while open, to avoid overhead in the training loop.
+    """
+
+    def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
+        self._sink = sink
+        self._patches: list[Patch] = []
+        self._round, self._rounds = -1, 0
+        self._size = 0
+        self._seen: set[Location | None] = set()
+
+    def open(self, number: int, size: int) -> None:
+        """Start recording: results of `size` samples are gathered in round `number`."""
+        if number != self._round:
+            self._round, self._rounds = number, self._rounds + 1
+            self._seen = set()
+        self._size = size
+        if self._patches or self._rounds > _MOST_COMPARED_ROUNDS:
+            return
+        for owner, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS), (functional, _LOSSES)):
+            self._patches += [patched(owner, name, self._meet) for name in names]
+
+    def close(self) -> None:
+        """Stop recording: the script trains again, or iterates over other data."""
+        while self._patches:
+            self._patches.pop().undo()
+
+    def _meet(self, one: Any = None, other: Any = None, *_arguments: Any, **named: Any) -> None:
+        one, other = named.get("input", one), named.get("other", named.get("target", other))
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_shard(one) or is_shard(other):
+            return
+        count = one.numel()
+        if count != other.numel() or not _FEWEST_COMPARED <= count <= _MOST_COMPARED or count % max(1, self._size):
+            return
+        if len(self._seen) >= _MOST_COMPARISONS or (location := user_location()) in self._seen:
+            return
+        self._seen.add(location)
+        if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
+            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
+            self._sink(RowsCompared(self._round, location, *numbers))

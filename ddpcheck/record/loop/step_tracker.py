@@ -35,13 +35,7 @@ from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
 from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord, StepListener
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
-from ddpcheck.record.recording import (
-    UnpickledHook,
-    follow_forward,
-    inside_forward,
-    remove_hooks,
-    unfollow_forward,
-)
+from ddpcheck.record.recording import UnpickledHook, follow_forward, inside_forward, remove_hooks, unfollow_forward
 
 _FORWARDS_KEPT = 2
 
@@ -87,12 +81,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
     """Steps of one wrapper on one rank."""
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        loop: LoopRecord,
-        listeners: Sequence[StepListener],
-        *,
-        completes: bool = True,
+        self, wrapper: nn.Module, loop: LoopRecord, listeners: Sequence[StepListener], *, completes: bool = True
     ) -> None:
         """Follow `wrapper`; `completes` adds zero gradients that DDP waits for."""
         self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes

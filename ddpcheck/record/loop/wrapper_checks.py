@@ -1,15 +1,16 @@
-"""Detectors on one wrapper: bypassed reductions, ranks that train apart, ignored assignments, and pace."""
+"""Recorders of one wrapper: bypassed reductions, ranks that train apart, ignored assignments, pace, collectives."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
@@ -21,8 +22,11 @@ from ddpcheck.findings.source_lines import (
     is_user_file,
     lines_of_program,
     location_of,
+    user_frame,
     user_location,
 )
+from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
 from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Patch, Recorder, guarded
@@ -31,7 +35,8 @@ from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook, remove_hooks
 from ddpcheck.record.source.source_scope import lines_left_out_by
-from ddpcheck.stream.entries import TrainedApart
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
+from ddpcheck.stream.rank_log import RankLog
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
 
@@ -242,3 +247,91 @@ class PaceRecorder(Recorder, subjects=("loop",)):
         """Return the batches of the current loader since the last reduction."""
         loader = self._run.position[0]
         return self._run.batches[loader] - self._taken.get(loader, 0)
+
+
+WITH_BUCKETS = "with the order of buckets"  # DDP forward pass that also exchanges the bucket order
+_MOST_CALLING_LINES = 256
+
+
+class _CallingLine:
+    """Line that calls the wrapper."""
+
+    def __init__(self, location: Location | None) -> None:
+        self.location = location
+        self.number, self.text = (0, "") if location is None else (location.line, str(location))
+        self.forwards = 0  # forward passes with gradients
+
+
+class WrapperCollectives(Recorder, subjects=("collectives",)):
+    """Recorder of one wrapper's collectives and of its forward passes with gradients."""
+
+    def __init__(self, log: RankLog, number: int, which: str) -> None:
+        self.forwards = 0
+        self._log = log
+        self._number = number
+        self._which = which  # name of the wrapper in the log if its process group has several
+        self._lines: dict[
+            tuple[CodeType, int] | None, _CallingLine
+        ] = {}  # by code and line of the innermost program frame
+        self._by_location: dict[Location | None, _CallingLine] = {}  # several functions may share a location
+        self._last = _CallingLine(None)
+        # process group of the last reduction; weak, since a reference keeps the group's threads alive
+        self._group: tuple[ref[Any], Group] | None = None
+        self._unsynced = 0  # forward passes under no_sync
+        self._has_reduced = False
+
+    def forward_returned(self, *, synced: bool) -> None:
+        frame = user_frame(sys._getframe(1))
+        key = None if frame is None else (frame.f_code, frame.f_lineno)
+        line = self._lines.get(key)
+        if line is None:
+            location = user_location(frame) if frame is not None else None
+            if len(self._lines) >= _MOST_CALLING_LINES:  # code objects may be created anew in each step
+                self._lines.clear()
+            line = self._lines[key] = self._by_location.setdefault(location, _CallingLine(location))
+        self.forwards += 1
+        line.forwards += 1
+        self._last = line
+        self._log.count_forward(self._number, line.number, line.forwards)
+        self._unsynced += not synced
+
+    @property
+    def code(self) -> CodeType | None:
+        """Return the program function that ran the last forward pass with gradients."""
+        return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
+
+    @property
+    def line(self) -> Location | None:
+        return self._last.location
+
+    def broadcasts(self, wrapper: nn.Module) -> None:
+        """Record the buffer broadcast of a DDP forward pass, if any."""
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
+            if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
+                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
+                note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
+
+    def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+        """Return True if DDP exchanges the bucket order: first training forward after a backward."""
+        searches = wrapper.find_unused_parameters and not wrapper.static_graph
+        rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
+        return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
+
+    def gathers(self, group: dist.ProcessGroup | None) -> None:
+        location = user_location()
+        line = self._by_location.get(location, _CallingLine(location))
+        place = ""
+        if torch.is_grad_enabled():
+            place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
+        note_collective(SHARD_FORWARD, self._which, group, place=place)
+
+    def reduces(self, wrapper: nn.Module) -> None:
+        """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
+        if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
+            return
+        self._has_reduced = True
+        group = wrapper.process_group
+        if self._group is None or self._group[0]() is not group:
+            self._group = ref(group), named_group(group)
+        place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
+        note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)

@@ -29,8 +29,7 @@ from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import ZEROED, StepListener
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, PaceRecorder
-from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade

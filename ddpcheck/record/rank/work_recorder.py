@@ -1,4 +1,4 @@
-"""Recorders of asynchronous collectives (no wait, or writes before the wait) and of point-to-point calls.
+"""Recorders of collectives: asynchronous (no wait, or writes before the wait), point-to-point, and repeated sums.
 
 `async_op=True` returns a `Work` at once. Until its `wait()` returns, the tensors belong to the collective (PyTorch
 docs, torch.distributed, "Synchronous and asynchronous collective operations").
@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.endings import PeerWait
+from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
@@ -240,3 +242,63 @@ def _peer_of(given: Mapping[str, Any]) -> int:
     group_rank = next((rank for key in ("group_dst", "group_src") if (rank := given.get(key)) is not None), None)
     group: Any = given.get("group") or dist.group.WORLD
     return -1 if group_rank is None else dist.get_global_rank(group, int(group_rank))
+
+
+_MOST_SUM_ELEMENTS = 8
+_MOST_CALLS = 64  # per line
+_MOST_SUM_LINES = 64
+_CALLS = 4  # consecutive calls whose input includes the previous result
+
+_Numbers = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _SumLine:
+    calls: int = 0
+    given: list[_Numbers] = field(default_factory=list)  # inputs of consecutive calls, each including the last result
+    left: list[_Numbers] = field(default_factory=list)
+
+
+class SumRecorder(Recorder, subjects=("evaluation",)):
+    """Recorder of all_reduces whose inputs include earlier results, once per line."""
+
+    def __init__(self, sink: Callable[[SumsReduced], object]) -> None:
+        self._sink = sink
+        self._lines: dict[tuple[str, int], _SumLine] = {}
+
+    def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
+        line = self._line_of(call, given)
+        if line is None:
+            return
+        numbers = _numbers(given["tensor"])
+        if not line.left or any(a < b for a, b in zip(numbers, line.left[-1], strict=True)):
+            line.given, line.left = [], []
+        line.given.append(numbers)
+
+    def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
+        line = self._line_of(call, given)
+        if line is None or len(line.given) <= len(line.left):
+            return
+        line.calls += 1
+        line.left.append(_numbers(given["tensor"]))
+        if len(line.left) == _CALLS:
+            self._sink(SumsReduced(Location.parse(call.location), tuple(line.given), tuple(line.left)))
+            line.calls = _MOST_CALLS
+
+    def _line_of(self, call: Call, given: Mapping[str, Any]) -> _SumLine | None:
+        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        if call.operation != "all_reduce" or not isinstance(tensor, torch.Tensor) or op != dist.ReduceOp.SUM:
+            return None
+        if given.get("async_op") or len(call.members) < dist.get_world_size() or tensor.requires_grad:
+            return None
+        key = call.location, tensor.numel()
+        if not 0 < tensor.numel() <= _MOST_SUM_ELEMENTS or tensor.is_complex() or tensor.layout != torch.strided:
+            return None
+        if key not in self._lines and len(self._lines) >= _MOST_SUM_LINES:
+            return None
+        line = self._lines.setdefault(key, _SumLine())
+        return line if line.calls < _MOST_CALLS else None
+
+
+def _numbers(tensor: torch.Tensor) -> _Numbers:
+    return tuple(map(float, tensor.detach().flatten().tolist()))
