@@ -21,8 +21,7 @@ from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.judge.replicas.model_parts import judge_batches, judge_model_parts
 from ddpcheck.record.data.datasets import InputRecorder
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.loop_record import StepListener
+from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.worlds.wire import get_value, put_value, remove_value

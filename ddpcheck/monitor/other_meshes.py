@@ -23,8 +23,7 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.judge.loop.script_wrappers import judge_apart_meshes
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.loop_record import StepListener
+from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState

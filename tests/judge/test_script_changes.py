@@ -21,7 +21,7 @@ from ddpcheck.judge.replicas.descriptions import MODE
 from ddpcheck.judge.replicas.script_changes import at_the_change, judge_ignored, judge_replaced, judge_written_alone
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.record.replicas.module_uses import WriteRecorder
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)

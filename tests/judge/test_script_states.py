@@ -15,7 +15,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.judge.replicas.script_states import judge_loads, judge_states, judge_uses
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.record.replicas.module_uses import UseRecorder
 
 MADE, LOADED = Location("train.py", 9), Location("train.py", 50)
 HELD = StateHeld(0, 4, "ema", "Net", {"w": 1}, copies=True, used=False, location=MADE)

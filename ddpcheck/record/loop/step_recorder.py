@@ -32,8 +32,7 @@ from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import Kept, KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.loop_record import LoopRecord, StepListener, switch_calls
+from ddpcheck.record.loop.loop_record import LoopRecord, Snapshot, StepListener, switch_calls
 from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches

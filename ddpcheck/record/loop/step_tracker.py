@@ -32,8 +32,15 @@ from ddpcheck.gather.autograd.autograd_graph import (
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
-from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord, StepListener
+from ddpcheck.record.loop.loop_record import (
+    BACKWARD,
+    FORWARDS,
+    LoopRecord,
+    Snapshot,
+    StepListener,
+    differentiable_tensors,
+    trainable_leaves,
+)
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
 from ddpcheck.record.recording import UnpickledHook, follow_forward, inside_forward, remove_hooks, unfollow_forward
 

@@ -35,10 +35,9 @@ from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording, UnpickledHook, follow_steps
+from ddpcheck.record.replicas.module_uses import LoadRecorder, UseRecorder, WriteRecorder
 from ddpcheck.record.replicas.program_state import StateRecorder, names_of_parameters, names_of_tensors
-from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
 from ddpcheck.record.replicas.tables import tables_of_program
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
 
 _MOST_MARKS = _MOST_SUMS = 4096

@@ -1,8 +1,6 @@
 """Recorder of tensor parallel models: their ranks, and replicated state at each step.
 
-Also locates the line that takes the norm of gradient shards. The line decides nothing: the scaling of gradients by
-different factors per rank is measured. If no line or a wrong line is found, the finding is the same, located at the
-optimizer step or at that line.
+Also locates the line that takes the norm of gradient shards, which decides nothing: the scaling is measured.
 """
 
 from __future__ import annotations

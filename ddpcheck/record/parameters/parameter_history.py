@@ -23,7 +23,7 @@ from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, own_part
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.record.loop.forward_snapshot import Snapshot
+from ddpcheck.record.loop.loop_record import Snapshot
 from ddpcheck.record.parameters.hooked_gradients import HookedGradients
 from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import RankReport

@@ -67,8 +67,8 @@ from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.work_recorder import PeerRecorder, SumRecorder, WorkRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
+from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (
     UNNUMBERED,
     ExitCalled,

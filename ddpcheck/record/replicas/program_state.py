@@ -36,8 +36,8 @@ from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording, UnpickledHook
+from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
-from ddpcheck.record.replicas.state_uses import UseRecorder
 from ddpcheck.record.source.source_scope import writing_line
 
 _MOST_OBJECTS = 4096  # objects reached from program variables
