@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import call
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -33,7 +33,7 @@ class Recording:
         self.add = add  # function that writes an entry to the log
         self.log: Any = log  # log of this rank
         self.every = every  # steps between two comparisons; 0 for never
-        self.watches: Living[Any] = Living()  # `ScriptWatch` of each wrapper
+        self.watches = Living()  # `ScriptWatch` of each wrapper
         self.wrappers = 0  # number of wrappers constructed so far
         self.steps = 0  # number of optimizer steps, of all optimizers together
         self.rounds = 0  # largest step count of any optimizer
@@ -54,28 +54,25 @@ class Recording:
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
-_Thing = TypeVar("_Thing")
-
-
-class Living(Generic[_Thing]):
+class Living:
     """Weak references to a few objects; safe to modify during iteration.
 
     A `WeakSet` is too slow for the dozen look-ups per training step.
     """
 
     def __init__(self) -> None:
-        self.refs: tuple[ref[_Thing], ...] = ()  # tuple of references, replaced on each change
+        self.refs: tuple[ref[Any], ...] = ()  # tuple of references, replaced on each change
 
-    def add(self, thing: _Thing) -> None:
+    def add(self, thing: Any) -> None:
         self.refs = (*self.refs, ref(thing, self._gone))
 
-    def discard(self, thing: _Thing) -> None:
+    def discard(self, thing: Any) -> None:
         self.refs = tuple(reference for reference in self.refs if reference() is not thing)
 
-    def _gone(self, dead: ref[_Thing]) -> None:
+    def _gone(self, dead: ref[Any]) -> None:
         self.refs = tuple(reference for reference in self.refs if reference is not dead)
 
-    def __iter__(self) -> Iterator[_Thing]:
+    def __iter__(self) -> Iterator[Any]:
         return filter(None, [*map(call, self.refs)])
 
     def __bool__(self) -> bool:
@@ -170,7 +167,7 @@ def remove_hooks(handles: list[Any]) -> None:
 # Optimizer steps. The hooks are removed with the last follower, not by the garbage collector: torch must not find a
 # hook removed during iteration.
 
-_step_followers: Living[Any] = Living()
+_step_followers = Living()
 _step_handles: list[Any] = []
 
 
@@ -214,7 +211,7 @@ def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
 inside_forward: set[int] = set()
 """`id()` of each wrapper in a forward pass detected by hooks."""
 
-_forward_followers: Living[Any] = Living()
+_forward_followers = Living()
 _forward_patches: list[Patch] = []
 
 
