@@ -32,8 +32,8 @@ from ddpcheck.monitor.options import OnFinding, WatchOptions
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning
-from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, IgnoredData
+from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData
 from ddpcheck.record.recording import hold, release
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
@@ -135,13 +135,11 @@ class Watch:
         self._recorder = StepRecorder(
             wrapper,
             self,
-            RecorderOptions(
-                parameters=options.detect_anomalous_params,
-                normalisation=options.check_normalisation,
-                compares=lambda step: is_due(step) or step == self._comparison.again,
-                keeps=functools.partial(_is_due, options.check_parity_every),
-                bypassed=lambda: self._bypass.found(),
-            ),
+            checks_parameters=options.detect_anomalous_params,
+            checks_weights=options.check_normalisation,
+            compares=lambda step: is_due(step) or step == self._comparison.again,
+            keeps=functools.partial(_is_due, options.check_parity_every),
+            is_live=True,
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
             listeners=[self._ignored, *([self._apart, meshes, self._parts] if options.check_consistency_every else [])],
@@ -150,7 +148,6 @@ class Watch:
         self._compilations = CompilationRecorder(
             self._compiled.append, lambda: self._recorder.module.training, lambda: self.step
         )
-        self._bypass = BypassRecorder(self._recorder.module, (), self._recorder.loop.add)
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
         self._unwatched: list[CheckResult] = []
@@ -182,7 +179,6 @@ class Watch:
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
         self._compilations.close()
-        self._bypass.close()
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)

@@ -1,4 +1,4 @@
-"""What the recorders of one rank share: state, weak references, and hooks."""
+"""State, weak references and hooks that the recorders of one rank share."""
 
 from __future__ import annotations
 

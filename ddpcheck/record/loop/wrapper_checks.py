@@ -1,11 +1,10 @@
-"""Recorders of one wrapper: bypassed reductions, ranks that train apart, ignored assignments, pace, collectives."""
+"""Recorders of one wrapper: ranks that train apart, ignored assignments, pace, and collectives."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -14,11 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
-from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
-    frames_from,
-    is_of_program,
     is_user_file,
     lines_of_program,
     location_of,
@@ -28,92 +24,14 @@ from ddpcheck.findings.source_lines import (
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
-from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Patch, Recorder, guarded
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part, version_of
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
 from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.recording import Recording, UnpickledHook, remove_hooks
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.source.source_scope import lines_left_out_by
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
-
-DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
-
-_GradientMarks = list[tuple[int, int] | None]
-
-
-class BypassRecorder(Recorder, subjects=("loop",)):
-    """Recorder of backward passes that bypass one wrapper."""
-
-    def __init__(
-        self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
-    ) -> None:
-        self._event = LoopEvent("forward inside")
-        self._sink = sink  # receives an event for each bypass
-        self._module = module
-        self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
-        self._marks: _GradientMarks = []
-        self.reductions = 0  # number of finished reductions at the start of the running backward pass
-        self._in_forward = False
-        self._listens = True
-        self._handles: list[Any] = []
-
-    def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
-        """Record gradient versions at the start of any backward pass of the script."""
-        self._in_forward = in_forward
-        self._marks, self.reductions = self._marked(), reductions
-
-    def backward_ended(self) -> None:
-        """Detect gradients added by a finished backward pass without a reduction."""
-        marks, before = self._marked(), self._marks
-        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
-            if self._in_forward:
-                self._event = LoopEvent("backward inside", location=str(user_location() or ""))
-            else:
-                self._listen()
-            self._sink(self._event)
-
-    def found(self) -> LoopEvent:
-        """Start to listen; return the call that causes the bypass."""
-        self._listen()
-        return self._event
-
-    def close(self) -> None:
-        self._listens = False
-        remove_hooks(self._handles)
-
-    def _marked(self) -> _GradientMarks:
-        marks: _GradientMarks = []
-        for parameter in self._some:
-            gradient = parameter.grad
-            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
-        return marks
-
-    def _listen(self) -> None:
-        if self._listens and not self._handles and not self._event.location:
-            hook = OutsideOfCompiledCode(UnpickledHook(self._called))
-            self._handles = [before_forward(part, hook) for part in self._module.modules()]
-
-    def _called(self, *_arguments: Any) -> None:
-        """Record the program line that calls a part, unless the wrapper does."""
-        if self._event.location or not torch.is_grad_enabled():
-            return
-        parts = set(self._module.modules())
-        frames = [*frames_from(sys._getframe(1))]
-        if any(frame.f_code.co_filename == DDP_FILE for frame in frames):
-            return
-        user_frames = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
-        caller = next((frame for frame in user_frames if not _is_method_of(frame, parts)), None)
-        if caller is not None:
-            self._event = LoopEvent("forward inside", location=str(location_of(caller)))
-
-
-def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
-    code = frame.f_code
-    instance = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return isinstance(instance, nn.Module) and instance in parts
-
 
 _MOST_MARKS = 4096
 

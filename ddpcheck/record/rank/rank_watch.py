@@ -52,7 +52,7 @@ from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compi
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
-from ddpcheck.record.loop.wrapper_checks import DDP_FILE
+from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_clipped

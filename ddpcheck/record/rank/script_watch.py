@@ -28,8 +28,8 @@ from ddpcheck.gather.state.module_description import class_name, module_entries
 from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
 from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import ZEROED, StepListener
-from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.loop.wrapper_checks import ApartMarks, BypassRecorder, PaceRecorder, WrapperCollectives
+from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
@@ -86,14 +86,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._recorder = StepRecorder(
             wrapper,
             self,
-            RecorderOptions(
-                parameters=True,
-                normalisation=True,
-                compares=self._is_due,
-                keeps=self._is_due,
-                bypassed=lambda: self._bypass.found(),
-                is_live=False,
-            ),
+            checks_parameters=True,
+            checks_weights=True,
+            compares=self._is_due,
+            keeps=self._is_due,
+            is_live=False,
             began_alike=began_alike,
             keeps_start=began_alike,
             built=built,
@@ -108,7 +105,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         # wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
-        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
         log.add(
@@ -243,15 +239,16 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._replica.reduced = None  # left by a backward pass that raised
         if not self.is_sharded:
             tracker = self._recorder.tracker
-            self._bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
+            self._recorder.bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
 
     def any_backward_ended(self) -> None:
         """Detect a finished backward pass that bypassed the wrapper (never for shards)."""
         self._replica.reduced = None
-        if self._through_forward or self.is_sharded or self._recorder.tracker.number != self._bypass.reductions:
+        recorder = self._recorder
+        if self._through_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
             return
-        if not self.has_unreduced and not self._recorder.joins:
-            self._bypass.backward_ended()
+        if not self.has_unreduced and not recorder.joins:
+            recorder.bypass.backward_ended()
 
     def parameters_written(self) -> None:
         self._replica.changed |= self.forwards > 0
@@ -281,7 +278,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._pace.ended(self.step)
         if was_attached and (mark := self._marks.at_last()) is not None:
             self._log.add(mark)
-        self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
         if was_attached and not failing and self.is_sharded and self.step:
@@ -296,7 +292,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     def tell(self, report: RankReport) -> None:
         if any(event.kind in AROUND for event in report.events):
-            self._bypass.close()
+            self._recorder.bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def left_out(self, step: int) -> None:

@@ -30,7 +30,7 @@ from ddpcheck.findings.source_lines import file_of_class, frames_from, is_of_pro
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, before_forward
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
-from ddpcheck.record.loop.wrapper_checks import DDP_FILE
+from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
 from ddpcheck.record.source.source_scope import updating_line
