@@ -187,7 +187,7 @@ def _be_rank(pipe: int) -> None:
     from numpy.random import MT19937, mtrand
 
     from ddpcheck.record.data import constructions
-    from ddpcheck.record.rank import arming
+    from ddpcheck.record.rank import arming, started_processes
 
     with open(pipe) as file:
         text = file.read()
@@ -202,7 +202,7 @@ def _be_rank(pipe: int) -> None:
     os.environ.update(environment)
     path = environment["PYTHONPATH"].split(os.pathsep)[1:]  # of which Python would have taken the first off
     sys.path[:1] = [str(Path(script).absolute().parent), *(folder for folder in path if folder not in sys.path)]
-    arming.mark_first_process()
+    started_processes.mark_first_process()
     arming.record_parity()
     torch.default_generator.seed()  # as at its import; by no function of which the line would be noted as the script's
     mtrand._rand._bit_generator.state = MT19937().state

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.record.rank.arming import RAISED, SUFFIX
+from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.run.living_ranks import is_idle, lives
 from ddpcheck.worlds.deadlock import children_of, processor_seconds
 

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 
 from ddpcheck.cli import main
 from ddpcheck.cli.run import run_agent
-from ddpcheck.record.rank import arming, rank_watch
+from ddpcheck.record.rank import rank_watch, started_processes
 from ddpcheck.record.rank.environment import RunOptions, environment_for
 from ddpcheck.run.check_options import add_check_options, split_at_script
 from ddpcheck.run.ending import Ending
@@ -184,7 +184,7 @@ def test_a_report_on_an_earlier_start_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.delenv("_DDPCHECK_STARTED", raising=False)
-    arming.mark_first_process()
+    started_processes.mark_first_process()
     ending = Ending(1, restart=last_restart(tmp_path))
     report = report_on_script("train.py", ending, read_logs(tmp_path))
     note, _ = report.world["notes"]  # and that there is one rank

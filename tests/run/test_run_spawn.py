@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ddpcheck.record.rank import arming
-from ddpcheck.record.rank.arming import leave_agent_store, mark_first_process
+from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.started_processes import leave_agent_store, mark_first_process
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog, rank_processes
 from tests.tiers import one_of, share
@@ -87,8 +87,8 @@ def test_the_end_of_a_process_is_told(how: str, told: str | None, monkeypatch: p
     process = multiprocessing.Process(target=exits, args=(how,))
     ends: list[BaseException | None] = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "run", multiprocessing.process.BaseProcess.run)
-    monkeypatch.setattr(arming, "on_end", [ends.append])
-    arming.follow_ends()
+    monkeypatch.setattr(started_processes, "on_end", [ends.append])
+    started_processes.follow_ends()
     try:
         process.run()
     except (ValueError, SystemExit):

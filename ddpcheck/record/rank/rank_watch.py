@@ -59,12 +59,12 @@ from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_c
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
-from ddpcheck.record.rank.arming import launched_beside, on_end
 from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run, when_imported
 from ddpcheck.record.rank.file_recorder import FileRecorder
 from ddpcheck.record.rank.line_recorder import ConstructionRecorder, LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
+from ddpcheck.record.rank.started_processes import launched_beside, on_end
 from ddpcheck.record.rank.work_recorder import PeerRecorder, SumRecorder, WorkRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.replicas.module_uses import WriteRecorder
