@@ -186,7 +186,7 @@ def _be_rank(pipe: int) -> None:
     import torch
     from numpy.random import MT19937, mtrand
 
-    from ddpcheck.record.data import generator_history
+    from ddpcheck.record.data import constructions
     from ddpcheck.record.rank import arming, started_processes
 
     with open(pipe) as file:
@@ -207,7 +207,7 @@ def _be_rank(pipe: int) -> None:
     torch.default_generator.seed()  # as at its import; by no function of which the line would be noted as the script's
     mtrand._rand._bit_generator.state = MT19937().state
     for generator in ("python", "numpy"):  # which a fork, or the line above, has changed
-        generator_history.begin(generator)
+        constructions.begin_history(generator)
     sys.argv = [script, *arguments]
     runpy.run_path(str(Path(script).absolute()), run_name="__main__")
 

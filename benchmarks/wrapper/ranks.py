@@ -17,7 +17,7 @@ from torch import nn
 import ddpcheck
 from benchmarks.wrapper.cases import Case
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32

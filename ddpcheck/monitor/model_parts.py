@@ -19,9 +19,8 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
 from ddpcheck.gather.patching import Recorder
-from ddpcheck.record.data.input_recorder import InputRecorder
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.data.datasets import InputRecorder
+from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches

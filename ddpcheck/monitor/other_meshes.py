@@ -22,8 +22,7 @@ from ddpcheck.gather.ddp.sharding import mesh_of, shard_number
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_apart_meshes
 from ddpcheck.stream.entries import ReplicaCaptured

@@ -28,11 +28,9 @@ from ddpcheck.monitor.model_parts import ModelParts
 from ddpcheck.monitor.other_meshes import OtherMeshes
 from ddpcheck.monitor.replica_comparison import ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
-from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder
-from ddpcheck.record.loop.ignored_data import IgnoredData
-from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.module_hooks import hold, release
+from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData
+from ddpcheck.record.recording import hold, release
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
 from ddpcheck.rules.replicas.watched_steps import judge_reports
@@ -128,13 +126,11 @@ class Watch:
         self._recorder = StepRecorder(
             wrapper,
             self,
-            RecorderOptions(
-                parameters=options.detect_anomalous_params,
-                normalisation=options.check_normalisation,
-                compares=lambda step: is_due(step) or step == self._comparison.again,
-                keeps=functools.partial(_is_due, options.check_parity_every),
-                bypassed=lambda: self._bypass.found(),
-            ),
+            checks_parameters=options.detect_anomalous_params,
+            checks_weights=options.check_normalisation,
+            compares=lambda step: is_due(step) or step == self._comparison.again,
+            keeps=functools.partial(_is_due, options.check_parity_every),
+            is_live=True,
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
             listeners=[self._ignored, *([self._apart, meshes, self._parts] if options.check_consistency_every else [])],
@@ -143,7 +139,6 @@ class Watch:
         self._compilations = CompilationRecorder(
             self._compiled.append, lambda: self._recorder.module.training, lambda: self.step
         )
-        self._bypass = BypassRecorder(self._recorder.module, (), self._recorder.loop.add)
         self._comparison = ReplicaComparison(self._recorder, self._alarms)
         self._attached = True
         self._unwatched: list[CheckResult] = []
@@ -175,7 +170,6 @@ class Watch:
         was_attached, self._attached = self._attached, False
         self._recorder.detach()
         self._compilations.close()
-        self._bypass.close()
         self._parts.close()
         self._ignored.close()
         release(self._recorder.module, self)

@@ -24,7 +24,7 @@ from ddpcheck.gather.state.module_description import describe
 from ddpcheck.monitor.reporting import FindingReporter, OnFinding, WatchOptions, as_text
 from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
 from ddpcheck.rules.replicas.descriptions import judge_descriptions
 from ddpcheck.trace.replicas import judge_options

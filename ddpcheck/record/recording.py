@@ -1,15 +1,24 @@
-"""State shared by the recorders of one rank: log, watches, and step counts."""
+"""State, weak references and hooks that the recorders of one rank share."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from operator import call
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.evidence import Entry
-from ddpcheck.record.module_hooks import Living
+from ddpcheck.gather.autograd.autograd_graph import in_backward
+from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, patched, recorder_of
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import is_probed, is_sampled
 
@@ -18,34 +27,22 @@ Position = tuple[int, int, int]
 
 
 class Recording:
-    """State of one rank, shared by its recorders.
-
-    Attributes:
-        add: Function that writes an entry to the log.
-        log: Log of this rank.
-        every: Steps between two comparisons; 0 for never.
-        watches: `ScriptWatch` of each wrapper.
-        wrappers: Number of wrappers constructed so far.
-        steps: Number of optimizer steps, of all optimizers together.
-        rounds: Largest step count of any optimizer.
-        position: Current position in the data loaders.
-        batches: Number of batches taken, by data loader.
-        taken: Number of batches taken in the current passes over data loaders.
-        samples: Copies of the tensors of the last batch, before a sampled step.
-    """
+    """State of one rank, shared by its recorders."""
 
     def __init__(self, add: Callable[[Entry], object], every: int = 0, log: RankLog | None = None) -> None:
-        self.add = add
-        self.log: Any = log
-        self.every = every
-        self.watches: Living[Any] = Living()
-        self.wrappers = self.steps = self.rounds = self.taken = 0
-        self.position: Position = (-1, -1, 0)
-        self.batches: Counter[int] = Counter()
-        self.samples: Sequence[torch.Tensor] = ()
+        self.add = add  # function that writes an entry to the log
+        self.log: Any = log  # log of this rank
+        self.every = every  # steps between two comparisons; 0 for never
+        self.watches = Living()  # `ScriptWatch` of each wrapper
+        self.wrappers = 0  # number of wrappers constructed so far
+        self.steps = 0  # number of optimizer steps, of all optimizers together
+        self.rounds = 0  # largest step count of any optimizer
+        self.taken = 0  # number of batches taken in the current passes over data loaders
+        self.position: Position = (-1, -1, 0)  # current position in the data loaders
+        self.batches: Counter[int] = Counter()  # number of batches taken, by data loader
+        self.samples: Sequence[torch.Tensor] = ()  # copies of the tensors of the last batch, before a sampled step
 
     def count_step(self, *_arguments: object) -> None:
-        """Count an optimizer step."""
         self.steps += 1
 
     def is_written(self, number: int) -> bool:
@@ -55,3 +52,238 @@ class Recording:
     def are_probed(self) -> bool:
         """Return True if losses are recorded; `rounds` covers optimizers that take turns."""
         return is_probed(self.steps) or is_probed(self.rounds)
+
+
+class Living:
+    """Weak references to a few objects; safe to modify during iteration.
+
+    A `WeakSet` is too slow for the dozen look-ups per training step.
+    """
+
+    def __init__(self) -> None:
+        self.refs: tuple[ref[Any], ...] = ()  # tuple of references, replaced on each change
+
+    def add(self, thing: Any) -> None:
+        self.refs = (*self.refs, ref(thing, self._gone))
+
+    def discard(self, thing: Any) -> None:
+        self.refs = tuple(reference for reference in self.refs if reference() is not thing)
+
+    def _gone(self, dead: ref[Any]) -> None:
+        self.refs = tuple(reference for reference in self.refs if reference is not dead)
+
+    def __iter__(self) -> Iterator[Any]:
+        return filter(None, [*map(call, self.refs)])
+
+    def __bool__(self) -> bool:
+        return bool(self.refs)
+
+
+class UnpickledHook:
+    """Hook dropped on pickle and copy, and never compiled by `torch.compile`."""
+
+    def __init__(self, method: Any, recorder: Recorder | None = None) -> None:
+        self.method = method
+        self._recorder = recorder or recorder_of(method)
+        self._not_compiled = _not_compiled()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._recorder.is_off:
+            return
+        try:
+            if _is_traced() or _callback_of_compiler() is not None:
+                self._not_compiled(self.method, args, kwargs)
+            else:  # cheaper than calling a function under `torch.compiler.disable`
+                self.method(*args, **kwargs)
+        except FindingsError as error:  # hide frames of ddpcheck in the traceback
+            raise error.with_traceback(None) from None
+        except Exception as error:
+            OwnErrors.take(error, self._recorder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_nothing,)
+
+
+def _found_callback() -> Callable[[], Any]:
+    """Return a function that returns this thread's active compiler callback, or `None`.
+
+    Private to torch: if missing, functions called by a hook in compiled code may be compiled.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame
+
+        return eval_frame.get_eval_frame_callback
+    return lambda: None
+
+
+_callback_of_compiler = _found_callback()
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+@functools.cache
+def _not_compiled() -> Any:
+    """Return a function that calls a method without compilation by `torch.compile`.
+
+    Created with the first hook, not on import: `torch._dynamo` is imported, as DDP's constructor has done by then.
+    """
+
+    def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        method(*args, **kwargs)
+
+    call = torch.compiler.disable(call)
+    _leave_us_alone()
+    return call
+
+
+_NOT_TRACED = (
+    *("findings", "judge", "monitor", "recipe", "record", "stream", "worlds"),
+    *("gather.autograd", "gather.ddp", "gather.state", "gather.steps"),
+)
+
+
+def _leave_us_alone() -> None:
+    """Exclude ddpcheck from `torch.compile`, also for hooks called by compiled code.
+
+    Replacements of torch functions are still traced, so that compiled code stays one graph. Private to torch: if
+    missing, functions of ddpcheck are compiled up to the recompilation limit.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._dynamo import trace_rules
+
+        for package in _NOT_TRACED:
+            trace_rules.add(f"ddpcheck.{package}")
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+def remove_hooks(handles: list[Any]) -> None:
+    """Remove hooks by their handles, and clear the list."""
+    while handles:
+        handles.pop().remove()
+
+
+# Optimizer steps. The hooks are removed with the last follower, not by the garbage collector: torch must not find a
+# hook removed during iteration.
+
+_step_followers = Living()
+_step_handles: list[Any] = []
+
+
+def follow_steps(follower: Any) -> None:
+    """Notify `follower` of all optimizer steps from now on, after all others; holds a weak reference.
+
+    Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer, has_closure)`. `has_closure`: a
+    closure runs the last passes; `inside`: within a backward pass.
+    """
+    _step_followers.add(follower)
+    if not _step_handles:
+        before, after = UnpickledHook(_before_step), UnpickledHook(_after_step)
+        _step_handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def unfollow_steps(follower: Any) -> None:
+    """Stop notifying `follower`; idempotent. The last follower must not leave during a step."""
+    _step_followers.discard(follower)
+    if not _step_followers:
+        remove_hooks(_step_handles)
+
+
+def _before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure, inside = len(arguments) + len(named) > 1 and _has_closure(arguments, named), in_backward()
+    for follower in filter(None, map(call, _step_followers.refs)):
+        follower.before_step(optimizer, has_closure, inside)
+
+
+def _after_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    has_closure = len(arguments) + len(named) > 1 and _has_closure(arguments, named)
+    for follower in filter(None, map(call, _step_followers.refs)):
+        follower.after_step(optimizer, has_closure)
+
+
+def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(map(callable, (*arguments[1:], *named.values())))  # the first argument is the optimizer
+
+
+# Calls of `wrapper.forward(...)`, which run no hooks, detected in DDP's own forward
+
+inside_forward: set[int] = set()
+"""`id()` of each wrapper in a forward pass detected by hooks."""
+
+_forward_followers = Living()
+_forward_patches: list[Patch] = []
+
+
+def follow_forward(follower: Any) -> None:
+    """Call `enter_by_name` and `leave_by_name` of `follower` for forward passes that ran no hook."""
+    _forward_followers.add(follower)
+    if not _forward_patches:
+        for name, around in (("_pre_forward", _enters_forward), ("_post_forward", _leaves_forward)):
+            _forward_patches.append(patched(DistributedDataParallel, name, around))
+
+
+def unfollow_forward(follower: Any) -> None:
+    """Stop notifying `follower`; idempotent."""
+    _forward_followers.discard(follower)
+    while _forward_patches and not _forward_followers:
+        _forward_patches.pop().undo()
+
+
+def _enters_forward(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:
+    for follower in _forward_followers if id(wrapper) not in inside_forward else ():
+        follower.enter_by_name(wrapper, arguments, named)
+
+
+def _leaves_forward(wrapper: nn.Module, *_arguments: Any) -> Generator[None, Any, None]:
+    if id(wrapper) in inside_forward:
+        return
+    output = yield
+    for follower in _forward_followers:
+        follower.leave_by_name(wrapper, output)
+
+
+# Watches kept alive by modules
+
+_KEY = "_ddpcheck_watches"
+
+
+class _Held:
+    """Watches kept alive by a module; copied and pickled as an empty tuple."""
+
+    __slots__ = ("watches",)
+
+    def __init__(self) -> None:
+        self.watches: list[Any] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ()
+
+
+def hold(module: nn.Module, watch: Any) -> None:
+    """Keep `watch` alive with `module`, since training may continue without the wrapper."""
+    for part in _wrapped_parts(module):
+        holder = vars(part).get(_KEY)
+        if not isinstance(holder, _Held):
+            holder = vars(part)[_KEY] = _Held()
+        holder.watches = [watch, *(known_watch for known_watch in holder.watches if known_watch.is_of_living_wrapper)]
+
+
+def release(module: nn.Module, watch: Any) -> None:
+    """Undo `hold`."""
+    for part in _wrapped_parts(module):
+        holder = vars(part).get(_KEY)
+        if isinstance(holder, _Held):
+            holder.watches = [known_watch for known_watch in holder.watches if known_watch is not watch]
+            if not holder.watches:
+                del vars(part)[_KEY]
+
+
+def _wrapped_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and nested modules with the same parameters (of a compiled module)."""
+    while True:
+        yield module
+        parts = list(module.children())
+        if len(parts) != 1 or next(module.parameters(recurse=False), None) is not None:
+            return
+        module = parts[0]

@@ -1510,7 +1510,7 @@ def test_a_recorder_that_fails_after_its_watch_was_freed_is_a_warning(monkeypatc
 
 
 def test_a_recorder_that_fails_ends_itself_and_the_watch_goes_on(monkeypatch):
-    from ddpcheck.record.loop.apart_marks import ApartMarks
+    from ddpcheck.record.loop.wrapper_checks import ApartMarks
     from ddpcheck.record.loss.micro_batches import MicroBatches
 
     def fails(*_arguments, **_named):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpcheck.findings.evidence.loop import HookedGradient
-from ddpcheck.record.module_hooks import remove_hooks
 from ddpcheck.record.parameters.hooked_gradients import HookedGradients
+from ddpcheck.record.recording import remove_hooks
 
 GIVEN = torch.tensor([[0.5, -1.0, 2.0], [0.25, 3.0, -4.0]])
 MASK = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])

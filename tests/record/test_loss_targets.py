@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddpcheck.record.loss.loss_targets import targets_of
+from ddpcheck.record.loss.loss_recorder import targets_of
 
 CLASSES = torch.tensor([3, 0, 2, 0, 1, 3])
 VALUES = torch.tensor([0.3, -1.0, 2.0, 0.1, 5.0, -2.0])

@@ -7,7 +7,7 @@ import sys
 
 _SCRIPT = """
 import torch
-from ddpcheck.record.parity.noise import Noise
+from ddpcheck.record.parity.draws import Noise
 
 noise = Noise()
 before = torch.linspace(-3, 3, 64)

@@ -15,7 +15,7 @@ from ddpcheck.stream.entries import PeerReceived
 
 @pytest.mark.ddp(world_size=2)
 def test_what_a_rank_waits_for_is_known_from_the_call_to_its_end(rank: int) -> None:
-    from ddpcheck.record.rank.peer_recorder import PeerRecorder
+    from ddpcheck.record.rank.work_recorder import PeerRecorder
     from ddpcheck.record.recording import Recording
 
     seen: list[PeerWait | None] = []

@@ -18,10 +18,8 @@ from ddpcheck.record.replicas.program_state import (
     StateRecorder,
     _is_near,
     names_of_tensors,
-    tables_of,
-    tables_of_program,
 )
-from ddpcheck.record.replicas.set_order import is_order_of_a_set
+from ddpcheck.record.replicas.tables import is_order_of_a_set, tables_of, tables_of_program
 
 
 class Labels:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
-from ddpcheck.record.data.sampler_orders import epoch_of, shuffles_by_epoch
+from ddpcheck.record.data.datasets import epoch_of, shuffles_by_epoch
 from ddpcheck.rules.data.loaders import judge_loaders
 
 

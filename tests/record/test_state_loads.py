@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddpcheck.record.replicas.state_uses import common_prefix
+from ddpcheck.record.replicas.module_uses import common_prefix
 
 KEYS = ["head.weight", "head.bias", "norm.weight"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy, linear
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.record.loss.target_recorder import TargetRecorder
+from ddpcheck.record.loss.gather_recorder import TargetRecorder
 from ddpcheck.record.recording import Recording
 
 

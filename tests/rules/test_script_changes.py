@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.optimizers.options import judge_optimizer_options

@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LossDifferentiated, LossTarget
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.record.data.added_noise import added_to, kept_samples
+from ddpcheck.record.data.datasets import added_to, kept_samples
 from ddpcheck.rules.data.ddp505_duplicate_data import judge_behind, judge_same_targets, judge_streams
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import _cosine, judge_added_noise, judge_step_draws
 from ddpcheck.trace.data import line_of_selection

@@ -25,16 +25,16 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.data.sample_rows import SampleRows
+from ddpcheck.record.data.datasets import SampleRows
 from ddpcheck.record.evaluation import evaluation_recorder
 from ddpcheck.record.evaluation.evaluation_recorder import (
+    ComparisonRecorder,
     EvaluationRecorder,
     _rows_given,
     _values_given,
     _without_states,
 )
-from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
-from ddpcheck.record.loss.target_recorder import _cross_entropies, _place_of
+from ddpcheck.record.loss.gather_recorder import _cross_entropies, _place_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
 from ddpcheck.rules.registry import judge_view

@@ -12,7 +12,7 @@ import torch
 from ddpcheck.findings.evidence.script import LoaderPass, Restored
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.record.data.sample_rows import SampleRows, rows_of_whole, samples_of
+from ddpcheck.record.data.datasets import SampleRows, rows_of_whole, samples_of
 from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.trace.data import hold_own_parts
 

@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.state_uses import UseRecorder
+from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
 from ddpcheck.rules.replicas.copies import judge_states, judge_uses
 from ddpcheck.trace.program import Program

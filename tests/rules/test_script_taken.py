@@ -12,8 +12,8 @@ from torch import nn
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
-from ddpcheck.record.loop.taken_recorder import TakenRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
+from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken

@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.record.replicas.set_order import is_order_of_a_set
+from ddpcheck.record.replicas.tables import is_order_of_a_set
 from ddpcheck.rules.replicas.descriptions import judge_constructions
 
 HERE, THERE = Location("train.py", 30), Location("train.py", 40)

@@ -23,7 +23,7 @@ from ddpcheck.findings.errors import EXIT_HANG, EXIT_TARGET, EXIT_USAGE, DDPChec
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
 from ddpcheck.findings.report import CheckResult, Finding, Report, ReportError
 from ddpcheck.findings.selection import Suppression
-from ddpcheck.report import calls
+from ddpcheck.findings.wording import counted, join_names, suggests_names
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import make_report
 from ddpcheck.report.checking.check_state import CheckOptions

@@ -2,7 +2,7 @@
 
 Judged in `judge.loop`, `judge.replicas.script_changes`, `judge.data.script_draws`, `judge.gradients.script_losses` and
 `judge.gradients.script_alone`; gathered in `record.loop`, `record.optimizers`, `record.loss.gather_recorder`,
-`record.data.draw_recorder`, `record.replicas.write_recorder` and `record.rank.line_recorder`.
+`record.data.draw_recorder`, `record.replicas.module_uses` and `record.rank.line_recorder`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Evidence on an unmodified script: data, optimizers and files, by rank.
 
 Judged in `judge.data`, `judge.loop`, `judge.gradients.script_losses` and `judge.replicas.script_states`; gathered in
-`record.data`, `record.optimizers`, `record.loss`, `record.replicas.program_state` and `record.rank.file_recorder`.
+`record.data`, `record.optimizers`, `record.loss`, `record.replicas` and `record.rank.file_recorder`.
 """
 
 from __future__ import annotations

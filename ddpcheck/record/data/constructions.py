@@ -1,6 +1,7 @@
-"""Lines of a script that construct samplers, datasets and loaders, or seed.
+"""Lines of a script that construct samplers, datasets and loaders, or seed; history of the random generators.
 
-Recorded from the import of torch on: programs may create data and seed before they join a process group.
+Recorded from the import of torch on: programs may create data and seed before they join a process group. The history is
+equal on ranks with equal draws. A generator that the program creates is represented by its initial state.
 
 This module is light: it never imports torch.
 """
@@ -9,19 +10,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import functools
+import hashlib
 import linecache
 import random
+import struct
 import sys
-from collections.abc import Callable
-from types import FrameType, ModuleType
+from collections.abc import Callable, Iterable
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from weakref import ref
 
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, location_of, user_frame, variables_of
 from ddpcheck.gather.patching import Patch
-from ddpcheck.record.data import generator_history
 
 _CLASSES = {
     "torch.utils.data.dataset": ("Subset", "TensorDataset"),
@@ -70,7 +73,7 @@ def follow(module: ModuleType) -> None:
     """Patch the constructors and seed functions of a newly imported module."""
     if module.__name__ == "torch.random":
         with contextlib.suppress(Exception):
-            generator_history.begin("python")
+            begin_history("python")
     for owner in (random, module) if module.__name__ == "torch.random" else (module,):
         generator = "python" if owner is random else module.__name__.partition(".")[0]
         for name in _SEEDS.get(owner.__name__, ()):
@@ -78,7 +81,7 @@ def follow(module: ModuleType) -> None:
     if module.__name__ == "numpy.random":  # torch's generator is not available during its import
         Patch(module, "default_rng", _noting_generator)
         with contextlib.suppress(Exception):
-            generator_history.begin("numpy")
+            begin_history("numpy")
     for name in _CLASSES.get(module.__name__, ()):
         if (kind := getattr(module, name, None)) is not None and "__init__" in vars(kind):
             Patch(kind, "__init__", _noting)
@@ -89,7 +92,7 @@ def _noting(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(_made) < _MOST and (line := _line_of_construction(self, sys._getframe(1))) is not None:
-                drawn = generator_history.history() if len(_made) < _MOST_HISTORIES else 0
+                drawn = draw_history() if len(_made) < _MOST_HISTORIES else 0
                 _made[id(self)] = ref(self), line, drawn
         construct(self, *arguments, **named)
 
@@ -104,10 +107,10 @@ def _noting_seed(original: Any, generator: str) -> Any:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if (frame := _frame_of_program(sys._getframe(1))) is not None:
                 _seeded[generator] = location_of(_that_decides(frame)), original.__name__
-            generator_history.end(generator)
+            end_history(generator)
         result = original(*arguments, **named)
         with contextlib.suppress(Exception):
-            generator_history.begin(generator)
+            begin_history(generator)
         return result
 
     return seed
@@ -120,7 +123,7 @@ def _noting_generator(original: Any) -> Any:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
                 generators.append((generator, location_of(_that_decides(frame))))
-                generator_history.made(generator)
+                note_own_generator(generator)
         return generator
 
     return default_rng
@@ -160,3 +163,134 @@ def _first_argument(frame: FrameType) -> object:
 
 
 _frame_of_program = functools.partial(user_frame, over_packages=True)  # works before `pass_over_packages`
+
+
+_MOST_SEEDS = 256
+_DEEPEST = 5  # max nesting of attributes and items
+_MOST_PARTS = 64  # max items of a list, such as transforms
+_MOST_HELD = 512  # max objects
+_PLAIN = (str, bytes, int, float, complex, type, ModuleType, FunctionType, type(None))
+_NEXT = struct.Struct("<Q")
+_NEXT_AT = 16  # byte offset in torch's state
+
+_seeds = 0
+_began: dict[str, tuple[int, int]] = {}  # state after seeding or import; torch's is set later
+_drawn: dict[str, bytes] = {}  # digest of earlier output
+
+
+def begin_history(generator: str) -> None:
+    """Record the state of a new or reseeded generator: "torch", "python" or "numpy"."""
+    global _seeds
+    _seeds += 1
+    if _seeds <= _MOST_SEEDS:
+        _began[generator] = state_of(generator)
+
+
+def end_history(generator: str) -> None:
+    """Add a generator's output to the draw_history before the generator is seeded."""
+    if _seeds <= _MOST_SEEDS:
+        _drawn[generator] = _given_by(generator)
+
+
+def note_own_generator(generator: Any) -> None:
+    """Add a numpy generator that the program creates to the draw_history."""
+    _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
+
+
+def state_of_own(generator: Any) -> bytes:
+    """Return a digest of the state of a numpy generator."""
+    return _digest(repr(generator.bit_generator.state).encode())
+
+
+def held_generators(thing: Any) -> list[tuple[str, Any]]:
+    """Return the generators in an object's attributes, recursively, with their attribute names."""
+    generators: list[tuple[str, Any]] = []
+    pending: list[tuple[str, Any, int]] = [("", thing, 0)]
+    seen = {id(thing)}
+    for name, obj, depth in pending:  # appended to in the loop
+        if _held_state(obj):
+            generators.append((name, obj))
+        elif depth < _DEEPEST:
+            for key, value in _parts(obj, name):
+                if id(value) not in seen and not isinstance(value, _PLAIN) and len(pending) < _MOST_HELD:
+                    seen.add(id(value))
+                    pending.append((key, value, depth + 1))
+    return generators
+
+
+def state_of_held(generators: Iterable[Any]) -> int:
+    """Return a digest of the generators' states; 0 if there are none."""
+    states = [_held_state(generator) for generator in generators]
+    return _number(b"".join(states)) if states else 0
+
+
+def _held_state(thing: Any) -> bytes:
+    numpy, torch = sys.modules.get("numpy.random"), sys.modules["torch"]
+    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
+        return repr(thing.getstate()).encode()
+    if numpy is not None and isinstance(thing, numpy.Generator):
+        return state_of_own(thing)
+    if numpy is not None and isinstance(thing, numpy.RandomState):
+        name, keys, *others = thing.get_state()
+        return repr((name, keys.tolist(), *others)).encode()
+    return generator_bytes(thing) if isinstance(thing, torch.Generator) and thing.device.type == "cpu" else b""
+
+
+def _parts(thing: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(thing, list | tuple):
+        return [(name, one) for one in thing] if len(thing) <= _MOST_PARTS else []
+    held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", None)
+    return [(str(key), one) for key, one in held.items()] if isinstance(held, dict) and len(held) <= _MOST_PARTS else []
+
+
+def draw_history() -> int:
+    """Return a digest of the generators' output so far; 0 if unknown."""
+    if _seeds > _MOST_SEEDS:
+        return 0
+    digests = {name: _given_by(name) for name in (*_began, "torch")} | {"own": _drawn.get("own", b"")}
+    digests = {name: digests[name] for name in sorted(digests) if digests[name]}  # numpy is imported lazily
+    return _number(repr(digests).encode()) + 1
+
+
+def state_of(generator: str) -> tuple[int, int]:
+    """Return a digest of a global generator's state, and its next index."""
+    if generator == "python":
+        state: Any = random.getstate()
+        return _number(repr(state).encode()), state[1][-1]
+    if generator == "numpy":
+        _, keys, index, *_ = sys.modules["numpy.random"].get_state()
+        return _number(keys.tobytes() + index.to_bytes(2, "big")), int(index)
+    return _of_torch(sys.modules["torch"].default_generator)
+
+
+def generators_there() -> list[str]:
+    """Return the names of the available global generators (numpy is imported lazily)."""
+    return ["torch", "python", *(["numpy"] if "numpy.random" in sys.modules else [])]
+
+
+def _given_by(generator: str) -> bytes:
+    if generator not in _began:  # torch's, not available during its import
+        torch = sys.modules["torch"]
+        _began[generator] = _of_torch(torch.Generator().manual_seed(torch.default_generator.initial_seed()))
+    before, now = _drawn.get(generator, b""), state_of(generator)
+    return before if now == _began[generator] else _digest(before + repr(now).encode())
+
+
+def _of_torch(generator: Any) -> tuple[int, int]:
+    state = generator_bytes(generator)
+    return _number(state), int(_NEXT.unpack_from(state, _NEXT_AT)[0])
+
+
+def generator_bytes(generator: Any) -> bytes:
+    """Return the state of a torch generator, without requiring numpy."""
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _digest(state: bytes) -> bytes:
+    return hashlib.blake2b(state, digest_size=8).digest()
+
+
+def _number(state: bytes) -> int:
+    """Return a 56-bit digest."""
+    return int.from_bytes(_digest(state)[1:], "big")

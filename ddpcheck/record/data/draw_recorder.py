@@ -13,10 +13,16 @@ from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.source_lines import frames_from, is_user_file, user_location, variables_of
 from ddpcheck.gather.patching import Recorder, guarded
 from ddpcheck.gather.state.fingerprints import digest_of
-from ddpcheck.record.data.constructions import generators, restored_by, seeded_at
-from ddpcheck.record.data.generator_history import generator_bytes, generators_there, state_of, state_of_own
-from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.data.constructions import (
+    generator_bytes,
+    generators,
+    generators_there,
+    restored_by,
+    seeded_at,
+    state_of,
+    state_of_own,
+)
+from ddpcheck.record.recording import Recording, follow_steps, unfollow_steps
 
 _MOST_INTERVALS = 7  # intervals start at the first wrapper and at optimizer steps; a step may have two optimizers
 _MOST_CALLS = 1 << 18  # max C calls per interval; later calls are ignored

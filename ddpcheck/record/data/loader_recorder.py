@@ -24,14 +24,26 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.training_step import row_fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.data.added_noise import kept_samples
 from ddpcheck.record.data.constructions import drawn_before, made_at, restored_by, seeded_at
+from ddpcheck.record.data.datasets import (
+    SampleRows,
+    digests_of,
+    epoch_line,
+    epoch_of,
+    kept_samples,
+    length_of,
+    makes_others,
+    persistent_workers_line,
+    rows_of_whole,
+    samples_of,
+    shuffles_by_epoch,
+    state_of,
+    uncollated,
+)
 from ddpcheck.record.data.sample_draws import HELD, SampleDraws
-from ddpcheck.record.data.sample_rows import SampleRows, digests_of, rows_of_whole, samples_of, state_of, uncollated
-from ddpcheck.record.data.sampler_orders import argument_line, epoch_line, epoch_of, makes_others, shuffles_by_epoch
-from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
+from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
 from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.program_state import tables_of
+from ddpcheck.record.replicas.tables import tables_of
 
 _MOST_INDICES = 1 << 16  # per pass
 _MOST_PASSES = 3  # max passes with recorded samples
@@ -63,9 +75,8 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     """Recorder of every `DataLoader` of this process."""
 
     def __init__(self, run: Recording, resumes: ResumeRecorder, on_pass: Callable[[LoaderPass, Any], object]) -> None:
-        """Initialize; `resumes` records resumed training, `on_pass` gets each pass and its dataset."""
         self._run = run
-        self._on_pass = on_pass
+        self._on_pass = on_pass  # gets each pass and its dataset
         self._kept = 0
         self._resumes = resumes
         self._numbers: dict[tuple[Any, ...], list[int]] = {}  # loader number, passes so far
@@ -131,7 +142,9 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             if one.entry.batches < _MOST_BATCHES:
                 _note_batch(one, batch)
             one.rows.note(batch, len(next(iter(one.batches[one.entry.batches :]), ())))
-        self._run.samples = kept_samples(batch) if self._is_sampled() else []
+        is_sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
+        self._kept += is_sampled
+        self._run.samples = kept_samples(batch) if is_sampled else []
         one.until = -1
         if one.used >= 0:
             self._follow_unused(one, batch)
@@ -157,16 +170,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
     def _used(self) -> int:
         return self._run.steps + int(self._run.log.forwards)
 
-    def _is_sampled(self) -> bool:
-        """Return True if a wrapper is in a sampled step (limited)."""
-        sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in list(self._run.watches))
-        self._kept += sampled
-        return sampled
-
     def _begin(self, loader: Any) -> _Pass:
         location = user_location()
         map_style = not isinstance(loader.dataset, data.IterableDataset)
-        size = _length(loader.dataset) if map_style else -1
+        size = length_of(loader.dataset) if map_style else -1
         beneath = _beneath(loader.dataset)[0]
         key = (location, made_at(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
@@ -187,7 +194,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             dataset=type(beneath).__qualname__,
             size=size,
             digest=digests_of(beneath) if not number else {},
-            expected=_length(loader) if map_style else -1,
+            expected=length_of(loader) if map_style else -1,
             batch_size=_batch_size(loader),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
@@ -206,10 +213,10 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             replicas=sampler.num_replicas if isinstance(sampler, data.DistributedSampler) else 0,
             state=state,
             persistent=persistent,
-            stay_at=argument_line(line, "persistent_workers") if persistent and (line := made_at(loader)) else None,
+            stay_at=persistent_workers_line(line) if persistent and (line := made_at(loader)) else None,
             outdated=persistent and map_style and self._is_outdated(loader.dataset, counts[0], state, size),
             epochs_at=epoch_line(),
-            part=_length(sampler),
+            part=length_of(sampler),
             dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
             told=self._resumes.told(sampler),
@@ -271,7 +278,6 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
 
 
 def _note_index(one: _Pass, index: Any) -> None:
-    """Record the indices of a batch, or of a sample without batching."""
     batch = index if isinstance(index, list | tuple) else [index]
     if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
         one.map_style = False  # keys of another type
@@ -316,13 +322,11 @@ def _note_batch(one: _Pass, batch: Any) -> None:
 
 
 def _batch_size(loader: Any) -> int:
-    """Return the batch size of a loader; 1 if unknown."""
     sizes = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """Return the innermost sampler below the batch samplers of frameworks."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
@@ -340,12 +344,6 @@ def _chooses(sampler: Any, size: int) -> bool:
             if isinstance(first, int) or (isinstance(first, torch.Tensor) and not first.is_floating_point()):
                 return True
     return False
-
-
-def _length(sized: Any) -> int:
-    with contextlib.suppress(Exception):  # an error in user code
-        return len(sized)
-    return -1
 
 
 def _beneath(dataset: Any) -> tuple[Any, list[Sequence[int]]]:

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from ddpcheck.findings.source_lines import defined_at
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.record.data.generator_history import generators_there, held_generators, state_of, state_of_held
+from ddpcheck.record.data.constructions import generators_there, held_generators, state_of, state_of_held
 from ddpcheck.record.source.source_scope import assignment_in_program
 
 HELD = "held"
@@ -29,20 +29,17 @@ class SampleDraws:
 
     The object is sent to the workers, forked or spawned, as `collate_fn` and `worker_init_fn`. Workers write to memory
     that is shared with this process, before they return the batch.
-
-    Attributes:
-        seeded: The worker_init_fn, which may seed the workers, or None.
-        held_at: Line that assigns the dataset's first own generator.
     """
 
     def __init__(self, loader: Any, batches: int) -> None:
-        """Initialize; `batches`: number of batches recorded per process."""
+        # the worker_init_fn, which may seed the workers, or None
         self.seeded = None if loader.worker_init_fn is None else defined_at(loader.worker_init_fn)
         generators = held_generators(loader.dataset)
+        # line that assigns the dataset's first own generator
         self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
         self._held = [] if self._workers else [generator for _, generator in generators]
-        self._most = batches
+        self._most = batches  # number of batches recorded per process
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
         self._noted: Any = RawArray("q", count) if self._workers else [0] * count

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 from torch.utils.data import Subset
 
 from ddpcheck.findings.evidence.evaluation import (
@@ -28,12 +29,12 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file
-from ddpcheck.gather.patching import Recorder, patched
+from ddpcheck.findings.source_lines import frames_from, is_installed, is_user_file, user_location
+from ddpcheck.gather.patching import Patch, Recorder, patched
+from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.evaluation.loop_source import lines_after, lines_of_value, numbers_of_conditions
-from ddpcheck.record.evaluation.result_recorders import ComparisonRecorder
 from ddpcheck.record.source import program_numbers
+from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
 
 _MOST_PASSES = 3  # per loader
 _MOST_ROUNDS = 16
@@ -65,15 +66,11 @@ class _Open:
 
 
 class EvaluationRecorder(Recorder, subjects=("evaluation",)):
-    """Recorder of loader passes without backward, and of results exchanged and shown.
-
-    Attributes:
-        awaits_backward: True if a pass began or ended since the last backward pass.
-    """
+    """Recorder of loader passes without backward, and of results exchanged and shown."""
 
     def __init__(self, sink: Callable[[_Entry], object]) -> None:
         self._sink = sink
-        self.awaits_backward = False
+        self.awaits_backward = False  # True if a pass began or ended since the last backward pass
         self._round = 0
         self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0
@@ -123,7 +120,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             self._comparisons.open(self._round, entry.size)
         attrs = {} if entry.loader in self._references else _held_by(dataset, entry.size)
         self._references.add(entry.loader)
-        labels, floats = _labels_of(attrs, entry.size), _numbers_of(attrs, entry.size)
+        labels, floats = _per_sample(attrs, entry.size)
         numbers, *more = _counted_since(pass_, len(entry.indices))
         written = EvaluationPass(self._round, entry.loader, entry.number, numbers, labels, lines_after(), floats, *more)
         self._sink(written)
@@ -249,7 +246,6 @@ def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _rows_in(value: Any) -> int:
-    """Return the row count of a tensor, array or list of tensors."""
     if type(value) is list and value and isinstance(value[0], torch.Tensor):
         return sum(map(_length, value))
     return _length(value) if type(value) in (list, torch.Tensor) or type(value).__module__ == "numpy" else 0
@@ -263,7 +259,6 @@ def _is_fetched_ahead() -> bool:
 
 
 def _without_states(held: Any) -> Any:
-    """Return a saved object without optimizer, scheduler and scaler states."""
     if type(held) in (dict, OrderedDict):
         return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
     return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
@@ -294,7 +289,6 @@ def _flat(value: Any) -> Any:
 
 
 def _values_given(value: Any) -> tuple[float, ...]:
-    """Return the floating-point values of each row of a collective input."""
     value = _flat(value)
     if isinstance(value, list) and value and all(type(item) is torch.Tensor and item.dim() for item in value):
         parts = [_floats_of(item) for item in value]
@@ -351,28 +345,73 @@ def _held_by(dataset: Any, size: int) -> dict[str, Any]:
     return attrs
 
 
-def _labels_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the attributes with a label for each sample of a dataset."""
-    labels = {}
-    for name, value in held.items():
-        is_labels = not (isinstance(value, torch.Tensor) and value.is_floating_point())
-        if is_labels and 1 < size <= _MOST_LABELS and (rows := program_numbers.labels_in(value, size)) is not None:
+def _per_sample(held: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes with a label for each sample, and those with floating-point values."""
+    labels, floats = {}, {}
+    for name, value in held.items() if 1 < size <= _MOST_LABELS else ():
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if not is_floating and (rows := program_numbers.labels_in(value, size)) is not None:
             labels[name] = tuple(rows.tolist())
-    return labels
-
-
-def _numbers_of(held: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the attributes with floating-point values for each sample of a dataset."""
-    if not 1 < size <= _MOST_LABELS:
-        return {}
-    values = {name: _floats_of(item) for name, item in held.items() if hasattr(item, "shape") or type(item) is list}
-    return {name: floats for name, floats in values.items() if floats and _length(held[name]) == size}
+        is_array = hasattr(value, "shape") or type(value) is list
+        if is_array and _length(value) == size and (numbers := _floats_of(value)):
+            floats[name] = numbers
+    return labels, floats
 
 
 def _shown_in(value: Any) -> list[ShownNumber]:
-    """Return the numbers in a printed value."""
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
     return [ShownNumber(text if len(text := repr(number)) <= _ROUNDED else "", (number,)) for number in shown]
+
+
+_METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
+_FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
+_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity")
+_FEWEST_COMPARED, _MOST_COMPARED = 8, 1 << 14  # elements
+_MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8
+
+
+class ComparisonRecorder(Recorder, subjects=("evaluation",)):
+    """Recorder of subtractions, comparisons and losses of two tensors while open.
+
+    Patches torch only while open, to avoid overhead in the training loop.
+    """
+
+    def __init__(self, sink: Callable[[RowsCompared], object]) -> None:
+        self._sink = sink
+        self._patches: list[Patch] = []
+        self._round, self._rounds = -1, 0
+        self._size = 0
+        self._seen: set[Location | None] = set()
+
+    def open(self, number: int, size: int) -> None:
+        """Start recording: results of `size` samples are gathered in round `number`."""
+        if number != self._round:
+            self._round, self._rounds = number, self._rounds + 1
+            self._seen = set()
+        self._size = size
+        if self._patches or self._rounds > _MOST_COMPARED_ROUNDS:
+            return
+        for owner, names in ((torch.Tensor, _METHODS), (torch, _FUNCTIONS), (functional, _LOSSES)):
+            self._patches += [patched(owner, name, self._meet) for name in names]
+
+    def close(self) -> None:
+        """Stop recording: the script trains again, or iterates over other data."""
+        while self._patches:
+            self._patches.pop().undo()
+
+    def _meet(self, one: Any = None, other: Any = None, *_arguments: Any, **named: Any) -> None:
+        one, other = named.get("input", one), named.get("other", named.get("target", other))
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_shard(one) or is_shard(other):
+            return
+        count = one.numel()
+        if count != other.numel() or not _FEWEST_COMPARED <= count <= _MOST_COMPARED or count % max(1, self._size):
+            return
+        if len(self._seen) >= _MOST_COMPARISONS or (location := user_location()) in self._seen:
+            return
+        self._seen.add(location)
+        if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
+            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
+            self._sink(RowsCompared(self._round, location, *numbers))

@@ -1,21 +1,36 @@
-"""Record loop events: forward and backward passes, reductions, optimizer steps, `no_sync`."""
+"""Record of the loop of one wrapper: events, their listeners, and snapshots of forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
+from msgspec import Struct
 from torch import nn
 
-from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent
+from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent, PathEnd
 from ddpcheck.findings.source_lines import user_location
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, node_of, walk_graph
+from ddpcheck.gather.autograd.gradient_paths import Explainer
+from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
+from ddpcheck.gather.ddp.sharding import note_settings
 from ddpcheck.gather.patching import Patch, Recorder
-from ddpcheck.record.loop import shard_switches
+from ddpcheck.gather.state.module_state import capture_attributes
+from ddpcheck.gather.state.reachable import refill
+from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
+from ddpcheck.worlds.compilation import stance
+from ddpcheck.worlds.generators import generators, set_generators
 
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")
@@ -28,26 +43,19 @@ _records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
 class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
-    """Events of the current and the previous step.
-
-    Attributes:
-        ledger: Ledger of all events so far; keeps events of the current step.
-        add: Function that records an event.
-        to_report: Events in this rank's next report.
-    """
+    """Events of the current and the previous step."""
 
     def __init__(self, alarm: Callable[[int], None]) -> None:
-        """Begin; `alarm` is called with the step after which to report."""
-        self.ledger = Ledger(kept=_EVENTS_KEPT)
-        self.add = self.ledger.add
-        self.to_report: tuple[LoopEvent, ...] = ()
-        self._alarm = alarm
+        self.ledger = Ledger(kept=_EVENTS_KEPT)  # ledger of all events so far; keeps events of the current step
+        self.add = self.ledger.add  # function that records an event
+        self.to_report: tuple[LoopEvent, ...] = ()  # events in this rank's next report
+        self._alarm = alarm  # called with the step after which to report
         self._last_step: tuple[LoopEvent, ...] = ()
 
     def attach(self, wrapper: nn.Module) -> None:
         """Record each `no_sync` of `wrapper`; for shards, each switch of the reduction."""
         if not is_ddp(wrapper):
-            shard_switches.follow()
+            follow_switches()
         if not _patches:
             _patches.append(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)))
         _records[wrapper] = ref(self)
@@ -58,7 +66,8 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
             _records.pop(wrapper, None)
         if _patches and not _records:
             _patches.pop().undo()
-            shard_switches.leave()
+            while _switch_patches:
+                _switch_patches.pop().undo()
 
     def note(self, kind: str) -> None:
         """Record an event with the user's line (no line for `no_sync`)."""
@@ -88,3 +97,177 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
     record = record_ref() if (record_ref := _records.get(wrapper)) else None
     return None if record is None else record.note
+
+
+switch_calls: deque[LoopEvent] = deque(maxlen=16)
+"""Last switch_calls; `synchronises` is the value set."""
+
+_switch_patches: list[Patch] = []
+_kept_patches: list[Patch] = []  # never undone
+
+
+def follow_switches(fsdp: Any = None, *, to_the_end: bool = False) -> None:
+    """Patch methods of `FSDPModule` until `_leave_switches`, or for the whole process."""
+    fsdp = fsdp or getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if not _switch_patches and not _kept_patches:
+        (_kept_patches if to_the_end else _switch_patches).extend(note_settings(fsdp, switch_calls.append))
+
+
+class StepListener:
+    """Receiver of the step events of a wrapper; `step` counts from 0."""
+
+    def called(self, wrapper: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Handle the start of a forward pass, with or without gradients."""
+
+    def forward_begins(self) -> None:
+        """Handle the start of a forward pass with gradients, perhaps under `no_sync`."""
+
+    def step_begins(self, step: int) -> None:
+        """Handle the start of a forward pass before any backward pass of the step."""
+
+    def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
+        """Handle the result of a forward pass with gradients; `synced`: not under `no_sync`."""
+
+    def backward_begins(self) -> None:
+        """Handle the first gradient of a backward pass at an output of forward."""
+
+    def parameters_missing(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters not used in the step, which DDP waits for (or gets zeros)."""
+
+    def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
+        """Handle parameters missing in an ended step whose second backward pass never came."""
+
+    def parameters_absent(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters that the starting backward pass will not reach; nothing waits."""
+
+    def backward_hidden(self) -> None:
+        """Handle a backward pass under compiled autograd, once: steps cannot be followed."""
+
+    def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
+        """Handle parameters first used after step 0 under `static_graph`: DDP will raise."""
+
+    def backward_unpaired(self, *, raises: bool) -> None:
+        """Handle a backward pass after the end of the step; `raises`: DDP will raise."""
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Handle averaged gradients; `awaited`: DDP waits; `snapshot`: of the last forward."""
+
+
+_MOST_DEPTH = 3  # nesting depth of searched objects
+
+
+class Snapshot(Struct):
+    """Call of the wrapped module: references to its arguments, and random states."""
+
+    arguments: tuple[Any, ...]  # positional arguments
+    named: Mapping[str, Any]  # keyword arguments
+    forward: Any  # replacement of the module's `forward` by a framework, or `None`
+    random: dict[str, Any]  # state of torch's generator; if `thorough`, also of Python's and numpy's
+    autocast: tuple[tuple[str, torch.dtype], ...]  # (device type, dtype) of each enabled autocast
+    # indices of the returned tensors that the loss uses; `None` if unknown
+    used: tuple[int, ...] | None = None
+
+    @classmethod
+    def take(
+        cls, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], *, thorough: bool
+    ) -> Snapshot:
+        """Record a call of `module` before it runs; `thorough` costs about 40 microseconds."""
+        autocast: tuple[tuple[str, torch.dtype], ...] = ()
+        for device_type in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device_type):
+                autocast = (*autocast, (device_type, torch.get_autocast_dtype(device_type)))
+        return cls(arguments, named, vars(module).get("forward"), generators(thorough=thorough), autocast)
+
+    def explain(
+        self,
+        module: nn.Module,
+        missing: Mapping[str, torch.Tensor],
+        around: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> dict[str, PathEnd]:
+        """Rerun the forward pass on this rank; return the end of each missing path.
+
+        Restores the module's buffers and attributes, the generators and `.grad`. Side effects outside of the module
+        happen twice. Compiled code runs eagerly.
+
+        `around` returns a context in which a framework does not count or log the rerun.
+        """
+        if any(isinstance(argument, Iterator) for argument in (*self.arguments, *self.named.values())):
+            return dict.fromkeys(missing, PathEnd("unknown"))  # a rerun would consume data of the run
+
+        reached: set[int] = set()
+
+        def forward() -> Sequence[torch.Tensor]:
+            set_generators(self.random)
+            with contextlib.ExitStack() as stack:
+                for device_type, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device_type, dtype))
+                stack.callback(_set_forward, module, vars(module).get("forward"))
+                _set_forward(module, self.forward)
+                output = module(*self.arguments, **self.named)
+            tensors = differentiable_tensors(output)
+            losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
+            constants = (t for t in _tensors(output) if not t.requires_grad and t.is_floating_point())
+            losses += constants  # the loss may use constants, too
+            reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
+            return losses
+
+        random_state = generators(thorough=True)
+        state = capture_attributes(module, buffers=True)
+        containers = [(value, copy.copy(value)) for value in _containers(module)]
+        try:
+            with around(), alone(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # already shown by the first run
+                ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
+        except Exception:  # report the finding without a cause
+            return dict.fromkeys(missing, PathEnd("unknown"))
+        finally:
+            state.restore(module)
+            for value, content in containers:
+                refill(value, content)
+            set_generators(random_state)
+        # A branch may depend on the state of a step (a counter): then the rerun has taken another branch.
+        return {name: PathEnd("unknown") if id(missing[name]) in reached else end for name, end in ends.items()}
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """Yield containers in attributes of `module`, e.g. outputs collected over an epoch."""
+    for part in module.modules():
+        for key, value in vars(part).items():
+            if key not in MODULE_INTERNALS and type(value) in (list, dict, set, deque):
+                yield value
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+# Tensors in a forward output, also inside objects of user classes
+
+
+def differentiable_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in `output` that have a gradient node."""
+    if isinstance(output, torch.Tensor):  # fast path of the usual case
+        return [] if node_of(output) is None else [output]
+    return [tensor for tensor in _tensors(output) if node_of(tensor) is not None]
+
+
+def trainable_leaves(output: Any) -> list[torch.Tensor]:
+    """Return the leaf tensors in `output` that require grad."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad and node_of(output) is None else []
+    return [tensor for tensor in _tensors(output) if tensor.requires_grad and node_of(tensor) is None]
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    pending = [(output, 0)]
+    while pending:
+        value, depth = pending.pop()
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif depth < _MOST_DEPTH and not isinstance(leaf, nn.Module | type):
+                with contextlib.suppress(Exception):  # no `__dict__`, or attribute access raises
+                    pending.append((list(vars(leaf).values()), depth + 1))

@@ -1,51 +1,35 @@
-"""Optimizer steps of one wrapper: check if each uses averaged gradients."""
+"""Optimizer steps of one wrapper, with averaged gradients or not; backward passes that bypass the wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import call
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+
 from ddpcheck.findings.evidence.steps import LoopEvent
+from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers, parameters_of
+from ddpcheck.gather.forward_hooks import OutsideOfCompiledCode, before_forward
 from ddpcheck.gather.patching import Recorder
+from ddpcheck.gather.state.fingerprints import version_of
 from ddpcheck.gather.steps.gradient_distance import has_gradient
 from ddpcheck.record.loop.loop_record import STEP, LoopRecord
-from ddpcheck.record.loop.step_hooks import follow_steps, unfollow_steps
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.module_hooks import Living
+from ddpcheck.record.recording import UnpickledHook, remove_hooks
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
 _FEWEST = 3  # optimizer steps on gradients not reduced, before a report without other ranks
 _MANY = 16  # same for shards reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
-
-
-class _Living:
-    """Weak references to the objects that follow steps."""
-
-    def __init__(self) -> None:
-        self.all: Living[OptimizerSteps] = Living()
-
-    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
-        """Handle the start of an optimizer step outside of backward passes."""
-        for steps in () if inside else filter(None, map(call, self.all.refs)):  # hot path
-            steps.settle()
-            if not has_closure:
-                steps.passes_ended(optimizer)
-
-    def after_step(self, optimizer: Any, has_closure: bool) -> None:
-        """Handle the end of an optimizer step whose closure ran the last passes."""
-        if has_closure and not in_backward():
-            for steps in self.all:
-                steps.passes_ended(optimizer)
-
-
-_living = _Living()
 
 
 @dataclass(slots=True)
@@ -55,31 +39,22 @@ class _Followed:
     reductions: int = 0  # number of reductions at the last step
 
 
-class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
-    """Recorder of every optimizer with parameters of one wrapper.
-
-    Attributes:
-        settle: `StepTracker.settle`, called before each step.
-    """
+class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_step", "after_step")):
+    """Recorder of every optimizer with parameters of one wrapper."""
 
     def __init__(
         self,
         tracker: StepTracker,
         loop: LoopRecord,
-        has_others: Callable[[], bool],
+        has_others: Callable[[], bool],  # returns True if there are ranks to average with
+        # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
+        # wrapper, if any), and after a step on gradients of a second backward pass
         tell: Callable[[Contribution | None], object],
-        look: Callable[[], object],
-        listen: Callable[[], object],
+        look: Callable[[], object],  # called if a prepared reduction is missing for several steps
+        listen: Callable[[], object],  # called after the first step on gradients without a forward pass of the wrapper
     ) -> None:
-        """Record optimizer steps in `loop`, next to the events of `tracker`.
-
-        `has_others` returns True if there are ranks to average with. `tell` is called after several steps on gradients
-        not reduced (with the last contribution of a forward pass of the wrapper, if any), and after a step on gradients
-        of a second backward pass. `look` is called if a prepared reduction is missing for several steps, `listen` after
-        the first step on gradients without a forward pass of the wrapper.
-        """
+        """Record optimizer steps in `loop`, next to the events of `tracker`."""
         self._tracker = tracker
-        self.settle = tracker.settle
         self._loop = loop
         self._has_others = has_others
         self._tell = tell
@@ -96,15 +71,15 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         """Return True if an optimizer with parameters of the wrapper has stepped."""
         return any(entry.holds for entry in self._known.values())
 
-    def attach(self) -> None:
-        """Follow every optimizer of this process during the lifetime of this object."""
-        _living.all.add(self)
-        follow_steps(_living)
+    def before_step(self, optimizer: Any, has_closure: bool, inside: bool) -> None:
+        if not inside:
+            self._tracker.settle()
+            if not has_closure:
+                self.passes_ended(optimizer)
 
-    def detach(self) -> None:
-        _living.all.discard(self)
-        if not _living.all:
-            unfollow_steps(_living)
+    def after_step(self, optimizer: Any, has_closure: bool) -> None:
+        if has_closure and not in_backward():  # the closure has run the last passes
+            self.passes_ended(optimizer)
 
     def passes_ended(self, optimizer: Any) -> None:
         """Handle the end of all passes before an optimizer step."""
@@ -188,3 +163,81 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__",)):
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
         some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
         return any(map(has_gradient, some))
+
+
+DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
+
+_GradientMarks = list[tuple[int, int] | None]
+
+
+class BypassRecorder(Recorder, subjects=("loop",)):
+    """Recorder of backward passes that bypass one wrapper."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
+    ) -> None:
+        self._event = LoopEvent("forward inside")
+        self._sink = sink  # receives an event for each bypass
+        self._module = module
+        self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
+        self._marks: _GradientMarks = []
+        self.reductions = 0  # number of finished reductions at the start of the running backward pass
+        self._in_forward = False
+        self._listens = True
+        self._handles: list[Any] = []
+
+    def backward_begins(self, reductions: int, *, in_forward: bool) -> None:
+        """Record gradient versions at the start of any backward pass of the script."""
+        self._in_forward = in_forward
+        self._marks, self.reductions = self._marked(), reductions
+
+    def backward_ended(self) -> None:
+        """Detect gradients added by a finished backward pass without a reduction."""
+        marks, before = self._marked(), self._marks
+        if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
+            if self._in_forward:
+                self._event = LoopEvent("backward inside", location=str(user_location() or ""))
+            else:
+                self.listen()
+            self._sink(self._event)
+
+    def found(self) -> LoopEvent:
+        """Start to listen; return the call that causes the bypass."""
+        self.listen()
+        return self._event
+
+    def close(self) -> None:
+        self._listens = False
+        remove_hooks(self._handles)
+
+    def _marked(self) -> _GradientMarks:
+        marks: _GradientMarks = []
+        for parameter in self._some:
+            gradient = parameter.grad
+            marks.append(None if gradient is None else (id(gradient), version_of(gradient)))
+        return marks
+
+    def listen(self) -> None:
+        """Find the script line that causes the bypass, by hooks on the inner module."""
+        if self._listens and not self._handles and not self._event.location:
+            hook = OutsideOfCompiledCode(UnpickledHook(self._called))
+            self._handles = [before_forward(part, hook) for part in self._module.modules()]
+
+    def _called(self, *_arguments: Any) -> None:
+        """Record the program line that calls a part, unless the wrapper does."""
+        if self._event.location or not torch.is_grad_enabled():
+            return
+        parts = set(self._module.modules())
+        frames = [*frames_from(sys._getframe(1))]
+        if any(frame.f_code.co_filename == DDP_FILE for frame in frames):
+            return
+        user_frames = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
+        caller = next((frame for frame in user_frames if not _is_method_of(frame, parts)), None)
+        if caller is not None:
+            self._event = LoopEvent("forward inside", location=str(location_of(caller)))
+
+
+def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:
+    code = frame.f_code
+    instance = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return isinstance(instance, nn.Module) and instance in parts

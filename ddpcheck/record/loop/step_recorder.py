@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,40 +29,19 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
 )
 from ddpcheck.gather.ddp.sharding import mesh_of, split_of
 from ddpcheck.gather.state.module_description import KnownParts
-from ddpcheck.gather.steps.gradient_distance import KeptParts
+from ddpcheck.gather.steps.gradient_distance import Kept, KeptParts
 from ddpcheck.gather.steps.training_step import visible_tensors
-from ddpcheck.record.loop import shard_switches
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.loop.loop_record import LoopRecord
-from ddpcheck.record.loop.optimizer_steps import OptimizerSteps
-from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.loop.loop_record import LoopRecord, Snapshot, StepListener, switch_calls
+from ddpcheck.record.loop.optimizer_steps import BypassRecorder, OptimizerSteps
 from ddpcheck.record.loop.step_tracker import StepTracker
 from ddpcheck.record.loss.micro_batches import MicroBatches
 from ddpcheck.record.parameters.parameter_history import ParameterHistory, StepProbe
+from ddpcheck.record.recording import follow_steps, unfollow_steps
 from ddpcheck.record.replicas.replica_capture import ReplicaCapture
 from ddpcheck.stream.ledger import Contribution
 from ddpcheck.stream.rank_report import FIRST_SETTLED, RankReport, WatchContext, is_probed, is_settled
 
 _MOST_PARTS = 8  # largest number of ranks for which each part of a reduced gradient is sampled
-
-
-@dataclass(frozen=True, slots=True)
-class RecorderOptions:
-    """Options of a `StepRecorder`."""
-
-    parameters: bool  # detect missing, zero and unregistered parameters
-    normalisation: bool  # measure the weights of targets in the loss
-    compares: Callable[[int], bool]  # by step number: compare the replicas after the step
-    keeps: Callable[[int], bool]  # by step number: keep this rank's own gradients
-    keep: Callable[[torch.Tensor], Any] = torch.Tensor.clone  # maps a gradient to the kept value
-    completes: bool = True  # add zero gradients that DDP waits for
-    settles_at_end: bool = False  # judge tolerated unused parameters by all steps, at the end
-    parameters_later: bool = False  # leave the capture of parameters to the door
-    shards: bool = False  # capture shard values with the replica
-    # detect forward passes of a sharded module by hooks; else the door reports forward passes
-    hooks_shards: bool = True
-    # event that explains gradients of backward passes that bypass the wrapper
-    bypassed: Callable[[], LoopEvent] = lambda: LoopEvent("forward inside")
 
 
 class EndedStep(Struct, frozen=True):
@@ -101,91 +79,82 @@ class Door(Protocol):
 
 
 class StepRecorder(StepListener):
-    """Steps of one wrapper on one rank.
+    """Steps of one wrapper on one rank."""
 
-    Attributes:
-        module: Wrapped module.
-        rank: Rank in the default process group.
-        ranks: Ranks of the wrapper's process group.
-        parameters: Parameters that the wrapper synchronizes, by name.
-        context: Description of the wrapper at construction of the recorder.
-        is_sharded: True if the module is sharded by `fully_shard`.
-        steps_alone: True if consecutive steps have used gradients left unreduced by `no_sync`.
-        is_due: True if the current step is sampled; decided at its first forward pass, and True without a forward pass
-            or for shards, where loaded files add sampled steps.
-        apart: True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is
-            compared; as of the start of the last forward pass with gradients.
-    """
-
-    steps_alone = apart = False
+    steps_alone = False  # True if consecutive steps have used gradients left unreduced by `no_sync`
+    # True if the current step is sampled; decided at its first forward pass, and True without a forward pass or for
+    # shards, where loaded files add sampled steps
     is_due = True
+    # True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is compared; at
+    # the start of the last forward pass with gradients
+    apart = False
 
     def __init__(
         self,
-        wrapper: nn.Module,
+        wrapper: nn.Module,  # DDP wrapper, or module sharded by `fully_shard`
         door: Door,
-        options: RecorderOptions,
         *,
-        began_alike: bool,
-        keeps_start: bool,
-        built: Mapping[str, int] | None = None,
-        listeners: Sequence[StepListener] = (),
+        checks_parameters: bool,  # detect missing, zero and unregistered parameters
+        checks_weights: bool,  # measure the weights of targets in the loss
+        compares: Callable[[int], bool],  # by step number: compare the replicas after the step
+        keeps: Callable[[int], bool],  # by step number: keep this rank's own gradients
+        # True if the ranks are compared in training, not by their logs afterwards: adds zero gradients that DDP waits
+        # for, keeps whole gradients, captures parameters but no shards, and hooks forward passes of a sharded module
+        is_live: bool,
+        began_alike: bool,  # True if parameters are known to be equal on all ranks at wrapping
+        keeps_start: bool,  # True to keep the parameter values at wrapping
+        built: Mapping[str, int] | None = None,  # known fingerprints of parameters before sharding, by name
+        listeners: Sequence[StepListener] = (),  # called after the recorder
     ) -> None:
-        """Create the recorder; nothing is recorded until `attach`.
-
-        Args:
-            wrapper: DDP wrapper, or module sharded by `fully_shard`.
-            door: Receiver of the recorded events.
-            options: Options of the recorder.
-            began_alike: True if parameters are known to be equal on all ranks at wrapping.
-            keeps_start: True to keep the parameter values at wrapping.
-            built: Known fingerprints of parameters before sharding, by name.
-            listeners: Further step listeners, called after the recorder.
-        """
-        self.module = inner_module(wrapper)
+        """Create the recorder; nothing is recorded until `attach`."""
+        self.module = inner_module(wrapper)  # wrapped module
         self.parts = KnownParts(self.module)
-        self.rank = dist.get_rank()
-        self.ranks = ranks_of(wrapper)
+        self.rank = dist.get_rank()  # rank in the default process group
+        self.ranks = ranks_of(wrapper)  # ranks of the wrapper's process group
         self._door = door
-        self._options = options
+        self._checks_parameters, self._is_live = checks_parameters, is_live
+        self._compares_after, self._keeps_in = compares, keeps
         self._began = time.monotonic()
         self.loop = LoopRecord(door.alarm)
-        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=options.completes)
+        self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=is_live)
         synced = self.tracker.parameters
+        # parameters that the wrapper synchronizes, by name
         self.parameters = dict(zip(synced.names, synced.tensors, strict=True))
-        self.is_sharded = synced.is_sharded
+        self.is_sharded = synced.is_sharded  # True if the module is sharded by `fully_shard`
+        # description of the wrapper at construction of the recorder
         self.context = _context_of(wrapper, synced.names, built or {}, began_alike=began_alike)
         self.history = ParameterHistory(self.rank, self.module, self.parameters, self.context.wrapper)
         self.replica = ReplicaCapture(
             self.parts,
             self.rank,
             keeps_start=keeps_start and not self.is_sharded,
-            with_parameters=not options.parameters_later,
+            with_parameters=is_live,
             shards=self.parameters if self.is_sharded or getattr(wrapper, "device_mesh", None) is not None else None,
-            with_shards=options.shards or not self.is_sharded,  # ranks of a DDP group hold the same shards
+            with_shards=not (is_live and self.is_sharded),  # ranks of a DDP group hold the same shards
         )
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._splits = {n: split_of(p, mesh) for n, p in self.parameters.items()} if self.is_sharded else {}
         self._in_few_parts = all(split is not None and split[0] <= _MOST_PARTS for split in self._splits.values())
         self._probe: StepProbe | None = None
-        self._micro_batches = MicroBatches(synced.tensors) if options.normalisation else None
+        self._micro_batches = MicroBatches(synced.tensors) if checks_weights else None
+        self.bypass = BypassRecorder(self.module, synced.tensors, self.loop.add)
         self._optimizer_steps = OptimizerSteps(
-            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced, options.bypassed
+            self.tracker, self.loop, lambda: self.has_others, self.unaveraged, self.tell_replaced, self.bypass.listen
         )
 
     def attach(self) -> None:
         follow_exchanges()
-        self._optimizer_steps.attach()
-        if self._options.hooks_shards or not self.is_sharded:
+        follow_steps(self._optimizer_steps)
+        if self._is_live or not self.is_sharded:
             self.tracker.attach()
         if self.wrapper is not None:
             self.loop.attach(self.wrapper)
 
     def detach(self) -> None:
-        """Detach from the wrapper; idempotent."""
+        self.bypass.close()
         self.tracker.detach()
         self.loop.detach(self.wrapper)
-        self._optimizer_steps.detach()
+        unfollow_steps(self._optimizer_steps)
         if self._micro_batches is not None:
             self._micro_batches.close()
         if self._probe is not None:
@@ -194,7 +163,6 @@ class StepRecorder(StepListener):
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """Return the wrapper, or `None` if freed."""
         return self.tracker.parameters.wrapper()
 
     @property
@@ -204,7 +172,6 @@ class StepRecorder(StepListener):
 
     @property
     def has_others(self) -> bool:
-        """Return True if there are other ranks to average with."""
         return len(self.ranks) > 1 and dist.is_initialized()
 
     @property
@@ -221,8 +188,8 @@ class StepRecorder(StepListener):
             self.tell_unpaired()
             return
         self.steps_alone |= used is not None and used.under is not None
-        bypassing = self._options.bypassed(), LoopEvent("step", location=str(user_location() or ""))
-        switches = shard_switches.calls if self.is_sharded else ()
+        bypassing = self.bypass.found(), LoopEvent("step", location=str(user_location() or ""))
+        switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))
 
     def tell_unpaired(self) -> None:
@@ -237,7 +204,7 @@ class StepRecorder(StepListener):
             params, other_ids = named_parameters(self.module), parameters_in_wrappers(but=self.wrapper)
             trained = {name for name, p in params.items() if p.grad is not None and id(p) not in other_ids}
             changed = {name: kind for name, kind in changed.items() if kind == "replaced" or name in trained}
-        if changed and self._options.parameters and not self.joins:
+        if changed and self._checks_parameters and not self.joins:
             self._door.tell(replace(self._plain_report(self.step), changes=changed))
 
     def tell(self, *events: LoopEvent) -> None:
@@ -260,25 +227,24 @@ class StepRecorder(StepListener):
             self.loop.report(self.step)  # no known optimizer: presumably used
 
     def step_begins(self, step: int) -> None:
-        """Probe the step, if due."""
-        options = self._options
-        self.is_due = self.is_sharded or is_probed(step) or options.keeps(step) or options.compares(step)
+        self.is_due = self.is_sharded or is_probed(step) or self._keeps_in(step) or self._compares_after(step)
         if not self.is_due:
             return
-        keeps = options.keeps(step) and not self.apart and self._in_few_parts
+        keeps = self._keeps_in(step) and not self.apart and self._in_few_parts
         if self._probe is not None:
             self._probe.attach()
-        elif (self._options.parameters and self._reports(step)) or keeps:
+        elif (self._checks_parameters and self._reports(step)) or keeps:
             leaves = self.tracker.parameters.leaves
             keep = self._keep if keeps else None
             self._probe = StepProbe(self.module, self.parts, self.parameters, leaves, keep=keep)
 
     def _keep(self, name: str, gradient: torch.Tensor) -> Any:
         split = self._splits.get(name)
-        return self._options.keep(gradient) if split is None else KeptParts.of(gradient, *split)
+        if split is not None:
+            return KeptParts.of(gradient, *split)
+        return gradient.clone() if self._is_live else Kept.of(gradient)
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Record the micro-batch, and probe a forward pass of the step."""
         if self.is_due and self._compares(step):
             if self.context.wrapper.ignored:
                 param_ids = {*map(id, self.parameters.values())}
@@ -290,7 +256,7 @@ class StepRecorder(StepListener):
             if self.is_sharded:  # leaves are known now
                 self._probe.attach()
             self._probe.forward_returned(tensors)
-        if synced and step == 0 and self._options.parameters and self.context.wrapper.tolerates_unused:
+        if synced and step == 0 and self._checks_parameters and self.context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
             if opaque and not visible:  # DDP may raise in this backward pass
                 self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
@@ -303,12 +269,12 @@ class StepRecorder(StepListener):
         """Request reports, unless all ranks know the missing parameters."""
         if self._probe is not None:
             self._probe.detach()
-        if self._options.parameters and not self.history.is_reported(names):
+        if self._checks_parameters and not self.history.is_reported(names):
             self._door.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
         """Request reports one step later, unless all ranks know the missing parameters."""
-        if self._options.parameters and not self.history.is_reported(names):
+        if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
             self._door.left_out(step)
 
@@ -319,54 +285,52 @@ class StepRecorder(StepListener):
 
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Report missing shards before the reduction, unless all ranks know them."""
-        if self._options.parameters and not self.history.is_reported(names):
+        if self._checks_parameters and not self.history.is_reported(names):
             self._door.alarm(step)
             self._door.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
 
     def backward_hidden(self) -> None:
-        """Close the probe, and report that steps cannot be followed."""
         if self._probe is not None:
             self._probe.close()
         self._door.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Report now: DDP will raise on this rank."""
-        if self._options.parameters:
+        if self._checks_parameters:
             self._door.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
-        """Record results of the probe, and pass on the ended step."""
         if self._micro_batches is not None:
             self._micro_batches.step_ended()
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.close()
-        if self._options.parameters:
+        if self._checks_parameters:
             missing = unused if self.is_sharded else awaited
             self.history.step_ended(step, probe, unused, missing, self.tracker.accumulated, self.tracker.late)
-        reduced = self._options.completes or not awaited
+        reduced = self._is_live or not awaited
         self.loop.step_ended(step, reduced=reduced)
         due, self.is_due = self.is_due, True
         compares, reports = due and reduced and self._compares(step), due and self._reports(step)
         self._door.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
-        return (self._options.keeps(step) or self._options.compares(step)) and not self.apart
+        return (self._keeps_in(step) or self._compares_after(step)) and not self.apart
 
     def _reports(self, step: int) -> bool:
-        wanted = self._options.parameters or self._micro_batches is not None
+        wanted = self._checks_parameters or self._micro_batches is not None
         return wanted and is_probed(step) and not self.apart
 
     # Reports
 
     def notices_unfrozen(self, ended: EndedStep) -> bool:
         """Return True once if a parameter was unfrozen after wrapping; not with a probe."""
-        return self._options.parameters and ended.probe is None and self.history.notices_unfrozen()
+        return self._checks_parameters and ended.probe is None and self.history.notices_unfrozen()
 
     def report(self, ended: EndedStep, parameters: Mapping[str, nn.Parameter] | None = None) -> RankReport:
         """Return this rank's report up to this step; `parameters`: current ones, if known."""
         report = self._plain_report(ended.number)
-        if self._options.parameters:
+        if self._checks_parameters:
             report = self.history.report(
                 ended.number,
                 probe=ended.probe,
@@ -391,8 +355,8 @@ class StepRecorder(StepListener):
     @property
     def settles(self) -> bool:
         """Return True if unused parameters are judged at the end, after few steps."""
-        goes_on = self.context.wrapper.goes_on_without and self._options.parameters
-        return goes_on and 2 < self.step and (self._options.settles_at_end or self.step <= FIRST_SETTLED)
+        goes_on = self.context.wrapper.goes_on_without and self._checks_parameters
+        return goes_on and 2 < self.step and (not self._is_live or self.step <= FIRST_SETTLED)
 
 
 def _context_of(

@@ -32,12 +32,17 @@ from ddpcheck.gather.autograd.autograd_graph import (
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.loop.forward_snapshot import Snapshot, differentiable_tensors, trainable_leaves
-from ddpcheck.record.loop.loop_record import BACKWARD, FORWARDS, LoopRecord
-from ddpcheck.record.loop.named_forwards import follow_forward, inside, unfollow_forward
-from ddpcheck.record.loop.step_listener import StepListener
+from ddpcheck.record.loop.loop_record import (
+    BACKWARD,
+    FORWARDS,
+    LoopRecord,
+    Snapshot,
+    StepListener,
+    differentiable_tensors,
+    trainable_leaves,
+)
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.record.recording import UnpickledHook, follow_forward, inside_forward, remove_hooks, unfollow_forward
 
 _FORWARDS_KEPT = 2
 
@@ -80,36 +85,22 @@ class _Step:
 
 
 class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_forward", "after_forward", "detach")):
-    """Steps of one wrapper on one rank.
-
-    Attributes:
-        parameters: Parameters that the wrapper synchronizes.
-        number: Number of the current or next step, equal to the number of ended steps.
-        late: Names of parameters missing in the last step, while a second backward pass may come.
-        unreduced: Indices of parameters with gradients added since the last reduction.
-        accumulated: Names of parameters whose last average includes such gradients.
-        in_forward: True while a forward pass of the wrapper runs.
-        hooks_parameters: True if backward passes are also detected at parameters, at one hook each.
-    """
+    """Steps of one wrapper on one rank."""
 
     def __init__(
-        self,
-        wrapper: nn.Module,
-        loop: LoopRecord,
-        listeners: Sequence[StepListener],
-        *,
-        completes: bool = True,
+        self, wrapper: nn.Module, loop: LoopRecord, listeners: Sequence[StepListener], *, completes: bool = True
     ) -> None:
         """Follow `wrapper`; `completes` adds zero gradients that DDP waits for."""
-        self.parameters = SyncedParameters(wrapper)
+        self.parameters = SyncedParameters(wrapper)  # parameters that the wrapper synchronizes
         self._module = inner_module(wrapper)
-        inside.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
-        self.number = 0
+        inside_forward.discard(id(wrapper))  # left by a freed wrapper that raised in its forward pass
+        self.number = 0  # number of the current or next step, equal to the number of ended steps
+        # names of parameters missing in the last step, while a second backward pass may come
         self.late: frozenset[str] = frozenset()
-        self.unreduced: set[int] = set()
-        self.accumulated: frozenset[str] = frozenset()
-        self.in_forward = False
-        self.hooks_parameters = False
+        self.unreduced: set[int] = set()  # indices of parameters with gradients added since the last reduction
+        self.accumulated: frozenset[str] = frozenset()  # names of parameters whose last average includes such gradients
+        self.in_forward = False  # True while a forward pass of the wrapper runs
+        self.hooks_parameters = False  # True if backward passes are also detected at parameters, at one hook each
         self._loop = loop
         self._listeners = listeners
         # overridden methods of the listeners, by event
@@ -135,11 +126,9 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
 
     @property
     def wrapper(self) -> nn.Module | None:
-        """Return the wrapper, or `None` if freed."""
         return self.parameters.wrapper()
 
     def attach(self) -> None:
-        """Register the hooks on the wrapper."""
         before, after = UnpickledHook(self.before_forward), UnpickledHook(self.after_forward)
         wrapper: Any = self.wrapper
         self._handles = [
@@ -150,13 +139,12 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         follow_forward(self)
 
     def detach(self) -> None:
-        """Detach from the wrapper; idempotent."""
         unfollow_forward(self)
         remove_hooks(self._pass_handles)
         remove_hooks(self._handles)
         self._step.roots.clear()
         self._step.snapshot = None
-        inside.discard(id(self.wrapper))
+        inside_forward.discard(id(self.wrapper))
 
     # Forward
 
@@ -165,7 +153,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if self._step.still_expected or self.late:
             self.settle()
         self.in_forward = True
-        inside.add(id(wrapper))
+        inside_forward.add(id(wrapper))
         self._backward = Backward.NONE  # the last backward pass may have raised
         self._expected_inside = False
         if not self._step.ready:
@@ -187,7 +175,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
         if self.wrapper is wrapper and not self.in_forward:
             self._by_name = True
             self.before_forward(wrapper, arguments, named)
-            inside.discard(id(wrapper))
+            inside_forward.discard(id(wrapper))
 
     def leave_by_name(self, wrapper: Any, output: Any) -> None:
         if self._by_name and self.wrapper is wrapper:
@@ -202,7 +190,7 @@ class StepTracker(Recorder, subjects=OF_A_WRAPPER, inner=("__init__", "before_fo
 
     def after_forward(self, wrapper: Any, _arguments: Any, output: Any) -> None:
         self.in_forward = False
-        inside.discard(id(wrapper))
+        inside_forward.discard(id(wrapper))
         synced = self.parameters.are_averaged
         if torch.is_grad_enabled() and (synced or not self._expected_inside):
             self._expect_backward(output, synced=synced)

@@ -21,29 +21,20 @@ from ddpcheck.gather.ddp.model_parts import hidden_parameters
 from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
 from ddpcheck.gather.state.fingerprints import is_shard
 from ddpcheck.gather.state.module_state import sharding_classes
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 NONE: Set[int] = frozenset()
 
 
 class SyncedParameters:
-    """Parameters that one wrapper synchronizes.
-
-    Attributes:
-        wrapper: Weak reference to the wrapper.
-        names: Parameter names in DDP's order.
-        tensors: Parameters in the same order.
-        leaves: Tensors that backward accumulates into: parameters, or unsharded ones as far as known.
-        all: Indices of all parameters.
-        is_sharded: True if the parameters are shards.
-        unused_first: Indices unused in the first step, which `static_graph` expects in each step.
-    """
+    """Parameters that one wrapper synchronizes."""
 
     def __init__(self, wrapper: nn.Module) -> None:
         self.wrapper = ref(wrapper)  # weak: hooks of the wrapper reference this object
         self._finds_unused = bool(getattr(wrapper, "find_unused_parameters", False))
-        self.unused_first: Set[int] | None = None  # no step has ended yet
-        self.is_sharded = not is_ddp(wrapper)
+        # indices unused in the first step, which `static_graph` expects in each step; None if no step has ended
+        self.unused_first: Set[int] | None = None
+        self.is_sharded = not is_ddp(wrapper)  # True if the parameters are shards
         module = inner_module(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
         all_params = dict(module.named_parameters())
@@ -52,10 +43,11 @@ class SyncedParameters:
         synced = {n: p for n, p in all_params.items() if p.requires_grad and n not in ignored}
         if self.is_sharded:
             synced = {name: p for name, p in synced.items() if is_shard(p)}
-        self.names = list(synced)
-        self.tensors = list(synced.values())
+        self.names = list(synced)  # parameter names in DDP's order
+        self.tensors = list(synced.values())  # parameters in the same order
+        # tensors that backward accumulates into: parameters, or unsharded ones as far as known
         self.leaves: list[torch.Tensor] = [*self.tensors]
-        self.all: Set[int] = frozenset(range(len(synced)))
+        self.all: Set[int] = frozenset(range(len(synced)))  # indices of all parameters
         self._nodes = [gradient_node(parameter) for parameter in self.tensors]
         self._groups = parameter_groups(module) if self.is_sharded else []
         self._unknown = dict(zip(self.names, range(len(synced)), strict=True)) if self.is_sharded else {}
@@ -92,7 +84,6 @@ class SyncedParameters:
                 del self._unknown[prefix + name]
 
     def names_of(self, indices: Iterable[int]) -> frozenset[str]:
-        """Return the names of the parameters with these indices."""
         return frozenset(map(self.names.__getitem__, indices))
 
     def reached(self) -> Set[int]:
@@ -110,7 +101,6 @@ class SyncedParameters:
         return reached
 
     def behind(self, root: Any) -> set[int]:
-        """Return the parameters in the graph behind a node."""
         index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
 

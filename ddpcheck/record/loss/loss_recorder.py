@@ -1,4 +1,4 @@
-"""Recorder of loss scaling: gradients of the sums and means in a loss."""
+"""Recorder of loss scaling: gradients of the sums and means in a loss, and targets that torch's losses save."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpcheck.findings.evidence.script import LossDifferentiated, NumberReduced, ScaledTerm
+from ddpcheck.findings.evidence.script import LossDifferentiated, LossTarget, NumberReduced, ScaledTerm
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes, node_of
+from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes, node_of, nodes_behind
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder, guarded, patched
-from ddpcheck.gather.state.fingerprints import own_part
-from ddpcheck.record.loop.taken_recorder import TakenRecorder
+from ddpcheck.gather.state.fingerprints import fingerprint, own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
-from ddpcheck.record.loss.loss_targets import targets_of
 from ddpcheck.record.loss.micro_batches import log_softmaxes
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
 
 _ENGINE = "_engine_run_backward"  # private to torch; called by all imports of `backward` and `grad`
@@ -45,24 +43,16 @@ _MOST_A_NUMBER = 4  # max elements of a tensor treated as numbers
 _MOST_NUMBERS = 16  # max reduced numbers between two backward passes
 
 
-class BackwardFollower(Protocol):
-    """Listener for backward passes of the script."""
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Return True if the next backward pass is of interest."""
-
-    def note_backward(self, losses: Any, /) -> None:
-        """Handle the begin of a backward pass from `losses`."""
-
-
 class LossRecorder(Recorder, subjects=("loss",)):
     """Recorder of backward passes in sampled optimizer steps."""
 
     def __init__(
-        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[BackwardFollower], taken: TakenRecorder
+        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[Any], taken: TakenRecorder
     ) -> None:
-        """Initialize; `optimizers` and `others` get each backward pass, `taken` each `torch.autograd.grad`."""
+        """Initialize; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
+
+        `others` get the backward passes that they await (`awaits_backward`), by `note_backward(losses)`.
+        """
         self._run = run
         self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
         self._optimizers = optimizers
@@ -165,7 +155,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         return self._sources.get(key, LossSource())
 
 
-_Recorders = tuple[LossRecorder, Sequence[BackwardFollower], OptimizerRecorder, TakenRecorder]
+_Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, TakenRecorder]
 
 
 def _backward(
@@ -192,7 +182,6 @@ def _backward(
 
 
 def _unscaled(term: ScaledTerm, scale: float) -> ScaledTerm:
-    """Return a term without the factor of the gradient scaler."""
     factors = list(term.multipliers)
     if scale in factors:
         factors.remove(scale)
@@ -301,3 +290,37 @@ def _is_chosen(node: Any, shape: tuple[int, ...]) -> bool:
             return True
         node = next((next_node for next_node, _ in node.next_functions if next_node is not None), None)
     return False
+
+
+_MOST_TARGETS = 4
+_MOST_COUNTED = 1 << 12  # max elements for the entropy estimate
+_GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape", "Squeeze", "Unsqueeze", "Clone")
+
+
+def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
+    """Return the targets of a loss that combines torch's losses arithmetically."""
+    targets = []
+    nodes = nodes_behind([node_of(loss)], _MOST_NODES, lambda n: not _has_target(n) and n.name().startswith(_GOES_ON))
+    for target in (kept_tensor(node, "target") for node in filter(_has_target, nodes)):
+        if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
+            if not target.requires_grad and target.numel() > 1:
+                targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))
+    return tuple(targets[:_MOST_TARGETS])
+
+
+def _has_target(node: Any) -> bool:
+    return hasattr(node, "_raw_saved_target")
+
+
+def _bits(target: torch.Tensor) -> float:
+    """Return the entropy in bits; 0 for sorted values or contiguous equal values."""
+    values = target.flatten()
+    values = values[:: max(1, len(values) // _MOST_COUNTED)]
+    steps = values[1:].double() - values[:-1].double()
+    if bool((steps >= 0).all()) or bool((steps <= 0).all()) or not bool(steps.isfinite().all()):
+        return 0.0
+    _, counts = values.unique(return_counts=True)
+    different, blocks = len(counts), 1 + int((steps != 0).sum())
+    if blocks == different < len(values):
+        return 0.0
+    return -float((counts / len(values)).log2().mul(counts).sum())

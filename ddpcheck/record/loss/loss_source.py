@@ -168,11 +168,11 @@ def _is_constant(scope: Scope, node: ast.expr) -> bool:
     """Return True for a constant, or a library call on constants: `torch.zeros(1, device=device)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         is_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
-        return is_library and function_of(resolved(scope, node.func))[0] is None and all(map(_is_literal, node.args))
-    return _is_literal(node)
-
-
-def _is_literal(node: ast.expr) -> bool:
+        return (
+            is_library
+            and function_of(resolved(scope, node.func))[0] is None
+            and all(isinstance(argument, ast.Constant) for argument in node.args)
+        )
     return isinstance(node, ast.Constant)
 
 
@@ -315,7 +315,6 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
-    """Return the possible factors of an operation."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
         return [node.left, node.right]
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):

@@ -21,7 +21,7 @@ from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_of
 from ddpcheck.recipe.pytree import tree_leaves
-from ddpcheck.record.module_hooks import remove_hooks
+from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import MicroBatch, is_probed
 
 _STEPS_KEPT = 4
@@ -32,6 +32,7 @@ _NODES = 2000  # max graph nodes: the loss is close to the root
 _ELEMENTS = 1 << 22  # max elements of logits kept for backward; larger logits are sampled by row
 _LEAST_ROWS = 16
 _TOLERANCE = 0.02  # half-precision gradients have 8 significant bits
+_Measure = Callable[[torch.Tensor], torch.Tensor]
 _Measured = tuple[int, int, str, int, int, torch.Tensor]  # fields of a MicroBatch, the last three as a tensor
 
 
@@ -111,22 +112,21 @@ class MicroBatches(Recorder, subjects=("loss",)):
         nodes = log_softmaxes(node_of(tensor) for tensor in tensors)
         for count, node in enumerate(nodes):
             if _has_own_head(node, nodes):
-                measure = self._note((step, f"log_softmax {count}", position, sequences), _of_log_probabilities)
-                self._handles.append(node.register_prehook(lambda grads, measure=measure: measure(grads[0])))
+                which = step, f"log_softmax {count}", position, sequences
+                self._measure(node, 0, which, _of_log_probabilities)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
         score_nodes = [node_of(tensor) for tensor in scores]
         for count, logits in enumerate(scores):
             if _has_own_head(node_of(logits), score_nodes):
-                node, index = _where_used(logits)
-                measure = self._note((step, f"output {count}", position, sequences), _Logits(logits))
-                self._handles.append(node.register_prehook(lambda grads, m=measure, i=index: m(grads[i])))
+                which = step, f"output {count}", position, sequences
+                self._measure(*_where_used(logits), which, _Logits(logits))
 
-    def _note(
-        self, which: tuple[int, str, int, int], measure: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor | None], None]:
+    def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
+        """Measure the gradient at an output of a node; `which`: step, head, position and sequences."""
         index = self._index
 
-        def arrived(gradient: torch.Tensor | None) -> None:
+        def arrived(grads: tuple[torch.Tensor | None, ...]) -> None:
+            gradient = grads[output_nr]
             if gradient is None or gradient.ndim < 2 or index != self._index:
                 return
             values = torch.tensor([1.0, 0.0, 1.0])  # unknown weight
@@ -137,11 +137,10 @@ class MicroBatches(Recorder, subjects=("loss",)):
                     values = measure(gradient)
             self._measured.append((index, *which, values))
 
-        return arrived
+        self._handles.append(node.register_prehook(arrived))
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the first tensors with gradient in a forward output."""
     leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and node_of(leaf) is not None)
     return list(islice(leaves, _MOST_HEADS))
 
@@ -157,7 +156,6 @@ def _is_log_softmax(node: Any) -> bool:
 
 
 def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
-    """Return True if no other node has the same head."""
     head = head_of(node)
     return head is None or [head_of(other) for other in nodes].count(head) == 1
 

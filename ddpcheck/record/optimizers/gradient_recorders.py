@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, GradientsTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
@@ -30,9 +30,11 @@ from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
 from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import InRows, fingerprint, in_rows, is_shard, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
-from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms
+from ddpcheck.gather.steps.gradient_distance import dense, has_gradient, norms, sketch
+from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import names_of_parameters
+from ddpcheck.stream.rank_report import is_probed
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
 _SAME = 1e-4
@@ -41,14 +43,11 @@ _MOST_GIVEN = 4096  # max all_reduce inputs per step
 
 
 class ClipRecorder(Recorder, subjects=("optimizers",)):
-    """Recorder of gradient clipping, and of gradient norms between sampled backward passes.
-
-    Attributes:
-        follows: True if there was a clip or sampled backward pass since the last optimizer step or backward begin.
-    """
+    """Recorder of gradient clipping, and of gradient norms between sampled backward passes."""
 
     def __init__(self, run: Recording, before: Callable[[], object], after: Callable[[], object]) -> None:
         """Initialize; `before` and `after` are called before and after each clip."""
+        # True if there was a clip or sampled backward pass since the last optimizer step or backward begin
         self.follows = False
         self._run = run
         self._before, self._after = before, after
@@ -111,7 +110,6 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
                 self._norms[watch.number] = norm
 
     def forget(self) -> None:
-        """Clear the recorded norms before an optimizer step."""
         self._norms, self._last, self.follows = {}, ("", None), False
 
 
@@ -183,11 +181,7 @@ class _Followed:
 
 
 class ZeroingRecorder(Recorder, subjects=("loop",)):
-    """Recorder of zeroing, from a parameter of each optimizer in its first steps.
-
-    Attributes:
-        follows: True if any parameter is followed.
-    """
+    """Recorder of zeroing, from a parameter of each optimizer in its first steps."""
 
     def __init__(
         self,
@@ -198,7 +192,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._names = names
         self._steps = 0
         self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self.follows = False
+        self.follows = False  # True if any parameter is followed
 
     def begins_to_step(self, optimizer: Any, number: int) -> bool:
         """Record an optimizer before its step; return True if no longer followed."""
@@ -320,22 +314,18 @@ def _mark(parameter: Any) -> int:
 
 
 class GivenRecorder(Recorder, subjects=("optimizers", "data")):
-    """Recorder of all_reduce inputs over all ranks in sampled steps.
-
-    Attributes:
-        of_a_part: Line of the last all_reduce of the gradient of a parameter that only this rank has.
-        before: Line of the largest collective over all ranks before the first backward pass (of parameters, possibly).
-        clear: Clears the recorded inputs after a step.
-    """
+    """Recorder of all_reduce inputs over all ranks in sampled steps."""
 
     def __init__(self, run: Recording) -> None:
+        # line of the last all_reduce of the gradient of a parameter that only this rank has
         self.of_a_part: Location | None = None
+        # line of the largest collective over all ranks before the first backward pass (of parameters, possibly)
         self.before: Location | None = None
         self._largest: tuple[int, str] = (0, "")  # (elements, line)
         self._began = False
         self._run = run
         self._given: list[tuple[int, int]] = []  # (elements, fingerprint)
-        self.clear = self._given.clear
+        self.clear = self._given.clear  # clears the recorded inputs after a step
         self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
     def note(self, call: Call, given: Mapping[str, Any]) -> None:
@@ -372,3 +362,65 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Return True if a rank-specific parameter's gradient was reduced repeatedly."""
         return self._parts[id(parameter)] > 1
+
+
+_MOST_MARKS = 1024
+_MOST_PARAMETERS = 64  # compared parameters per call
+
+
+@dataclass(slots=True)
+class _TakenGradients:
+    names: dict[int, str]  # parameter names, by id()
+    calls: int = 0
+    marks: list[int] = field(default_factory=list)
+    location: Location | None = None
+
+
+class TakenRecorder(Recorder, subjects=("loop",)):
+    """Recorder of sampled `torch.autograd.grad` results for wrapped parameters."""
+
+    def __init__(self, run: Recording) -> None:
+        self._run = run
+        self._known: WeakKeyDictionary[ScriptWatch, _TakenGradients] = WeakKeyDictionary()
+
+    def close(self) -> None:
+        for watch, followed in list(self._known.items()):
+            if followed.calls and followed.location is not None:
+                self._note(watch, followed, {}, followed.location)
+
+    def taken(self, inputs: Any, gradients: Any) -> None:
+        if not isinstance(inputs, tuple) or not isinstance(gradients, tuple):
+            return
+        pairs = [(p, g) for p, g in zip(inputs, gradients, strict=False) if isinstance(p, torch.nn.Parameter)]
+        for watch in list(self._run.watches) if pairs else ():
+            followed = self._known.get(watch)
+            if followed is None:
+                followed = self._known[watch] = _TakenGradients({id(p): name for name, p in watch.parameters.items()})
+            entries = [(followed.names[id(p)], p, g) for p, g in pairs if id(p) in followed.names]
+            if not entries:
+                continue
+            if is_probed(followed.calls):
+                grads = {name: g for name, _, g in entries[:_MOST_PARAMETERS] if type(g) is torch.Tensor}
+                followed.location = user_location()
+                self._note(watch, followed, grads, followed.location)
+            elif len(followed.marks) < _MOST_MARKS and not watch.step:
+                followed.marks.append(fingerprint(min((p for _, p, _ in entries), key=torch.Tensor.numel)))
+            followed.calls += 1
+
+    def _note(
+        self, watch: ScriptWatch, one: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
+    ) -> None:
+        params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
+        self._run.add(
+            GradientsTaken(
+                watch.number,
+                one.calls,
+                where,
+                reductions=watch.step,
+                put_off=watch.has_unreduced,
+                gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
+                parameters={name: fingerprint(p) for name, p in params.items()},
+                marks=tuple(one.marks),
+            )
+        )
+        one.marks.clear()

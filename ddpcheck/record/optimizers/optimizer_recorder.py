@@ -27,23 +27,16 @@ from ddpcheck.gather.patching import Recorder, patched
 from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints, is_shard, place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
-from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.recording import Recording
-from ddpcheck.record.replicas.program_state import (
-    StateRecorder,
-    names_of_parameters,
-    names_of_tensors,
-    tables_of_program,
-)
-from ddpcheck.record.replicas.state_uses import LoadRecorder, UseRecorder
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
+from ddpcheck.record.recording import Recording, UnpickledHook, follow_steps
+from ddpcheck.record.replicas.module_uses import LoadRecorder, UseRecorder, WriteRecorder
+from ddpcheck.record.replicas.program_state import StateRecorder, names_of_parameters, names_of_tensors
+from ddpcheck.record.replicas.tables import tables_of_program
 from ddpcheck.record.source.source_scope import assignment_in_program, lines_left_out_by
 
 _MOST_MARKS = _MOST_SUMS = 4096
@@ -74,17 +67,12 @@ class _Optimizer:
 
 
 class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
-    """Recorder of every optimizer of this process.
-
-    Attributes:
-        states: Recorder of models that no optimizer holds, run before sampled steps.
-    """
+    """Recorder of every optimizer of this process."""
 
     def __init__(self, run: Recording, lines: LineRecorder, writes: WriteRecorder) -> None:
-        """Initialize; `lines` locates optimizer constructors, `writes` gets each step."""
         self._run = run
-        self._lines = lines
-        self._writes = writes
+        self._lines = lines  # locates optimizer constructors
+        self._writes = writes  # gets each step
         self._known: WeakKeyDictionary[Any, _Optimizer] = WeakKeyDictionary()
         self._all: list[_Optimizer] = []  # by number; the optimizers may have been deleted
         self._backwards = 0
@@ -99,6 +87,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._zeroings = ZeroingRecorder(run.add, self._names_of)
         self._clips = ClipRecorder(run, self._before_clip, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
+        # recorder of models that no optimizer holds, run before sampled steps
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
         self.given = GivenRecorder(run)
         self._sum_at: Location | None = None  # line of the last all_reduce since backward that left a sum
@@ -133,7 +122,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
 
     def steps_of(self, optimizer: Any) -> int:
-        """Return the number of steps of an optimizer in this process."""
         known = self._known.get(optimizer)
         return 0 if known is None else known.steps
 
@@ -147,7 +135,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     # Steps
 
     def before_step(self, optimizer: Any, _has_closure: bool, inside: bool) -> None:
-        """Record an optimizer that is about to step."""
         if self._loads.waits:
             self._loads.hand_over()
         self._writes.step(begins=True)
@@ -189,7 +176,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         (self._due.add if self._run.is_written(known.steps) else self._due.discard)(known.number)
 
     def after_step(self, optimizer: Any, _has_closure: bool) -> None:
-        """Record the end of an optimizer step."""
         self._writes.step(begins=False)
         if (known := self._known.get(optimizer)) is not None:
             known.inside = False
@@ -250,7 +236,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
             collectives=self._run.log.collectives,
             idle=tuple(sorted(idle)),
-            made=self._lines.of_optimizer(optimizer),
+            made=self._lines.constructed.get(optimizer),
             rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
             schedule=known.schedule,
             summed=tuple(summed),
@@ -259,18 +245,18 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             unclipped={name: self._unclipped[id(p)] for name, p in unwrapped.items() if id(p) in self._unclipped},
             left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
             late_sum_at=known.late,
-            restored_at=self._lines.of_restored(optimizer),
+            restored_at=self._lines.restored.get(optimizer),
             rescaled_at=known.rescaled_at,
             norm_at=known.norm_at,
             changed_at=known.changed_at,
             shards=sum(p.requires_grad for p in shards.values()),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=count_in_fsdp1(params),
-            made_with=self._lines.rates_of(optimizer),
+            made_with=self._lines.rates.get(optimizer, ""),
             reduced_at=self.given.largest,
             broadcast_at=self.given.before,
             scale=scaler.get_scale() if scaler else 0.0,
-            scale_at=self._lines.of_restored(scaler) if scaler else None,
+            scale_at=self._lines.restored.get(scaler) if scaler else None,
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
             given=self.given.of(*gradients),
@@ -316,7 +302,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def _look_at(self, optimizer: Any, known: _Optimizer) -> None:
         """Record parameters in no wrapper, and schedules, at an optimizer's first step."""
         known.sample = tensor_ref(parameters_of(optimizer)[0])
-        self._stepped += self._lines.of_optimizer(optimizer) is not None
+        self._stepped += self._lines.constructed.get(optimizer) is not None
         self._schedules.look_for(optimizer)
         if not known.number:
             for table in tables_of_program():
@@ -353,7 +339,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return {watch.number for watch in list(self._run.watches) if watch.has_unreduced}
 
     def before_backward(self, loss: Any) -> None:
-        """Record that a backward pass begins from `loss`."""
         self._backwards += 1
         self._local, self._unclipped, self._sum_at = {}, {}, None
         self.given.backward_begins()
@@ -367,7 +352,6 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._zeroings.backward_begins(loss)
 
     def after_backward(self) -> None:
-        """Record that a backward pass has ended."""
         if self._run.is_written(self._run.steps):
             self._clips.backward_ended()
             self._local = self._sketches()

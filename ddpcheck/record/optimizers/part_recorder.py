@@ -1,8 +1,6 @@
 """Recorder of tensor parallel models: their ranks, and replicated state at each step.
 
-Also locates the line that takes the norm of gradient shards. The line decides nothing: the scaling of gradients by
-different factors per rank is measured. If no line or a wrong line is found, the finding is the same, located at the
-optimizer step or at that line.
+Also locates the line that takes the norm of gradient shards, which decides nothing: the scaling is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,9 +27,9 @@ from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_sha
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.data.constructions import seeded_at
 from ddpcheck.record.loss.loss_source import called_in
-from ddpcheck.record.module_hooks import UnpickledHook, remove_hooks
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.line_recorder import LineRecorder
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.recording import UnpickledHook, remove_hooks
 from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.record.source.source_scope import location_in, own_nodes, scopes_from
 from ddpcheck.stream.rank_report import is_sampled
@@ -61,7 +59,8 @@ def _norm_line(body: ast.AST) -> int | None:
         value = node.iter if isinstance(node, ast.For) else node.value
         if value is None or not (_mentions(value, ("grad",)) or derived & _names(value)):
             continue
-        if not isinstance(node, ast.For) and _takes_norm(value):
+        has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(value))
+        if not isinstance(node, ast.For) and (has_power or _mentions(value, _NORMS)):
             return node.lineno
         for target in [node.target] if isinstance(node, ast.For) else targets_of(node):
             derived |= _names(target)
@@ -76,27 +75,7 @@ def _names(node: ast.AST) -> set[str]:
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
-def _takes_norm(node: ast.AST) -> bool:
-    has_power = any(isinstance(child, ast.BinOp) and isinstance(child.op, ast.Pow) for child in ast.walk(node))
-    return has_power or _mentions(node, _NORMS)
-
-
 _HOME = "torch.distributed.tensor.parallel.style"  # its styles call `distribute_module`, independent of imports
-
-
-class Watched(Protocol):
-    """A watched wrapper or sharded module."""
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the synchronized parameters by name."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return True if `fully_shard` sharded the module."""
-
-    def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a submodule, or None if absent."""
 
 
 class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
@@ -105,15 +84,14 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     def __init__(
         self,
         sink: Callable[[ModelSplit | PartStep], object],
-        watches: Iterable[Watched],
+        watches: Iterable[Any],
         every: int,
         lines: LineRecorder | None = None,
     ) -> None:
-        """Initialize; `every`: steps between two entries, `lines`: recorder of optimizer constructors."""
         self._sink = sink
         self._watches = watches
-        self._every = every
-        self._lines = lines
+        self._every = every  # steps between two entries
+        self._lines = lines  # recorder of optimizer constructors
         self._groups: set[tuple[int, ...]] = set()
         self._split: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()  # split parameter names by module
         self._steps: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # (number, steps) by optimizer
@@ -142,7 +120,6 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 self._note_given(module, layouts)
 
     def close(self) -> None:
-        """Stop following steps; may be called again."""
         remove_hooks(self._handles)
 
     def _follow(self, home: ModuleType) -> None:
@@ -201,7 +178,7 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 number,
                 count,
                 user_location(),
-                None if self._lines is None else self._lines.of_optimizer(optimizer),
+                None if self._lines is None else self._lines.constructed.get(optimizer),
                 parts,
                 tuple(name for key, name in split.items() if key not in assigned),
                 norms({name: dense(gradient) for name, gradient in gradients.items()}),
@@ -231,6 +208,5 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
 
 
 def _names_of_split(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters that are sharded."""
     params: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
     return [name for name, p in params if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

@@ -1,4 +1,4 @@
-"""Recorder of learning rate schedules: step counts, and end of the changes."""
+"""Recorders of learning rate schedules, of metrics that decide, and of resumed training."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DistributedSampler
 
 from ddpcheck.findings.evidence.loop import ScheduleState
-from ddpcheck.findings.evidence.script import MetricUsed
+from ddpcheck.findings.evidence.script import MetricUsed, Restored
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_called_by_a_package, user_location
-from ddpcheck.gather.patching import Recorder, patched
+from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.reachable import function_variables
-from ddpcheck.record.evaluation.monitor_recorder import MonitorRecorder
 from ddpcheck.record.loss.loss_source import is_world_size
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.source.program_numbers import held_by_program, held_in, program_frames
 from ddpcheck.record.source.source_scope import (
     MOST_CALLERS,
@@ -59,10 +63,9 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
     def __init__(
         self, sink: Callable[[MetricUsed], object], passes: Callable[[], int], number_of: Callable[[Any], int]
     ) -> None:
-        """Initialize; `passes` counts backward passes and optimizer steps, `number_of` numbers optimizers."""
         self._sink = sink
         self._monitors = MonitorRecorder(sink)
-        self._passes = passes
+        self._passes = passes  # counts backward passes and optimizer steps
         self._number_of = number_of
         self._numbers = itertools.count()
         self._metrics: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, metrics so far]
@@ -157,7 +160,6 @@ class ScheduleRecorder(Recorder, subjects=("optimizers",)):
 
 
 def _numbers_of(schedule: Any) -> Iterator[float]:
-    """Yield the numbers in a schedule and in its functions' variables."""
     pending: list[Any] = [*getattr(schedule, "__dict__", {}).values(), *(item for _, item in held_in("", schedule))]
     seen = 0
     while pending and seen < 8 * _MOST_NUMBERS:
@@ -225,3 +227,142 @@ def _loop_around(scope: Scope, line: int) -> ast.expr | None:
         elif isinstance(node, ast.ListComp) and node.lineno <= line <= (node.end_lineno or 0):
             return node.generators[-1].iter
     return iterables[max(iterables)] if iterables else None
+
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_CALLBACKS = ("ModelCheckpoint", "EarlyStopping")
+_ENDS = ("on_validation_end", "on_train_epoch_end")
+_MOST_USES = 64  # per callback
+
+
+class MonitorRecorder(Recorder, subjects=("optimizers",)):
+    """Recorder of metrics logged by Lightning modules and monitored by callbacks."""
+
+    def __init__(self, sink: Callable[[MetricUsed], object]) -> None:
+        self._sink = sink
+        self._lines: dict[str, Location | None] = {}  # line that logs a metric, by name
+        self._trainer: Callable[[], Any] = lambda: None
+        self._numbers = itertools.count()
+        self._uses: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # [number, uses so far]
+        follow_modules = guarded(lambda module: patched(module.LightningModule, "log", self._logs), self)
+        when_imported([f"{package}.core" for package in _PACKAGES], follow_modules)
+        when_imported([f"{package}.callbacks" for package in _PACKAGES], guarded(self._follow_callbacks))
+
+    def line_of(self, value: float) -> Location | None:
+        """Return the line that logged a metric with this latest value, or None."""
+        metrics = getattr(self._trainer(), "callback_metrics", {})
+        return next((line for name, line in self._lines.items() if name in metrics and metrics[name] == value), None)
+
+    def _follow_callbacks(self, module: ModuleType) -> None:
+        for name, end in itertools.product(_CALLBACKS, _ENDS):
+            patched(getattr(module, name), end, self._decides)
+
+    def _logs(self, module: Any, name: str, *_arguments: Any, **_named: Any) -> None:
+        if name not in self._lines:
+            self._lines[name], self._trainer = user_location(), ref(module.trainer)
+
+    def _decides(self, callback: Any, trainer: Any, *_arguments: Any, **_named: Any) -> None:
+        metric, metrics = callback.monitor, trainer.callback_metrics
+        if metric not in metrics or trainer.sanity_checking or getattr(callback, "save_top_k", None) == 0:
+            return
+        count = self._uses.setdefault(callback, [])
+        if not count:
+            count += [next(self._numbers), 0]
+        if count[1] < _MOST_USES:
+            kind = next(cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in _CALLBACKS)
+            location = self._lines.get(metric)
+            self._sink(MetricUsed(count[0], count[1], float(metrics[metric]), location, user=kind, metric=metric))
+        count[1] += 1
+
+
+_MOST_STATES = 64  # max optimizer states taken or read by the script
+_MOST_FILES = 1024
+_DEEPEST = 3  # max nesting depth of a state in dictionaries
+
+
+class ResumeRecorder(Recorder, subjects=("data",)):
+    """Recorder of optimizer states from `state_dict` or `torch.load` to `load_state_dict`."""
+
+    def __init__(self, steps_of: Callable[[Any], int]) -> None:
+        self.restored: Restored | None = None  # the last restored optimizer state since `goes_on`, or None
+        self._steps_of = steps_of  # returns the step count of an optimizer
+        self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
+        self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
+        self._files: dict[str, int] = {}  # steps of the saved states, by path
+        self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch line by sampler
+        patched(Optimizer, "state_dict", self._takes)
+        patched(Optimizer, "load_state_dict", self._restores)
+        patched(torch, "save", self._writes)
+        patched(torch, "load", self._reads)
+        patched(DistributedSampler, "set_epoch", self._tells)
+
+    def goes_on(self, restored: Restored | None) -> None:
+        """Clear `restored`: training has continued from that state."""
+        if self.restored is restored:
+            self.restored = None
+
+    def told(self, sampler: Any) -> Location | None:
+        """Return the line of the last `set_epoch` of a DistributedSampler, or None."""
+        return self._told.get(sampler) if isinstance(sampler, DistributedSampler) else None
+
+    def _tells(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
+        self._told[sampler] = user_location()
+
+    def _takes(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        state = yield
+        self._note(state, self._before.get(optimizer, 0) + self._steps_of(optimizer), 0)
+
+    def _writes(self, obj: Any, f: Any, *_arguments: Any, **_named: Any) -> None:
+        steps = [self._known(state)[0] for state, _ in _optimizers_in(obj, {}, 0)]
+        if steps and isinstance(f, str | os.PathLike) and len(self._files) < _MOST_FILES:
+            self._files[os.path.realpath(f)] = max(steps)
+
+    def _reads(self, f: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        loaded = yield
+        written = self._files.get(os.path.realpath(f), 0) if isinstance(f, str | os.PathLike) else 0
+        for state, numbers in _optimizers_in(loaded, {}, 0):
+            epochs = [number for key, number in numbers.items() if "epoch" in key.lower()]
+            steps = [number for key, number in numbers.items() if key.lower().rpartition("_")[2] == "step"]
+            self._note(state, max([written, *steps]), max(epochs, default=0))
+
+    def _restores(self, optimizer: Any, state_dict: Any, *_arguments: Any, **_named: Any) -> None:
+        if not isinstance(state_dict, Mapping):
+            return
+        steps, epochs = self._known(state_dict)
+        states = state_dict.get("state")
+        for state in states.values() if isinstance(states, Mapping) else ():
+            steps = max(steps, _whole(state.get("step") if isinstance(state, Mapping) else None))
+        self._before[optimizer] = steps - self._steps_of(optimizer)
+        self.restored = Restored(steps, epochs, user_location())
+
+    def _known(self, state: Any) -> tuple[int, int]:
+        """Return the steps and epochs of a known state, else (0, 0)."""
+        groups, steps, epochs = self._states.get(id(state.get("param_groups")), (None, 0, 0))
+        return (steps, epochs) if groups is state.get("param_groups") else (0, 0)
+
+    def _note(self, state: Any, steps: int, epochs: int) -> None:
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if groups is not None:
+            self._states.pop(id(groups), None)
+            self._states[id(groups)] = groups, steps, epochs
+            if len(self._states) > _MOST_STATES:
+                del self._states[next(iter(self._states))]
+
+
+def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
+    """Yield optimizer states in a loaded object, with the integers beside each."""
+    if not isinstance(held, dict) or depth > _DEEPEST:
+        return
+    if "param_groups" in held and "state" in held:
+        yield held, numbers
+        return
+    numbers = {**numbers, **{key: value for key, value in held.items() if type(key) is str and type(value) is int}}
+    for value in held.values():
+        yield from _optimizers_in(value, numbers, depth + 1)
+
+
+def _whole(step: Any) -> int:
+    """Return the step count in a parameter's state on the CPU, or 0."""
+    if isinstance(step, torch.Tensor) and step.numel() == 1 and step.device.type == "cpu":
+        return int(step)
+    return step if type(step) is int else 0

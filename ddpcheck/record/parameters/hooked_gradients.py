@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.loop import HookedGradient
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, is_user_file
 from ddpcheck.gather.state.fingerprints import fingerprint
-from ddpcheck.record.module_hooks import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook
 
 _MOST_ELEMENTS = 1 << 24
 _FEWEST = 4  # elements needed to classify a change
@@ -30,19 +30,15 @@ _REGISTERS = {
 
 
 class HookedGradients:
-    """Gradients of parameters with program hooks, before and after these hooks.
-
-    Attributes:
-        changed: Change of the last gradient by hooks, by parameter name; absent if unchanged.
-        factors: Factor that backward hooks apply to incoming or outgoing gradients, by module name. Other changes may
-            be per sample, and so equal in any batch.
-        location: Line that defines the first of these hooks.
-    """
+    """Gradients of parameters with program hooks, before and after these hooks."""
 
     def __init__(self) -> None:
+        # change of the last gradient by hooks, by parameter name; absent if unchanged
         self.changed: dict[str, HookedGradient] = {}
+        # factor that backward hooks apply to incoming or outgoing gradients, by module name; other changes may be per
+        # sample, and so equal in any batch
         self.factors: dict[str, float] = {}
-        self.location: Location | None = None
+        self.location: Location | None = None  # line that defines the first of these hooks
         self._before: dict[str, torch.Tensor] = {}
 
     def attach(self, name: str, leaf: torch.Tensor, accumulated: Callable[[str], object]) -> list[Any]:
@@ -92,7 +88,6 @@ class HookedGradients:
                     self.factors[name] = change.number
 
     def _has_hooks(self, leaf: Any, held: str) -> bool:
-        """Return True if the program has registered hooks of this kind."""
         hooks = [hook for hook in (getattr(leaf, held, None) or {}).values() if not isinstance(hook, UnpickledHook)]
         lines = [line for line in map(defined_at, hooks) if line is not None and is_user_file(line.path)]
         self.location = self.location or next(iter(lines), None)

@@ -7,7 +7,6 @@ whose gradients are compared are probed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,9 +23,9 @@ from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard, own_part
 from ddpcheck.gather.state.module_description import KnownParts
 from ddpcheck.gather.steps.gradient_distance import dense
-from ddpcheck.record.loop.forward_snapshot import Snapshot
-from ddpcheck.record.module_hooks import remove_hooks
+from ddpcheck.record.loop.loop_record import Snapshot
 from ddpcheck.record.parameters.hooked_gradients import HookedGradients
+from ddpcheck.record.recording import remove_hooks
 from ddpcheck.stream.rank_report import RankReport
 
 _EXPLAINED_EARLY = 2  # step in which unused parameters are explained, in case the run ends early
@@ -34,17 +33,14 @@ _ZERO_FROM = 4  # first step in which always-zero gradients are reported
 
 
 class ParameterHistory:
-    """Missing gradients, zeros and changes of the parameters of one wrapper.
-
-    Attributes:
-        around_replay: Returns the context of a forward rerun that explains missing parameters.
-        not_reported: Parameters that DDP waited for and no rank has reported yet, by step.
-    """
+    """Missing gradients, zeros and changes of the parameters of one wrapper."""
 
     def __init__(
         self, rank: int, module: nn.Module, parameters: Mapping[str, nn.Parameter], wrapper: WrapperFacts
     ) -> None:
+        # returns the context of a forward rerun that explains missing parameters
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # parameters that DDP waited for and no rank has reported yet, by step
         self.not_reported: dict[int, tuple[str, ...]] = {}
         self._rank = rank
         self._module = module
@@ -59,27 +55,18 @@ class ParameterHistory:
         self._reported: set[str] = set()
         self._created_in_forward: set[str] = set()
         self._ends: dict[str, PathEnd] = {}
-        self._zeros = _ZeroGradients(parameters)
+        self._zero = set(parameters)  # parameters whose gradient was zero at every look
+        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
 
     def step_ended(
         self,
         step: int,
         probe: StepProbe | None,
-        unused: frozenset[str],
-        awaited: frozenset[str],
-        accumulated: frozenset[str],
-        late: frozenset[str] = frozenset(),
+        unused: frozenset[str],  # parameters that the last backward pass did not use, by the autograd engine
+        awaited: frozenset[str],  # `unused` parameters that DDP has waited for
+        accumulated: frozenset[str],  # parameters with gradients of earlier backward passes under `no_sync`
+        late: frozenset[str] = frozenset(),  # `awaited` parameters that a second backward pass may reach
     ) -> None:
-        """Record an ended step.
-
-        Args:
-            step: Number of the step.
-            probe: Probe of the step, if any.
-            unused: Parameters that the last backward pass did not use, by the autograd engine.
-            awaited: `unused` parameters that DDP has waited for.
-            accumulated: Parameters with gradients of earlier backward passes under `no_sync`.
-            late: `awaited` parameters that a second backward pass may reach.
-        """
         if probe is not None:
             if self._wrapper.static_graph and step == 0:  # DDP will wait for these parameters
                 awaited |= probe.unused - unused
@@ -110,24 +97,14 @@ class ParameterHistory:
 
     def report(
         self,
-        step: int,
+        step: int,  # the step that has just ended
         *,
-        settled: bool,
+        settled: bool,  # True to judge tolerated unused parameters now
         probe: StepProbe | None = None,
-        snapshot: Snapshot | None = None,
-        thorough: bool = False,
-        parameters: Mapping[str, nn.Parameter] | None = None,
+        snapshot: Snapshot | None = None,  # of the last forward pass
+        thorough: bool = False,  # True to look for parameter changes without a probe, too
+        parameters: Mapping[str, nn.Parameter] | None = None,  # current ones, if known
     ) -> RankReport:
-        """Return the report of this rank.
-
-        Args:
-            step: Number of the step that has just ended.
-            settled: True to judge tolerated unused parameters now.
-            probe: Probe of the step, if any.
-            snapshot: Snapshot of the last forward pass.
-            thorough: True to look for parameter changes without a probe, too.
-            parameters: Current parameters of the module, if known.
-        """
         missing = {name for names in self.not_reported.values() for name in names} - self._reported
         if self._wrapper.goes_on_without and (settled or step == _EXPLAINED_EARLY):
             missing |= self._never_used - self._reported
@@ -171,7 +148,7 @@ class ParameterHistory:
         self._created_in_forward |= probe.created_in_forward.keys()
         states: dict[str, GradientState] = dict.fromkeys(probe.lost, "lost")
         excused = probe.lost.keys() | self._sometimes_missing  # a missing gradient was replaced by zeros
-        zero = self._zeros.look(excused)
+        zero = self._always_zero(excused)
         if step >= _ZERO_FROM:
             states |= dict.fromkeys(self._ordered(zero), "zero")
         return StepEvidence(
@@ -202,16 +179,7 @@ class ParameterHistory:
         parameters = {name: p for name, p in named_parameters(self._module).items() if name in missing}
         return snapshot.explain(self._module, parameters, self.around_replay)
 
-
-class _ZeroGradients:
-    """Parameters whose gradient was zero at every look."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._zero = set(parameters)
-        self._moving: dict[str, int] = {}  # first fingerprint of a parameter with a nonzero gradient
-
-    def look(self, excused: Set[str]) -> set[str]:
+    def _always_zero(self, excused: Set[str]) -> set[str]:
         """Return always-zero parameters that are not `excused`, once parameters have moved."""
         if not self._zero:
             return set()
@@ -227,50 +195,38 @@ class _ZeroGradients:
 
 
 class StepProbe:
-    """Detailed record of one step.
-
-    Attributes:
-        arrivals: Number of gradients that arrived, by parameter.
-        lost: Parameters that backward reached without a gradient, with the Functions that may have returned None.
-        unregistered: Leaves with a gradient that the module holds, but not as parameters.
-        created_in_forward: Parameters that the forward pass has created.
-        reentrant: True if a re-entrant checkpoint is in the graph.
-        keep: Linear function of a gradient, by name, whose result is kept; `None` to keep nothing.
-        local: Kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only.
-        held: Gradients that shards had before.
-        beside: Shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that
-            torch sums over tensor-parallel ranks before the reduction.
-        hooked: Changes of gradients by program hooks, if gradients are kept.
-    """
+    """Detailed record of one step."""
 
     def __init__(
         self,
         module: nn.Module,
         parts: KnownParts,
         parameters: Mapping[str, nn.Parameter],
+        # tensors that backward accumulates into, by parameter; if known in forward only, `attach` is called again
         leaves: Sequence[torch.Tensor],
         *,
         keep: Callable[[str, torch.Tensor], Any] | None,
     ) -> None:
-        """Probe the step of `module` that begins, for these parameters.
-
-        `parts` are the parts of the module; `leaves` are the tensors that backward accumulates into, in the order of
-        `parameters`. If leaves become known in forward only, `attach` is called again.
-        """
-        self.arrivals: dict[str, int] = {}
+        """Probe the step of `module` that begins."""
+        self.arrivals: dict[str, int] = {}  # number of gradients that arrived, by parameter
+        # parameters that backward reached without a gradient, with the Functions that may have returned None
         self.lost: dict[str, PathEnd] = {}
+        # leaves with a gradient that the module holds, but not as parameters
         self.unregistered: tuple[UnregisteredTensor, ...] = ()
-        self.created_in_forward: dict[str, UnregisteredTensor] = {}
-        self.reentrant = False
+        self.created_in_forward: dict[str, UnregisteredTensor] = {}  # parameters that the forward pass has created
+        self.reentrant = False  # True if a re-entrant checkpoint is in the graph
+        # kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only
         self.local: dict[str, Any] = {}
-        self.held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}  # gradients that shards had before
+        # shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that torch
+        # sums over tensor-parallel ranks before the reduction
         self.beside: set[str] = set()
-        self.hooked = HookedGradients()
+        self.hooked = HookedGradients()  # changes of gradients by program hooks, if gradients are kept
         self._module = module
         self._parts = parts
         self._parameters = parameters
         self._leaves = leaves
-        self.keep = keep
+        self.keep = keep  # linear function of a gradient, by name, whose result is kept; `None` to keep nothing
         self._arrived_none: set[str] = set()
         self._before = parts.now().parameters
         self._roots: list[Any] = []
@@ -293,13 +249,10 @@ class StepProbe:
         shards = {name: p for name, p in self._parameters.items() if self.keep and p.requires_grad and is_shard(p)}
         nodes = gradient_nodes([*shards.values()])  # run by the engine's accumulation, not by torch's reduction
         self._handles += [
-            node.register_prehook(functools.partial(self._beside, name))
+            node.register_prehook(lambda _, name=name: self.beside.add(name))
             for name, node in zip(shards, nodes, strict=True)
             if node is not None
         ]
-
-    def _beside(self, name: str, _gradients: Any) -> None:
-        self.beside.add(name)
 
     def detach(self) -> None:
         """Remove the hooks: gradients that arrive from now on are not the loop's own."""
@@ -383,7 +336,6 @@ class StepProbe:
 
     @property
     def unused(self) -> frozenset[str]:
-        """Return the parameters that were not used in the step."""
         return frozenset(self._parameters.keys() - self.arrivals.keys() - self.lost.keys())
 
 

@@ -1,27 +1,34 @@
-"""Recording of random draws on each rank, and replay in a single process.
+"""Recording of random draws, dropout and batch statistics on each rank, and replay in a single process.
 
 A draw is identified by its function, its line (with or without gradients) and its index at that line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
 import os
+import random
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import cat, nn
+from torch.nn import functional
 
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
+from ddpcheck.gather.forward_hooks import scripting_in
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
 from ddpcheck.record.data.draw_recorder import NOT_OF_THE_STEP
 from ddpcheck.record.parity.sample_store import NotTogetherError, rows_of
 from ddpcheck.record.parity.samples import Samples
+from ddpcheck.record.rank.environment import when_imported
 
 FUNCTIONS = (
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "bernoulli"),
@@ -40,9 +47,8 @@ class RandomDraws(Recorder, subjects=("parity",)):
     """Recorder of random draws of program lines, or replay in a single process."""
 
     def __init__(self, samples: Samples, *, replays: bool) -> None:
-        """Initialize; `replays`: if True, the single process gets the ranks' numbers."""
         self._samples = samples
-        self._replays = replays
+        self._replays = replays  # True if the single process gets the ranks' numbers
         self._process = os.getpid()
         self._drawn = Counter[str]()
         for owner, names in ((torch, FUNCTIONS), (torch.Tensor, _IN_PLACE)):
@@ -146,3 +152,232 @@ def _line_of_draw(frame: FrameType) -> str:
         if is_of_program(current.f_code.co_filename):
             return f"{location_of(current)}{'' if torch.is_grad_enabled() else ' without gradients'}"
     return ""
+
+
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+class RankLayers(Recorder, subjects=("parity",)):
+    """Recorder of the generator state before each dropout, or per-rank replay.
+
+    Batch normalization uses the statistics of each rank's rows. The first rank updates the running statistics: rank 0,
+    which DDP broadcasts, or another rank if noise is measured.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._process = os.getpid()
+        self._backward, self._calls = -1, 0  # forward calls since the last backward pass
+        for name in DROPOUTS:
+            Patch(functional, name, self._dropping)
+        Patch(functional, "scaled_dot_product_attention", self._attending)
+        if samples.replays:
+            Patch(functional, "batch_norm", self._normalizing)
+
+    def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each rank; empty if unknown."""
+        owners = self._samples.owners(len(inputs)) if inputs.dim() else None
+        if owners is None:
+            return ()
+        # Random numbers are drawn in memory order, so keep the memory format of a rank's tensor.
+        strides = inputs.stride()
+        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        inverse = sorted(range(len(strides)), key=order.__getitem__)
+        parts = (inputs[owners.to(inputs.device) == rank] for rank in range(int(owners.max()) + 1))
+        return tuple(part.permute(order).contiguous().permute(inverse) for part in parts)
+
+    def _dropping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def dropout(inputs: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            training = arguments[1] if len(arguments) > 1 else named.get("training", True)
+            p = arguments[0] if arguments else named.get("p", 0.5)
+            if not training or not p or not self._follows():
+                return original(inputs, *arguments, **named)
+            return self._with_states(lambda part: original(part, *arguments, **named), inputs)
+
+        return dropout
+
+    def _attending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def attention(query: Any, key: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+            p = arguments[1] if len(arguments) > 1 else named.get("dropout_p", 0.0)
+            mask = arguments[0] if arguments else named.get("attn_mask")
+            if not p or not self._follows():
+                return original(query, key, value, *arguments, **named)
+            if mask is None or len(mask) != len(query):  # one mask for all rows
+                return self._with_states(lambda *parts: original(*parts, *arguments, **named), query, key, value)
+            rest_args, kwargs = arguments[1:], {name: item for name, item in named.items() if name != "attn_mask"}
+            return self._with_states(lambda *parts: original(*parts, *rest_args, **kwargs), query, key, value, mask)
+
+        return attention
+
+    def _follows(self) -> bool:
+        is_rank = not self.is_off and os.getpid() == self._process
+        return is_rank and self._samples.draws and not torch.compiler.is_compiling()
+
+    def _with_states(self, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """Record the generator state; in a single process, compute on each rank's rows."""
+        if self._backward != self._samples.backwards:
+            self._backward, self._calls = self._samples.backwards, 0
+        key, generator = f"dropout {self._calls}", _generator(inputs[0])
+        self._calls += 1
+        if not self._samples.replays:
+            entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
+            self._samples.keep(f"{key}#{self._backward}", entry)
+            return compute(*inputs)
+        states, parts = self._samples.of_ranks(key, self._backward), [self._parts(tensor) for tensor in inputs]
+        if not states or any(len(input_parts) != len(states) for input_parts in parts):
+            return compute(*inputs)
+        saved_state, outputs = generator.get_state(), []
+        for (state, *shapes), *args in zip(states, *parts, strict=True):
+            generator.set_state(state)
+            outputs.append(_without_padding(compute, args, shapes) if self._samples.is_padded else compute(*args))
+        generator.set_state(saved_state)
+        return self._samples.in_rows(cat(outputs))
+
+    def _normalizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def batch_norm(
+            inputs: torch.Tensor,
+            mean: torch.Tensor | None,
+            variance: torch.Tensor | None,
+            weight: torch.Tensor | None = None,
+            bias: torch.Tensor | None = None,
+            training: bool = False,
+            *more: Any,
+            **named: Any,
+        ) -> torch.Tensor:
+            layer = sys._getframe(1).f_locals.get("self")
+            parts = self._parts(inputs) if training and not isinstance(layer, nn.SyncBatchNorm) else ()
+            outputs: list[torch.Tensor] = []
+            for part in parts or (inputs,):
+                statistics = (None, None) if outputs else (mean, variance)
+                outputs.append(original(part, *statistics, weight, bias, training, *more, **named))
+            if parts:
+                self._samples.splits_statistics = True
+            return self._samples.in_rows(cat(outputs)) if parts else outputs[0]
+
+        return batch_norm
+
+
+def _generator(inputs: torch.Tensor) -> torch.Generator:
+    if inputs.device.type == "cuda":
+        return torch.cuda.default_generators[inputs.device.index or 0]
+    return torch.default_generator
+
+
+def _without_padding(
+    compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Compute without padding, to draw as many numbers as the rank; pad afterwards."""
+    trimmed = [x[tuple(map(slice, (len(x), *shape[1:])))].clone() for x, shape in zip(inputs, shapes, strict=True)]
+    output = compute(*trimmed)
+    sizes = inputs[0].shape if len(inputs) == 1 else (*inputs[0].shape[:-1], output.shape[-1])  # dropout, attention
+    missing = [size - output_size for size, output_size in zip(sizes, output.shape, strict=True)]
+    return functional.pad(output, [count for size in reversed(missing) for count in (0, size)])
+
+
+_REPLACED = (*FUNCTIONS, *CONCATENATIONS, *DROPOUTS, "scaled_dot_product_attention", "batch_norm")
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+
+
+class Frameworks(Recorder, subjects=("parity",)):
+    """Patch of Lightning for a single device, and detector of accelerate's schedule stepping."""
+
+    def __init__(self, *, is_alone: bool) -> None:
+        self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
+        if is_alone:
+            when_imported(_LIGHTNING, self._follow_lightning)
+        when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
+        Patch(torch.jit, "script", functools.partial(scripting_in, _originals_in_place))
+
+    def _follow_lightning(self, module: Any) -> None:
+        for name in ("Trainer", "Fabric"):
+            if hasattr(module, name):
+                Patch(getattr(module, name), "__init__", _on_one_device)
+
+    def _steps(self, scheduler: Any, *_arguments: Any, **_named: Any) -> None:
+        self.steps_schedules |= scheduler.step_with_optimizer and not scheduler.split_batches
+
+
+@contextlib.contextmanager
+def _originals_in_place(_code: object) -> Iterator[None]:
+    """Restore the original functions while TorchScript compiles, instead of the patched ones."""
+    places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
+    current = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, function in current:
+        setattr(owner, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for owner, name, function in current:
+            setattr(owner, name, function)
+
+
+def _on_one_device(construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def __init__(trainer: Any, *arguments: Any, **named: Any) -> None:
+        construct(trainer, *arguments, **{**named, "devices": 1, "num_nodes": 1})
+
+    return __init__
+
+
+_OTHER_SEED = 7919
+_FASTER = 16.0  # clock speed-up factor
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
+
+
+class Noise:
+    """Perturbation of clocks at once, and of random numbers after parameter initialization."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        # relative rounding error of gradients: of float32, or of the coarsest autocast dtype used
+        self.eps = torch.finfo(torch.float32).eps
+        self._signs = torch.Generator().manual_seed(_OTHER_SEED)
+        patched(torch.autocast, "__enter__", self._enters)
+        for name in _CLOCKS:
+            Patch(time, name, _skewed)
+        for module in (torch, random):
+            Patch(module, "manual_seed" if module is torch else "seed", self._seeding)
+
+    def begin(self) -> None:
+        """Reseed the generators; called by an optimizer's constructor or a wrapper's forward."""
+        if self._is_on:
+            return
+        self._is_on = True
+        torch.manual_seed(torch.initial_seed() % (1 << 62))
+        random.seed(_OTHER_SEED)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(_OTHER_SEED)
+
+    def _enters(self, autocast: Any) -> None:
+        if autocast._enabled:
+            self.eps = max(self.eps, torch.finfo(autocast.fast_dtype).eps)
+
+    def round(self, tensors: Iterable[torch.Tensor], times: int = 1) -> None:
+        """Perturb each element of gradients or parameters by `times` rounding errors."""
+        for tensor in tensors:
+            if tensor.layout == torch.strided and tensor.is_floating_point():
+                eps = times * max(self.eps, torch.finfo(tensor.dtype).eps)
+                signs = torch.randint(0, 2, tensor.shape, generator=self._signs).mul_(2).sub_(1)
+                tensor.detach().mul_(1 + eps * signs.to(tensor.device, tensor.dtype))
+
+    def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def seed(*given: Any, **named: Any) -> Any:
+            if self._is_on and given and type(given[0]) is int:
+                given = (given[0] + _OTHER_SEED, *given[1:])
+            return original(*given, **named)
+
+        return seed
+
+
+def _skewed(original: Callable[[], Any]) -> Callable[[], Any]:
+    begin_time = original()
+
+    @functools.wraps(original)
+    def clock() -> Any:
+        return type(begin_time)(begin_time + (original() - begin_time) * _FASTER)
+
+    return clock

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, cast
 
 from ddpcheck.findings.tracebacks import is_of_signal, passes_on
 from ddpcheck.gather.patching import Patch
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.rank.environment import when_imported
 
 _NEW, _MAKE, _UPDATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_RDWR | os.O_CREAT
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -57,13 +57,10 @@ _IN_C = {  # function, index and name of its path argument, open flags
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def redirect_files(folder: str | Path, since: float, keep: Sequence[str | Path] = ()) -> None:
-    """Redirect the writes of this process and its forks into a folder.
+def redirect_files(folder: str | Path, since: float, keep: Sequence[str | Path]) -> None:
+    """Redirect the writes of this process and its forks into the folder of the second run.
 
-    Args:
-        folder: Folder of the second run, possibly shared by its processes; its files are not redirected.
-        since: Start of the first run, in seconds since the epoch.
-        keep: Other files and folders that are not redirected.
+    The first run began at `since` (seconds since the epoch). Files in `folder` and `keep` are not redirected.
     """
     _Functions(_Overlay(folder, since, keep))
 

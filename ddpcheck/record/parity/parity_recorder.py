@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +26,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     is_of_program,
     last_assignment,
-    location_of,
     pass_over_packages,
+    relative_path,
     user_frame,
     user_location,
 )
@@ -36,19 +35,14 @@ from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, in_a_line, patc
 from ddpcheck.gather.state.fingerprints import is_shard, own_part
 from ddpcheck.gather.steps.gradient_distance import norms, sketches
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.loop.step_hooks import follow_steps
 from ddpcheck.record.optimizers.gradient_recorders import norm_given, patch_clip_grad_norm
-from ddpcheck.record.parity.draws import RandomDraws
-from ddpcheck.record.parity.frameworks import Frameworks
-from ddpcheck.record.parity.layers import RankLayers
-from ddpcheck.record.parity.noise import Noise
+from ddpcheck.record.parity.draws import Frameworks, Noise, RandomDraws, RankLayers
 from ddpcheck.record.parity.own_files import redirect_files
 from ddpcheck.record.parity.sample_store import SampleReader
 from ddpcheck.record.parity.samples import Samples
-from ddpcheck.record.parity.shown import Shown
-from ddpcheck.record.parity.value_trace import ValueTrace
-from ddpcheck.record.rank.environment import ParityOptions
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.parity.shown import Shown, ValueTrace
+from ddpcheck.record.rank.environment import ParityOptions, when_imported
+from ddpcheck.record.recording import follow_steps
 from ddpcheck.record.source import program_numbers
 from ddpcheck.stream.entries import WatchingFailed
 
@@ -179,7 +173,8 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self.samples.note_backward()
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self._losses.append(tensors.detach())
-            self._loss_at = _loss_line(user_frame(sys._getframe(1)))
+            frame = user_frame(sys._getframe(1))
+            self._loss_at = None if frame is None else _loss_line(frame.f_code.co_filename, frame.f_lineno)
 
     def _clips(self, *arguments: Any, **named: Any) -> None:
         limit, norm = named.get("max_norm", arguments[1:2]), norm_given(arguments, named)
@@ -264,7 +259,6 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         )
 
     def _note_gradients(self, optimizer: Any, step: ParityStep) -> None:
-        """Write a step with its gradients, inputs and losses."""
         if not step.count:
             self._compare_rows(step.optimizer)
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -295,19 +289,12 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 _LOSS = re.compile(r"scale\((\w+)\)|backward\((\w+)|(\w+)\.backward\(")
 
 
-def _loss_line(frame: FrameType | None) -> Location | None:
+@functools.cache
+def _loss_line(path: str, line: int) -> Location:
     """Return the last assignment of a backward call's loss, or the call's line."""
-    if frame is None:
-        return None
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    if (path, line) not in _loss_lines:
-        location, match = location_of(frame), _LOSS.search(linecache.getline(path, line))
-        name = next(filter(None, match.groups()), "") if match else ""
-        _loss_lines[path, line] = (last_assignment(location, name) if name else None) or location
-    return _loss_lines[path, line]
-
-
-_loss_lines: dict[tuple[str, int], Location] = {}
+    location, match = Location(relative_path(path), line), _LOSS.search(linecache.getline(path, line))
+    name = next(filter(None, match.groups()), "") if match else ""
+    return (last_assignment(location, name) if name else None) or location
 
 
 def _features(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,26 @@
-"""Per-rank files of batches and random draws, and concatenation of the ranks' values."""
+"""Per-rank files of batches and random draws, concatenation of the ranks' values, and the global batch size."""
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
+import re
 import struct
 import sys
+from argparse import Namespace
 from collections import Counter, UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import cat
+
+from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_program
+from ddpcheck.record.source.program_numbers import program_frames
 
 _LENGTHS = struct.Struct("<II")
 _NAME = "samples-{}"
@@ -27,18 +34,13 @@ class NotTogetherError(Exception):
 
 
 class SampleWriter:
-    """File of a rank's values, in the order of use in the script.
-
-    Attributes:
-        why_full: Reason why recording stopped, '' while values are still recorded.
-    """
+    """File of a rank's values, in the order of use in the script."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Create a new file, to drop the values of an earlier start."""
         self._size = 0
-        self.why_full = ""
+        self.why_full = ""  # reason why recording stopped, '' while values are still recorded
         try:
-            self._file = Path(folder, _NAME.format(rank)).open("wb", buffering=0)
+            self._file = Path(folder, _NAME.format(rank)).open("wb", buffering=0)  # drops values of an earlier start
         except OSError as error:
             self.why_full = _reason(error)
 
@@ -47,10 +49,11 @@ class SampleWriter:
         if self.why_full:
             return
         try:
-            blob = _packed(value)
+            buffer = io.BytesIO()
+            _Pickler(buffer, protocol=5).dump(value)
         except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, NotImplementedError):
             return
-        name = key.encode()
+        name, blob = key.encode(), buffer.getvalue()
         self._size += len(blob) + len(name)
         if len(blob) > _LARGEST_VALUE or self._size > _LARGEST:
             self.why_full = f"a rank keeps no more than {_LARGEST >> 20} MiB, and {_LARGEST_VALUE >> 20} MiB at a time"
@@ -96,14 +99,9 @@ class SampleReader:
         return sum(key in offsets for offsets in self._places)
 
 
-def _packed(value: Any) -> bytes:
-    """Pickle a value; tensors as raw bytes, ten times faster than torch.save."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
-    return buffer.getvalue()
-
-
 class _Pickler(pickle.Pickler):
+    """Pickler of tensors as raw bytes, ten times faster than torch.save."""
+
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is torch.Tensor and thing.layout == torch.strided and not thing.is_quantized:
             plain = thing.detach().cpu().contiguous().resolve_conj().resolve_neg()
@@ -229,3 +227,57 @@ def is_same(one: Any, other: Any) -> bool:
         return False
     equal = one == other
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+_BATCH_SIZE_NAME = re.compile(r"batch(?!es|_?idx|_?index|_?num)|(^|_)m?bsz?$|(samples|images|imgs)_per_", re.IGNORECASE)
+_MOST = 4096  # max entries scanned per mapping or object
+_DEEPEST = 3
+
+
+def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
+    """Assign `scaled` to batch-size variables on the stack; yield their names."""
+    seen = set[int]()
+    for frame in program_frames():
+        yield from _scale(frame.f_globals, size, scaled, "", seen)
+        if frame.f_code.co_name == "<module>":
+            continue
+        for name, value in [*frame.f_locals.items()]:
+            if _has_size(name, value, size):
+                _assign(frame, name, scaled)
+                yield name
+            else:
+                yield from _scale_inside(value, size, scaled, name, seen)
+
+
+def _scale(held: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
+    if id(held) in seen or len(held) > _MOST:
+        return
+    seen.add(id(held))
+    for name, value in [*held.items()]:
+        full_path = f"{path}.{name}" if path else f"{name}"
+        if _has_size(name, value, size):
+            held[name] = scaled
+            yield full_path
+        elif full_path.count(".") < _DEEPEST:
+            yield from _scale_inside(value, size, scaled, full_path, seen)
+
+
+def _scale_inside(value: Any, size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
+    """Recurse into mappings, option namespaces, and modules and objects of the program."""
+    kind = type(value)
+    if issubclass(kind, MutableMapping):
+        yield from _scale(value, size, scaled, path, seen)
+    elif issubclass(kind, Namespace | SimpleNamespace) or is_of_program(
+        file_of_module(value) if kind is ModuleType else file_of_class(kind)
+    ):
+        yield from _scale(getattr(value, "__dict__", {}), size, scaled, path, seen)
+
+
+def _has_size(name: object, value: Any, size: int) -> bool:
+    return type(value) is int and value == size and isinstance(name, str) and _BATCH_SIZE_NAME.search(name) is not None
+
+
+def _assign(frame: FrameType, name: str, value: int) -> None:
+    """Assign to a local variable (writes `f_locals` back before Python 3.13, PEP 667)."""
+    frame.f_locals[name] = value
+    ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))

@@ -28,7 +28,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddpcheck.findings.evidence.parity import NotReplayed, PassTaken
 from ddpcheck.findings.source_lines import frames_from, is_of_program, location_of, variables_of
 from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
-from ddpcheck.record.parity.batch_size import scale_batch_size
 from ddpcheck.record.parity.sample_store import (
     NotTogetherError,
     SampleReader,
@@ -36,6 +35,7 @@ from ddpcheck.record.parity.sample_store import (
     is_padded,
     is_same,
     rows_of,
+    scale_batch_size,
     together,
 )
 from ddpcheck.record.rank.environment import ParityOptions
@@ -57,21 +57,7 @@ class _Pass:
 
 
 class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
-    """Recorder of the script's inputs, or replay if there is a `reader`.
-
-    Attributes:
-        rows: Rows of each rank in a concatenated batch, by their sum, the latest last (a loader may prefetch). Empty if
-            unknown.
-        draws: True if random draws of the script are recorded: from the first wrapper or optimizer on.
-        backwards: Number of backward passes begun.
-        loads: True while a loader makes a batch, whose draws are not recorded.
-        parts: The tensors of each rank, by concatenated tensor.
-        on_pass: Called before each pass over a loader.
-        splits_statistics: True if batch statistics were computed per rank.
-        scaled: Script variables whose value was scaled to the global batch size.
-        is_smaller: True if a loader's batch size was reduced.
-        is_padded: True if sequences were padded to the longest of all ranks.
-    """
+    """Recorder of the script's inputs, or replay if there is a `reader`."""
 
     def __init__(self, sink: Callable[[Any], object], reader: SampleReader | None, options: ParityOptions) -> None:
         self._sink = sink
@@ -85,15 +71,19 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._keys: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._passes = Counter[str]()
         self._open: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
-        self.parts: Any = WeakIdKeyDictionary()
+        self.parts: Any = WeakIdKeyDictionary()  # the tensors of each rank, by concatenated tensor
+        # rows per rank of a concatenated batch, by their sum, the latest last (a loader may prefetch); empty if unknown
         self.rows: dict[int, tuple[int, ...]] = {}
         self._owners: dict[int, torch.Tensor] = {}
-        self.draws = self.splits_statistics = self.is_smaller = self.is_padded = False
-        self.scaled = set[str]()
+        self.draws = False  # True if random draws of the script are recorded: from the first wrapper or optimizer on
+        self.splits_statistics = False  # True if batch statistics were computed per rank
+        self.is_smaller = False  # True if a loader's batch size was reduced
+        self.is_padded = False  # True if sequences were padded to the longest of all ranks
+        self.scaled = set[str]()  # script variables whose value was scaled to the global batch size
         self._most = options.batch
-        self.loads = False
-        self.backwards = 0
-        self.on_pass: Callable[[], object] = lambda: None
+        self.loads = False  # True while a loader makes a batch, whose draws are not recorded
+        self.backwards = 0  # number of backward passes begun
+        self.on_pass: Callable[[], object] = lambda: None  # called before each pass over a loader
         self._evaluated = -1  # number of backward passes at the end of the last evaluation
         self._refused = set[str]()
         for kind in (data.DataLoader, data.BatchSampler):
@@ -145,7 +135,6 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return [values[rank] for rank in ranks]
 
     def keep(self, key: str, value: Any) -> None:
-        """Record a value for the single process."""
         if os.getpid() != self._process:
             return
         if self._writer is None:

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ddpcheck.record.rank import meeting, started_processes
-from ddpcheck.record.rank.environment import ParityOptions, RunOptions, options_of_run
-from ddpcheck.record.rank.module_finder import guarded, when_imported
+from ddpcheck.record.rank import started_processes
+from ddpcheck.record.rank.environment import ParityOptions, RunOptions, guarded, options_of_run, when_imported
 
 _WITH_GROUPS = "torch.distributed.distributed_c10d"
 _WITH_LINES = (  # constructions and seeds are recorded, also before a process group exists
@@ -97,7 +96,7 @@ def _announcing(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*arguments: Any, **named: Any) -> None:
         guarded(started_processes.leave_agent_store)(arguments, named)
-        with meeting.noted(arguments, named):
+        with started_processes.noted_joining(arguments, named):
             original(*arguments, **named)
         collects = gc.isenabled()
         gc.disable()  # a collection over all torch objects would add half of the import time

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import dis
 import faulthandler
 import functools
 import json
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,14 @@ from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import exception_location, lines_of_program, pass_over_packages, whole_traceback
+from ddpcheck.findings.source_lines import (
+    exception_location,
+    frames_from,
+    lines_of_program,
+    location_of,
+    pass_over_packages,
+    whole_traceback,
+)
 from ddpcheck.findings.tracebacks import original_of, passes_on
 from ddpcheck.gather.autograd.autograd_graph import node_of
 from ddpcheck.gather.collectives import collective_log
@@ -44,31 +52,23 @@ from ddpcheck.gather.steps.compilations import CompilationRecorder, follow_compi
 from ddpcheck.record.data.draw_recorder import DrawRecorder
 from ddpcheck.record.data.loader_recorder import LoaderRecorder
 from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
-from ddpcheck.record.evaluation.result_recorders import SumRecorder
-from ddpcheck.record.loop.bypass_recorder import DDP_FILE
-from ddpcheck.record.loop.taken_recorder import TakenRecorder
-from ddpcheck.record.loss.gather_recorder import GatherRecorder
+from ddpcheck.record.loop.optimizer_steps import DDP_FILE
+from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.loss.target_recorder import TargetRecorder
-from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.optimizers.gradient_recorders import kinds_clipped
+from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
-from ddpcheck.record.optimizers.resume_recorder import ResumeRecorder
-from ddpcheck.record.rank.construction_recorder import ConstructionRecorder
-from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run
+from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
+from ddpcheck.record.rank.environment import STACK_SIGNAL, RunOptions, options_of_run, when_imported
 from ddpcheck.record.rank.file_recorder import FileRecorder
-from ddpcheck.record.rank.line_recorder import LineRecorder
-from ddpcheck.record.rank.module_finder import when_imported
-from ddpcheck.record.rank.peer_recorder import PeerRecorder
-from ddpcheck.record.rank.program_end import end_of_main, last_error, main_frame
+from ddpcheck.record.rank.line_recorder import ConstructionRecorder, LineRecorder
 from ddpcheck.record.rank.script_watch import ScriptWatch
 from ddpcheck.record.rank.shard_recorder import ShardRecorder
 from ddpcheck.record.rank.started_processes import launched_beside, on_end
-from ddpcheck.record.rank.work_recorder import WorkRecorder
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.rank.work_recorder import PeerRecorder, SumRecorder, WorkRecorder
+from ddpcheck.record.recording import Recording, UnpickledHook
+from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
-from ddpcheck.record.replicas.write_recorder import WriteRecorder
 from ddpcheck.stream.entries import (
     UNNUMBERED,
     ExitCalled,
@@ -124,7 +124,7 @@ class _WatchedRank:
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
         self._process = os.getpid()
         self._has_ended = self._has_raised = False
-        self._main = main_frame()
+        self._main = _main_frame()
         self._of_group: Counter[str] = Counter()  # number of wrappers, by process group
         self._overwritings = 0
         self._threads: WeakKeyDictionary[threading.Thread, tuple[str, ...]] = WeakKeyDictionary()  # lines of start()
@@ -358,19 +358,16 @@ class _WatchedRank:
         if self._parity is not None:
             self._parity.close()
         if self._records_all:
-            self._close_recorders(failing=failing)
-        ended = ended or end_of_main(self._main)
-        if self._main is not None and not ended.how and not self._has_raised and (error := last_error()):
+            for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
+                recorder.close()
+            self._writes.write()
+            for watch in list(self._watches):
+                watch.close(failing=failing or _last_error() is not None)
+        ended = ended or _end_of_main(self._main)
+        if self._main is not None and not ended.how and not self._has_raised and (error := _last_error()):
             self._raised(error)  # the script has replaced our `sys.excepthook`
         self._log.add(ended)
         time.sleep(_LAST_WORK)
-
-    def _close_recorders(self, *, failing: bool) -> None:
-        for recorder in (self._draws, self._loaders, self._optimizers, self._taken, self._files):
-            recorder.close()
-        self._writes.write()
-        for watch in list(self._watches):
-            watch.close(failing=failing or last_error() is not None)
 
 
 def _while_handling(call: Call, error: BaseException) -> Call:
@@ -410,3 +407,30 @@ def _tell_torchrun(message: str, traceback: str) -> None:
         with contextlib.suppress(OSError):
             Path(beside).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), "utf-8")
             os.replace(beside, path)
+
+
+def _main_frame() -> FrameType | None:
+    """Return the main module's frame, if on this stack; references only the module's globals."""
+    modules = (frame for frame in frames_from(sys._getframe()) if frame.f_code.co_name == "<module>")
+    return next((frame for frame in modules if frame.f_globals.get("__name__") == "__main__"), None)
+
+
+def _last_error() -> BaseException | None:
+    """Return the last exception that an excepthook printed (`sys.last_value`), or None."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
+
+
+def _end_of_main(frame: FrameType | None) -> ProgramEnded:
+    """Return how the main module ended, with the last line for a SystemExit, which calls no hook.
+
+    A referenced frame outlives its module, and `f_lasti` gives the last executed instruction.
+    """
+    if frame is None:
+        return ProgramEnded()
+    operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    if operation.startswith("RETURN"):
+        return ProgramEnded("end")
+    if _last_error() is not None:
+        return ProgramEnded()
+    return ProgramEnded("raise" if operation == "RAISE_VARARGS" else "call", str(location_of(frame)))

@@ -25,17 +25,12 @@ from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
 from ddpcheck.gather.state.module_description import class_name, module_entries
-from ddpcheck.gather.steps.gradient_distance import Kept, has_gradient, norms
-from ddpcheck.record.data.input_recorder import InputRecorder
-from ddpcheck.record.loop.apart_marks import ApartMarks
-from ddpcheck.record.loop.bypass_recorder import BypassRecorder
-from ddpcheck.record.loop.loop_record import ZEROED
-from ddpcheck.record.loop.pace_recorder import PaceRecorder
-from ddpcheck.record.loop.step_listener import StepListener
-from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
-from ddpcheck.record.module_hooks import hold, release
-from ddpcheck.record.rank.wrapper_collectives import WrapperCollectives
-from ddpcheck.record.recording import Recording
+from ddpcheck.gather.steps.gradient_distance import has_gradient, norms
+from ddpcheck.record.data.datasets import InputRecorder
+from ddpcheck.record.loop.loop_record import ZEROED, StepListener
+from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
+from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
+from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
 from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
@@ -55,11 +50,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     """Watch on one wrapper of a script, the `number`-th constructed on this rank.
 
     Receives the records of a `StepRecorder`, and listens to the same step events.
-
-    Attributes:
-        is_sharded: True if the module is sharded by `fully_shard`.
-        apart: True if ranks may have left the loop or train apart on purpose (see `StepRecorder`).
-        numbered: Wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
     """
 
     def __init__(
@@ -75,7 +65,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
-        self.apart = False
+        self.apart = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
@@ -96,33 +86,25 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._recorder = StepRecorder(
             wrapper,
             self,
-            RecorderOptions(
-                parameters=True,
-                normalisation=True,
-                compares=self._is_due,
-                keeps=self._is_due,
-                keep=Kept.of,
-                completes=False,
-                settles_at_end=True,
-                parameters_later=True,
-                shards=True,
-                hooks_shards=False,
-                bypassed=lambda: self._bypass.found(),
-            ),
+            checks_parameters=True,
+            checks_weights=True,
+            compares=self._is_due,
+            keeps=self._is_due,
+            is_live=False,
             began_alike=began_alike,
             keeps_start=began_alike,
             built=built,
             listeners=[self],
         )
         self._replica = ReplicaRecorder(self._recorder, log, number)
-        self.is_sharded = self._recorder.is_sharded
+        self.is_sharded = self._recorder.is_sharded  # True if the module is sharded by `fully_shard`
         mesh = mesh_of(wrapper) if self.is_sharded else None
         self._gathers_in = mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
         is_world = len(self._recorder.ranks) == dist.get_world_size()
         self._gathers_together = mesh is not None and (is_world or self._gathers_in is not None)
+        # wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
-        self._bypass = BypassRecorder(self.module, self._recorder.tracker.parameters.tensors, self._recorder.loop.add)
         self._recorder.attach()
         hold(self.module, self)
         log.add(
@@ -143,7 +125,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def forwards(self) -> int:
-        """Return the number of forward passes with gradients enabled."""
         return self._collectives.forwards
 
     @property
@@ -199,7 +180,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def step(self) -> int:
-        """Return the number of finished synchronized backward passes."""
         return self._recorder.tracker.number
 
     @property
@@ -209,7 +189,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that the wrapper synchronizes, by name."""
         return self._recorder.parameters
 
     def module_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -223,23 +202,16 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return ((name, params[name]) for name, kind in changed.items() if kind in _SINCE and name in params)
 
     def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a module at wrapping time, or `None` if unknown."""
         return self._paths.get(id(module))
 
     @property
     def is_sampled(self) -> bool:
-        """Return True if the current step is sampled."""
         return self._is_sampled(self.step)
 
     @property
     def has_unreduced(self) -> bool:
         """Return True if gradients were added since the last reduction, or it is incomplete."""
         return self._recorder.loop.ledger.put_off or self._incomplete
-
-    @property
-    def joins(self) -> bool:
-        """Return True if ranks without further batches may have left the loop (`Join`)."""
-        return self._recorder.joins
 
     def expects(self, reducer: object, outputs: Any) -> None:
         """Expect a backward pass after a framework called `prepare_for_backward`."""
@@ -263,27 +235,25 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
-        """Handle the start of any backward pass of the script."""
         self._through_forward = False
         self._replica.reduced = None  # left by a backward pass that raised
         if not self.is_sharded:
             tracker = self._recorder.tracker
-            self._bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
+            self._recorder.bypass.backward_begins(tracker.number, in_forward=tracker.in_forward)
 
     def any_backward_ended(self) -> None:
         """Detect a finished backward pass that bypassed the wrapper (never for shards)."""
         self._replica.reduced = None
-        if self._through_forward or self.is_sharded or self._recorder.tracker.number != self._bypass.reductions:
+        recorder = self._recorder
+        if self._through_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
             return
-        if not self.has_unreduced and not self.joins:
-            self._bypass.backward_ended()
+        if not self.has_unreduced and not recorder.joins:
+            recorder.bypass.backward_ended()
 
     def parameters_written(self) -> None:
-        """Record that the script itself has written parameters."""
         self._replica.changed |= self.forwards > 0
 
     def optimizer_steps(self) -> None:
-        """Handle the start of a step of an optimizer with parameters of the wrapper."""
         if self._replica.waits:
             self._replica.write()
         self._is_fresh = False
@@ -308,7 +278,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._pace.ended(self.step)
         if was_attached and (mark := self._marks.at_last()) is not None:
             self._log.add(mark)
-        self._bypass.close()
         self._recorder.detach()
         release(self.module, self)
         if was_attached and not failing and self.is_sharded and self.step:
@@ -319,12 +288,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     # Methods of `Door`
 
     def alarm(self, _step: int) -> None:
-        """Request a report at the end of the step."""
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
         if any(event.kind in AROUND for event in report.events):
-            self._bypass.close()
+            self._recorder.bypass.close()
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def left_out(self, step: int) -> None:
@@ -348,11 +316,11 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._replica.capture(step, ended.probe, parts)
         elif ended.is_due and not self._told_apart and self._is_due(step) and self.apart:
             self._told_apart = True
-            self._log.add(NotCompared(self.number, _JOINED if self.joins else _APART))
+            self._log.add(NotCompared(self.number, _JOINED if self._recorder.joins else _APART))
         self._loads = self._log.loads
         self._incomplete = ended.incomplete
         self._reduced = {}
-        if not (self.apart and self.joins):
+        if not (self.apart and self._recorder.joins):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
@@ -388,7 +356,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
-        """Count a forward pass by line."""
         self._collectives.forward_returned(synced=synced)
         if (wrapper := self._recorder.tracker.parameters.wrapper()) is not None and wrapper.training:
             self._pace.forwards += 1
@@ -406,7 +373,6 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return is_probed(step) or (self._is_due(step) and not self.apart)
 
     def backward_begins(self) -> None:
-        """Record the collectives of the coming reduction."""
         self._through_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:

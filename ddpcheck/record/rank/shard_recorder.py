@@ -21,10 +21,10 @@ from ddpcheck.gather.ddp.sharding import SCALING, shards_in_use_as
 from ddpcheck.gather.patching import OF_A_WRAPPER, Patch, Recorder, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
 from ddpcheck.gather.state.tensor_file import tensor_ref
-from ddpcheck.record.loop import shard_switches
-from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.rank.module_finder import when_imported
+from ddpcheck.record.loop.loop_record import follow_switches
+from ddpcheck.record.rank.environment import when_imported
 from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import UnpickledHook
 
 _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; if missing, shards are not watched
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown
@@ -33,11 +33,6 @@ _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if mi
 _MOST_ASSIGNED = 256
 _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Location | None]
 """(module, attribute name, assigned parameter, line)"""
-
-
-def _never_compiled(original: Any, around: Any) -> Any:
-    """Wrap a function as `patched` does, excluded from torch.compile like the original."""
-    return torch.compiler.disable(accompanied(original, around))
 
 
 class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
@@ -68,15 +63,17 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
 
     def _follow(self, home: ModuleType) -> None:
         sharded, state = vars(home).get("FSDPModule"), vars(home).get("FSDPState")
-        shard_switches.follow(sharded, to_the_end=True)
+        follow_switches(sharded, to_the_end=True)
         for name in SCALING:
             if hasattr(sharded, name):
                 patched(sharded, name, functools.partial(self._scaled, name))
         if hasattr(state, "init"):
             patched(state, "init", self._sharded)
+        disable: Any = torch.compiler.disable
         for name, around in (("_pre_forward", self._before), ("_post_forward", self._after)):
             if hasattr(state, name):
-                Patch(state, name, functools.partial(_never_compiled, around=around))
+                # as `patched` does, excluded from torch.compile like the original
+                Patch(state, name, lambda original, around=around: disable(accompanied(original, around)))  # type: ignore[misc]
 
     def _sharded(self, _state: Any, modules: Any, *_arguments: Any, **_named: Any) -> None:
         location = user_location()

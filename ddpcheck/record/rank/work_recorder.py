@@ -1,4 +1,4 @@
-"""Detect asynchronous collectives without a wait, and tensor writes before the wait.
+"""Recorders of collectives: asynchronous (no wait, or writes before the wait), point-to-point, and repeated sums.
 
 `async_op=True` returns a `Work` at once. Until its `wait()` returns, the tensors belong to the collective (PyTorch
 docs, torch.distributed, "Synchronous and asynchronous collective operations").
@@ -7,13 +7,16 @@ docs, torch.distributed, "Synchronous and asynchronous collective operations").
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,15 +25,24 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.endings import PeerWait
+from ddpcheck.findings.evidence.evaluation import SumsReduced
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
-from ddpcheck.gather.collectives.collective_log import on_given, on_started, tensors_of
-from ddpcheck.gather.patching import CALLER, Recorder, guarded, patched
+from ddpcheck.gather.collectives.collective_log import (
+    on_given,
+    on_started,
+    replace_functions,
+    tensors_of,
+)
+from ddpcheck.gather.patching import CALLER, Recorder, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
+from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.program_state import program_variables
+from ddpcheck.stream.entries import PeerReceived
 
 _WAYS = (
     *("wait", "get_future", "get_future_result", "is_completed", "is_success", "exception", "result", "synchronize"),
@@ -64,9 +76,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
     """
 
     def __init__(self, sink: Callable[[Entry], object], are_gradients: Callable[[Collection[int]], bool]) -> None:
-        """Begin; `are_gradients` returns True if an optimizer's gradient is at any address."""
         self._sink = sink
-        self._are_gradients = are_gradients
+        self._are_gradients = are_gradients  # returns True if an optimizer's gradient is at any address
         self._looks: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by `id()` of the `Work`
         self._told: set[Entry] = set()
@@ -169,3 +180,130 @@ def _is_of_program(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("ddpcheck."):
         frame = frame.f_back
     return frame is not None and is_of_program(frame.f_code.co_filename)
+
+
+_STARTED = ("isend", "irecv")  # return a `Work` to wait for
+_RECEIVES = ("recv", "irecv")
+
+
+class PeerRecorder(Recorder, subjects=("collectives",)):
+    """Recorder of point-to-point waits and of the ranks received from."""
+
+    def __init__(self, run: Recording) -> None:
+        self._run = run
+        self._log = run.log
+        self._received: set[PeerReceived] = set()
+        self._works: WeakKeyDictionary[Any, PeerWait] = WeakKeyDictionary()
+        self._waiting = False  # inside a recorded wait: nested waits are not recorded
+        replace_functions(("send", "recv", *_STARTED), self._accompanied)
+        patched(distributed_c10d.Work, "wait", self._waits)
+
+    def _accompanied(self, name: str, original: Any) -> Any:
+        parameters = tuple(inspect.signature(original).parameters)
+
+        def around(*arguments: Any, **named: Any) -> Generator[None, Any, None]:
+            bound = {**dict(zip(parameters, arguments, strict=False)), **named}
+            wait = PeerWait(name, _peer_of(bound), int(bound.get("tag") or 0), str(user_location() or ""))
+            if name in _RECEIVES:
+                received = PeerReceived(wait.peer, self._run.steps > 0)
+                if received not in self._received:
+                    self._received.add(received)
+                    self._log.add(received)
+            if name in _STARTED:
+                work = yield
+                if work is not None:
+                    self._works[work] = wait
+            else:
+                yield from self._during(wait)
+            self._log.waited |= name in _RECEIVES
+
+        return accompanied(original, around)
+
+    def _waits(self, work: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
+        wait = self._works.get(work)
+        if wait is None:
+            yield
+        else:
+            yield from self._during(wait)
+
+    def _during(self, wait: PeerWait) -> Generator[None, Any, None]:
+        if self._waiting:
+            yield
+            return
+        self._waiting = True
+        self._log.wait_for(wait)
+        try:
+            yield
+        finally:
+            self._waiting = False
+            self._log.wait_for(None)
+
+
+def _peer_of(given: Mapping[str, Any]) -> int:
+    """Return the global rank of the peer; -1 for a receive from any rank."""
+    peer = next((rank for key in ("dst", "src") if (rank := given.get(key)) is not None), None)
+    if peer is not None:
+        return int(peer)
+    group_rank = next((rank for key in ("group_dst", "group_src") if (rank := given.get(key)) is not None), None)
+    group: Any = given.get("group") or dist.group.WORLD
+    return -1 if group_rank is None else dist.get_global_rank(group, int(group_rank))
+
+
+_MOST_SUM_ELEMENTS = 8
+_MOST_CALLS = 64  # per line
+_MOST_SUM_LINES = 64
+_CALLS = 4  # consecutive calls whose input includes the previous result
+
+_Numbers = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _SumLine:
+    calls: int = 0
+    given: list[_Numbers] = field(default_factory=list)  # inputs of consecutive calls, each including the last result
+    left: list[_Numbers] = field(default_factory=list)
+
+
+class SumRecorder(Recorder, subjects=("evaluation",)):
+    """Recorder of all_reduces whose inputs include earlier results, once per line."""
+
+    def __init__(self, sink: Callable[[SumsReduced], object]) -> None:
+        self._sink = sink
+        self._lines: dict[tuple[str, int], _SumLine] = {}
+
+    def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
+        line = self._line_of(call, given)
+        if line is None:
+            return
+        numbers = _numbers(given["tensor"])
+        if not line.left or any(a < b for a, b in zip(numbers, line.left[-1], strict=True)):
+            line.given, line.left = [], []
+        line.given.append(numbers)
+
+    def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
+        line = self._line_of(call, given)
+        if line is None or len(line.given) <= len(line.left):
+            return
+        line.calls += 1
+        line.left.append(_numbers(given["tensor"]))
+        if len(line.left) == _CALLS:
+            self._sink(SumsReduced(Location.parse(call.location), tuple(line.given), tuple(line.left)))
+            line.calls = _MOST_CALLS
+
+    def _line_of(self, call: Call, given: Mapping[str, Any]) -> _SumLine | None:
+        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        if call.operation != "all_reduce" or not isinstance(tensor, torch.Tensor) or op != dist.ReduceOp.SUM:
+            return None
+        if given.get("async_op") or len(call.members) < dist.get_world_size() or tensor.requires_grad:
+            return None
+        key = call.location, tensor.numel()
+        if not 0 < tensor.numel() <= _MOST_SUM_ELEMENTS or tensor.is_complex() or tensor.layout != torch.strided:
+            return None
+        if key not in self._lines and len(self._lines) >= _MOST_SUM_LINES:
+            return None
+        line = self._lines.setdefault(key, _SumLine())
+        return line if line.calls < _MOST_CALLS else None
+
+
+def _numbers(tensor: torch.Tensor) -> _Numbers:
+    return tuple(map(float, tensor.detach().flatten().tolist()))

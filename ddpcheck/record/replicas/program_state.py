@@ -1,4 +1,4 @@
-"""Find state in the variables of a script: derived tables, model copies, criteria."""
+"""Find state in the variables of a script: model copies, criteria, and called models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -18,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
-from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, StateHeld
-from ddpcheck.findings.replace import replace
+from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     file_of_class,
@@ -28,7 +26,6 @@ from ddpcheck.findings.source_lines import (
     is_user_file,
     last_assignment,
     location_of,
-    relative_path,
     variables_of,
 )
 from ddpcheck.gather.autograd.autograd_graph import node_of
@@ -37,16 +34,12 @@ from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import fingerprints, is_shard, place_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.recipe.pytree import tree_tensors
-from ddpcheck.record.module_hooks import UnpickledHook
 from ddpcheck.record.rank.script_watch import ScriptWatch
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Recording, UnpickledHook
+from ddpcheck.record.replicas.module_uses import UseRecorder
 from ddpcheck.record.replicas.replica_recorder import batch_statistics
-from ddpcheck.record.replicas.set_order import is_order_of_a_set
-from ddpcheck.record.replicas.state_uses import UseRecorder
-from ddpcheck.record.source.source_scope import asked_for_places, program_files, writing_line
+from ddpcheck.record.source.source_scope import writing_line
 
-_FEWEST, _MOST = 2, 4096  # items of a dictionary
-_FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # texts in a list
 _MOST_OBJECTS = 4096  # objects reached from program variables
 _MOST_NESTED, _MOST_HELD = 2, 16  # depth of nested containers searched for models, and items per container
 _MOST_TOGETHER = 1 << 16  # tensors
@@ -55,57 +48,6 @@ _MOST_OF_A_PARAMETER = 8  # tensors in the state of a module, with buffers, per 
 _MOST_NUMBERS, _LEAST_COSINE = 4096, 0.5  # compared elements of the largest parameter, and minimum cosine, for a copy
 _FEWEST_NUMBERS = 64  # elements of a part's largest parameter, for a copy of the part
 _SIMILAR_NORM = 0.7  # norm ratio; an average of two starts stays above, although the cosine may not
-
-
-# Tables
-
-
-def tables_of(holder: Any, location: Location | None) -> list[DerivedTable]:
-    """Return the tables that an object holds, e.g. a dataset."""
-    name = type(holder).__name__
-    attrs = getattr(holder, "__dict__", {})
-    file = file_of_class(type(holder))
-    until = Location(relative_path(file), sys.maxsize) if is_user_file(file) else None
-    tables = [DerivedTable(f"{name}.{key}", table, location) for key, item in attrs.items() if (table := _table(item))]
-    tables = [replace(t, location=(until and last_assignment(until, t.name)) or location) for t in tables]
-    return tables + [t for key, item in attrs.items() for t in _places_in(f"{name}.{key}", item, until)]
-
-
-def tables_of_program() -> list[DerivedTable]:
-    """Return dictionaries and text lists in variables of running user functions and modules."""
-    tables: list[DerivedTable] = []
-    for path, value, location in program_variables(depth=1):
-        if table := _table(value):
-            tables.append(DerivedTable(path, table, location and _line_of(path, location)))
-        tables += _places_in(path, value, location)
-    return tables
-
-
-def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTable]:
-    """Return the index of each text in a set-ordered list, if asked for.
-
-    The order of other lists, such as a rank's own files, is no finding.
-    """
-    kind = type(value)
-    if where is None or kind not in (list, tuple) or not _FEWEST_TEXTS <= len(value) <= _MOST_TEXTS:
-        return []
-    texts = list(value)
-    if not all(type(text) is str for text in texts) or len(set(texts)) < len(texts) or not is_order_of_a_set(texts):
-        return []
-    if not any(path.rpartition(".")[2] in asked_for_places(file) for file in program_files()):
-        return []
-    places = {repr(text): str(place) for place, text in enumerate(texts)}
-    return [DerivedTable(f"{path}{OF_A_LIST}", places, _line_of(path, where))]
-
-
-def _table(value: Any) -> dict[str, str] | None:
-    """Return a dictionary of plain keys and values as `repr` strings, or `None`."""
-    if type(value) is not dict or not _FEWEST <= len(value) <= _MOST or value is os.environ:
-        return None
-    table = value.copy()  # copy first: another thread may change the dictionary
-    if not all(issubclass(type(item), str | int) for pair in table.items() for item in pair):  # safe for proxy objects
-        return None
-    return {repr(key): repr(item) for key, item in table.items()}
 
 
 # Models
@@ -122,10 +64,9 @@ class StateRecorder(Recorder, subjects=("replicas",)):
     def __init__(
         self, run: Recording, uses: UseRecorder, copied: Callable[[str, Iterable[torch.Tensor]], object]
     ) -> None:
-        """Begin; `uses` and `copied` receive the copies that are found."""
         self._run = run
         self._uses = uses
-        self._copy_found = copied
+        self._copy_found = copied  # receives the copies that are found
         self._used: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # last use of forward; '' if none yet
         self._seen: dict[str, Callable[[], Any]] = {}  # first tensor, by path of a list or dictionary
         self._together: Counter[int] = Counter()  # number of reductions and broadcasts, by memory address of a tensor
@@ -168,7 +109,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
                     if first is not None and seen_as == id(value):  # now known to stay
                         self._run.add(first)
                 if copies and isinstance(value, nn.Module):
-                    self._uses.follow(value, path, _line_of(path, location))
+                    self._uses.follow(value, path, line_of_variable(path, location))
                 self._run.add(self._described(optimizer, count, path, value, state, location, copies=copies))
 
     def _described(
@@ -185,7 +126,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         used = isinstance(value, nn.Module) and bool(self._in_use(value))
         values = fingerprints((name, tensor.detach()) for name, tensor in state.items())
         together = min(self._together[place_of(tensor)] for tensor in state.values())
-        kind, line = type(value).__name__, _line_of(path, where)
+        kind, line = type(value).__name__, line_of_variable(path, where)
         if not copies:
             line = next((location for name in state if (location := writing_line(value, name)) is not None), line)
         is_other = not copies and any(isinstance(tensor, nn.Parameter) for tensor in state.values())
@@ -273,13 +214,11 @@ class StateRecorder(Recorder, subjects=("replicas",)):
 
 
 def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[Mapping[str, torch.Tensor]]:
-    """Return the synchronized parameters, and all parameters if some are frozen."""
     trained = watch.parameters
     return [params for params in (trained, every if len(every) > len(trained) else {}) if trained and params]
 
 
 def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
-    """Return the parameters of each submodule of the wrapped modules."""
     modules = (watch.module for watch in list(watches) if not watch.is_sharded)
     parts = (_parameters(part) for module in modules for part in itertools.islice(nn.Module.modules(module), 1, None))
     return [part for part in parts if part]
@@ -304,7 +243,6 @@ def _like(
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """Return the items of a dictionary or list, ignoring overridden methods."""
     return dict.values(value) if isinstance(value, dict) else list.__iter__(value)
 
 
@@ -432,7 +370,7 @@ def _held_in(container: Any) -> list[tuple[Any, Any]]:
     return [(key, item) for key, item in items if not issubclass(type(item), torch.Tensor | str | int | float)]
 
 
-def _line_of(path: str, where: Location) -> Location:
+def line_of_variable(path: str, where: Location) -> Location:
     """Return the line that assigns a variable or path, or `where` if not found."""
     path = path.partition("[")[0]
     anywhere = Location(where.path, sys.maxsize)  # global, or an argument of the same name

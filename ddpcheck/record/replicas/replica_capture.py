@@ -17,41 +17,28 @@ _PLAIN: frozenset[type] = frozenset(PLAIN)
 
 
 class ReplicaCapture:
-    """Values of one replica.
-
-    Attributes:
-        count: Number of captures.
-        awaits_forward: True if values before the first forward pass are still to be kept.
-    """
+    """Values of one replica."""
 
     def __init__(
         self,
         known: KnownParts,
         rank: int,
         *,
-        keeps_start: bool,
-        with_parameters: bool,
-        shards: Mapping[str, nn.Parameter] | None = None,
-        with_shards: bool = False,
+        keeps_start: bool,  # True to keep the current fingerprints of parameters
+        with_parameters: bool,  # True to capture parameter fingerprints in each step, too
+        shards: Mapping[str, nn.Parameter] | None,  # by name; the module may replace a shard temporarily
+        with_shards: bool,  # True to capture shards; two ranks may hold different shards of a parameter
     ) -> None:
-        """Begin right after the construction of the wrapper.
-
-        Args:
-            known: Parts of the wrapped module.
-            rank: This rank.
-            keeps_start: True to keep the current fingerprints of parameters.
-            with_parameters: True to capture parameter fingerprints in each step, too.
-            shards: Parameters that are sharded, by name; the module may replace a shard temporarily.
-            with_shards: True to capture shards; two ranks may hold different shards of a parameter.
-        """
+        """Begin right after the construction of the wrapper."""
         self._shards = shards or {}
         self._with_shards = with_shards
-        self.count = 0
+        self.count = 0  # number of captures
         self._with_parameters = with_parameters
         self._known = known
         self._rank = rank
         self._constructed = self.parameters() if keeps_start else {}
         self._at_first_forward: dict[str, int] = {}
+        # True if values before the first forward pass are still to be kept
         self.awaits_forward = bool(self._constructed)
         self._in_step: dict[str, int] | None = None
 

@@ -31,25 +31,19 @@ from ddpcheck.stream.rank_report import ReplicaState
 
 
 class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
-    """Recorder of one wrapper's replica in compared steps.
+    """Recorder of one wrapper's replica in compared steps."""
 
-    Attributes:
-        reduced: Gradients after the last reduction, until the backward pass has ended.
-        changed: True if parameters changed outside of optimizer steps since the first forward pass.
-        waits: True if there is something to write.
-    """
-
-    changed = waits = False
+    changed = False  # True if parameters changed outside of optimizer steps since the first forward pass
+    waits = False  # True if there is something to write
 
     def __init__(self, recorder: StepRecorder, log: RankLog, number: int) -> None:
-        """Begin for the `number`-th wrapper."""
         self._recorder = recorder
         self._module = recorder.module
         self._log = log
         self._number, self._world_size = number, dist.get_world_size()
         self._mesh = mesh_of(self._module) if recorder.is_sharded else None
         self._captured: tuple[ReplicaCaptured, Mapping[str, nn.Parameter]] | None = None
-        self.reduced: InRows | None = None
+        self.reduced: InRows | None = None  # gradients after the last reduction, until the backward pass has ended
         parts = recorder.parts.now()
         self._buffers = self._own_buffers(fingerprints(parts.buffers.items()), parts)
         self._written: set[str] = set()  # names of buffers that have changed
@@ -75,7 +69,6 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             self._log.add(replace(captured, state=state, parts=parts, values=sketched))
 
     def write_buffers(self) -> None:
-        """Write the buffers that the rank keeps after a captured step."""
         step, self._begun, self.waits = self._begun, -1, False
         parts = self._recorder.parts.now() if step >= 0 else None
         if parts is not None and (buffers := self._own_buffers(fingerprints(parts.buffers.items()), parts)):
@@ -88,7 +81,11 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
         self.reduced = rows = in_rows({name: own_part(g) if is_shard(g) else g for name, g in gradients.items()})
         state = self._recorder.replica.capture(step, after_backward=True, parts=parts, reduced=(tensors, rows))
         buffers = self._own_buffers(state.values.buffers, parts)
-        self._note_writes(buffers, step)
+        changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
+        for name in sorted(changed - self._written):
+            location = writing_line(self._module, name)
+            self._log.add(ModuleChanged(self._number, "buffer", "", (name,), location, step=step))
+        self._buffers, self._written = buffers, self._written | changed
         state = replace(state, values=replace(state.values, buffers=buffers))
         shards = self._recorder.parameters.values() if self._recorder.is_sharded else ()
         shard = next((shard_number(p, self._mesh) for p in shards), -1)
@@ -127,13 +124,6 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
     def _own_buffers(self, values: Mapping[str, int], parts: Parts) -> dict[str, int]:
         statistics = batch_statistics(parts.modules) if values else set()
         return {name: value for name, value in values.items() if name not in statistics}
-
-    def _note_writes(self, buffers: dict[str, int], step: int) -> None:
-        changed = {name for name in buffers if self._buffers.get(name, buffers[name]) != buffers[name]}
-        for name in sorted(changed - self._written):
-            location = writing_line(self._module, name)
-            self._log.add(ModuleChanged(self._number, "buffer", "", (name,), location, step=step))
-        self._buffers, self._written = buffers, self._written | changed
 
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,9 +30,8 @@ from ddpcheck.findings.source_lines import file_of_class, frames_from, is_of_pro
 from ddpcheck.gather.forward_hooks import OutsideOfTraining, before_forward
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
-from ddpcheck.record.loop.bypass_recorder import DDP_FILE
-from ddpcheck.record.module_hooks import UnpickledHook
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.loop.optimizer_steps import DDP_FILE
+from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.record.source.program_numbers import held_by_program, is_usable, tensor_of
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
@@ -79,7 +78,6 @@ class _Look:
     acts: int = -1  # number of rollout calls so far
 
     def without_rows(self) -> _Look:
-        """Return a copy for the comparison with the next look."""
         return replace(self, inputs=[replace(x, rows=x.rows[:0]) for x in self.inputs], samples=[], whole=[])
 
 
@@ -120,7 +118,6 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         self._calls = 0
 
     def follow(self, wrapper: nn.Module, number: int) -> None:
-        """Hook the calls of a wrapper."""
         state = _Followed(number, {id(part) for part in wrapper.modules()})
         self._followed.append(state)
         wrapper.register_forward_pre_hook(UnpickledHook(functools.partial(self._called, state)), with_kwargs=True)
@@ -188,7 +185,9 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
     `begins`: `look` begins a rollout, and `last` is of a wrapper call.
     """
     _divide(look, last)
-    changed = [name for name in look.held if name in last.held and _has_moved(look.held[name], last.held[name])]
+    both = [(name, now, last.held[name]) for name, now in look.held.items() if name in last.held]
+    alike = [(name, now, before) for name, now, before in both if now.features == before.features]
+    changed = [name for name, now, before in alike if bool(((now.mean - before.mean).abs() > now.rounding).any())]
     finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
     fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
     for name in changed if counts else fits:
@@ -292,10 +291,6 @@ def _are_in(rows: torch.Tensor, whole: _Numbers, scale: torch.Tensor | float) ->
     """Return True if the first, middle and last row are in a table."""
     few = [rows[0], rows[len(rows) // 2], rows[-1]]
     return all(bool(((whole.rows - row).abs() <= _SAME * scale).all(1).any()) for row in few)
-
-
-def _has_moved(now: _Numbers, before: _Numbers) -> bool:
-    return now.features == before.features and bool(((now.mean - before.mean).abs() > now.rounding).any())
 
 
 def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

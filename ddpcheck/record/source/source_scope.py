@@ -276,7 +276,8 @@ def assignment_in_program(name: str, value: bool | None = None) -> Location | No
         for node in ast.walk(parsed_source(file))
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
         for target in targets_of(node)
-        if _is_of(target, name) and _may_be(node.value, value)
+        if _is(target, name, dict) or _is(target, name, object)
+        if value is None or not isinstance(node.value, ast.Constant) or node.value.value is value
     }
     return locations.pop() if len(locations) == 1 else None
 
@@ -331,13 +332,3 @@ def _is(node: ast.expr, name: str, holder: type) -> bool:
     if issubclass(holder, _BY_ITEM):
         return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == name
     return isinstance(node, ast.Attribute) and node.attr == name
-
-
-def _may_be(node: ast.expr | None, value: bool | None) -> bool:
-    return value is None or not isinstance(node, ast.Constant) or node.value is value
-
-
-def _is_of(target: ast.expr, name: str) -> bool:
-    if isinstance(target, ast.Subscript):
-        return isinstance(target.slice, ast.Constant) and target.slice.value == name
-    return isinstance(target, ast.Attribute) and target.attr == name

@@ -1,20 +1,35 @@
-"""Fingerprints of batch rows, and of samples in dataset attributes."""
+"""Fingerprints of batch rows, dataset attributes and forward inputs; orders of samplers."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import copy
+import itertools
 import math
 import os
 import stat
+import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from inspect import CO_GENERATOR
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
 
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
+from ddpcheck.findings.program_blocks import blocks_around
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
+from ddpcheck.gather.collectives.collective_log import unlogged
+from ddpcheck.gather.collectives.fake_collectives import alone
+from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
-from ddpcheck.gather.steps.training_step import row_fingerprints
+from ddpcheck.gather.state.randomness import generators_kept
+from ddpcheck.gather.steps.gradient_distance import sketch
+from ddpcheck.gather.steps.training_step import batch_fingerprint, row_fingerprints, sample_fingerprints
 from ddpcheck.recipe.pytree import tree_leaves, tree_tensors
 
 _MOST_ROWS = 1 << 16  # per pass
@@ -113,7 +128,7 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
     """
     if type(dataset) is Subset:  # its indices are no samples
         whole: Any = dataset.dataset
-        return samples_of(whole, _length_of(whole), depth - 1) if depth else ({}, False)
+        return samples_of(whole, length_of(whole), depth - 1) if depth else ({}, False)
     attributes = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     samples: dict[str, tuple[int, ...]] = {}
     whole = False
@@ -147,11 +162,11 @@ def _file_of(value: Any) -> tuple[str, int] | None:
     return None
 
 
-def _length_of(dataset: Any) -> int:
-    """Return the number of samples, or 0 if unknown."""
-    with contextlib.suppress(Exception):
-        return len(dataset)
-    return 0
+def length_of(sized: Any) -> int:
+    """Return the length of a dataset, loader or sampler, or -1 if unknown."""
+    with contextlib.suppress(Exception):  # an error in user code
+        return len(sized)
+    return -1
 
 
 def _length(value: Any) -> int:
@@ -217,3 +232,132 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(item, str | int | float) for item in value)
     return isinstance(value, str | int | float)
+
+
+_MOST_INDICES = 1 << 16  # max indices of an order
+_MOST_SAMPLES = 4  # max samples read from a dataset
+
+
+def epoch_of(sampler: Any) -> int:
+    """Return the `epoch` attribute of a sampler, or -1 if unknown."""
+    value = getattr(sampler, "epoch", None)
+    return value if type(value) is int else -1
+
+
+def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
+    """Return True if copies of a sampler have different orders in two epochs.
+
+    Runs user code, so call only for suspicious orders. Copies share the dataset and draw the same random numbers; their
+    collectives return as if all ranks contributed the same values.
+    """
+    shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
+    orders = []
+    for epoch in (0, 1):
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
+            copied = copy.deepcopy(sampler, {id(value): value for value in shared})
+            copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
+            orders.append(list(itertools.islice(copied, _MOST_INDICES)))
+    return len(orders) > 1 and orders[0] != orders[1]
+
+
+def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
+    """Return True if a dataset makes other samples with its attributes `before`."""
+    digests = []
+    for state in (before, {}):
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
+            copied = copy.copy(dataset)
+            vars(copied).update(state)
+            samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]
+            digests.append([fingerprint(tensor) for tensor in tree_tensors(samples)])
+    return len(digests) > 1 and digests[0] != digests[1]
+
+
+def epoch_line() -> Location | None:
+    """Return the head of the loop around a loader pass, or `iter`'s line."""
+    begun = user_frame(sys._getframe(1))
+    for frame in frames_from(begun):
+        location, file = location_of(frame), frame.f_code.co_filename
+        loops = [block for block in blocks_around(file, location.path, location.line) if block.kind == "loop"]
+        if is_of_program(file) and (around := [block for block in loops if block.line != location.line]):
+            by_hand = frame is begun and around == loops and not frame.f_code.co_flags & CO_GENERATOR
+            return location if by_hand else replace(location, line=around[-1].line)
+    return None
+
+
+def persistent_workers_line(call: Location) -> Location:
+    """Return the line of the `persistent_workers` argument of a call, else the call's line."""
+    calls = (node for node in ast.walk(parsed_source(file_of(str(call)))) if isinstance(node, ast.Call))
+    keywords = (keyword for node in calls if node.lineno == call.line for keyword in node.keywords)
+    lines = (keyword.value.lineno for keyword in keywords if keyword.arg == "persistent_workers")
+    return replace(call, line=next(lines, call.line))
+
+
+_MOST_INPUTS = 16  # max tensors per forward input
+_MOST_EVALUATED = 64  # max forward passes without gradients
+
+
+class InputRecorder(Recorder, subjects=("data",)):
+    """Recorder of fingerprints of a wrapper's forward inputs."""
+
+    def __init__(
+        self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        self._sink = sink
+        self._number = number  # of the wrapper
+        self._samples = samples  # returns the last samples from a loader
+        self._evaluated = 0
+
+    def trained(self, step: int, given: Any, line: Location | None) -> None:
+        if samples := _input_samples(given):
+            tensors = itertools.islice(tree_tensors(given), _MOST_INPUTS)
+            parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
+            self._sink(Inputs(self._number, step, samples, line, parts, added_to(self._samples(), given)))
+
+    def evaluates(self, step: int, given: Any) -> None:
+        """Record the inputs of a forward pass without gradients, up to a limit."""
+        if self._evaluated < _MOST_EVALUATED:
+            self._evaluated += 1
+            if samples := _input_samples(given):
+                self._sink(Evaluated(self._number, step, samples))
+
+
+def _input_samples(given: Any) -> tuple[int, ...]:
+    """Return fingerprints of the input samples; () for index tensors only."""
+    are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
+    return () if are_indices else sample_fingerprints(given) or batch_fingerprint(given)
+
+
+_MOST_ELEMENTS = 1 << 24  # max elements of a batch tensor
+_MOST_TENSORS = 4
+_FEWEST_COLUMNS = 4
+_ROUNDING = 1e-6  # relative rounding error of the forward inputs
+
+
+def kept_samples(batch: Any) -> list[torch.Tensor]:
+    """Return copies of possible sample tensors of a batch, safe from in-place writes."""
+    samples = [tensor for tensor in tree_tensors(batch) if _is_sample_tensor(tensor)]
+    return [tensor.detach().clone() for tensor in samples[:_MOST_TENSORS]]
+
+
+def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
+    """Return a sketch of the noise in `given` relative to `samples`, or `()`.
+
+    The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
+    """
+    for tensor in tree_tensors(given):
+        for sample in samples if _is_sample_tensor(tensor) and tensor.is_floating_point() else ():
+            if sample.shape == tensor.shape:
+                x, y = (t.detach().cpu().double().flatten(1) for t in (sample, tensor))
+                x, y = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+                factors = (x * y).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp_min(1e-300)
+                rest = y - factors * x
+                rest -= rest.mean(0)
+                return tuple(sketch(rest).tolist()) if rest.norm() > _ROUNDING * y.norm() else ()
+    return ()
+
+
+def _is_sample_tensor(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_complex()
+    if not plain or tensor.dim() < 2 or tensor.device.type == "meta" or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+        return False
+    return len(tensor) > 1 and tensor[0].numel() >= _FEWEST_COLUMNS

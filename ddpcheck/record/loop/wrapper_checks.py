@@ -1,0 +1,255 @@
+"""Recorders of one wrapper: ranks that train apart, ignored assignments, pace, and collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import (
+    is_user_file,
+    lines_of_program,
+    location_of,
+    user_frame,
+    user_location,
+)
+from ddpcheck.gather.collectives.collective_log import note_collective
+from ddpcheck.gather.collectives.groups import Group, named_group
+from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
+from ddpcheck.gather.patching import Patch, Recorder, guarded
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
+from ddpcheck.record.loop.loop_record import StepListener
+from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.recording import Recording
+from ddpcheck.record.source.source_scope import lines_left_out_by
+from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
+from ddpcheck.stream.rank_log import RankLog
+
+_MOST_MARKS = 4096
+
+
+class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
+    """Fingerprints of one small parameter before each forward pass that finds it changed."""
+
+    def __init__(self, recorder: Callable[[], StepRecorder], number: int = 0, *, under_no_sync: bool = False) -> None:
+        self._recorder = recorder
+        self._number = number
+        self._under_no_sync = under_no_sync  # True to record while steps use `no_sync`, too
+        self._marks: list[int] = []
+        self._since, self._hook = 0, ""
+
+    def forward_begins(self) -> None:
+        recorder = self._recorder()
+        apart = recorder.apart or (self._under_no_sync and recorder.steps_alone)
+        if apart and not recorder.joins and len(self._marks) < _MOST_MARKS:
+            if not self._marks and (wrapper := recorder.wrapper) is not None:
+                self._since, self._hook = recorder.step, comm_hook_of(wrapper)
+            self._add(recorder)
+
+    def at_last(self) -> TrainedApart | None:
+        """Return all marks and final parameter fingerprints, or `None` without marks."""
+        if not self._marks:
+            return None
+        recorder = self._recorder()
+        self._add(recorder)
+        values = fingerprints(recorder.module.named_parameters())
+        return TrainedApart(self._number, self._since, tuple(self._marks), values, self._hook)
+
+    def _add(self, recorder: StepRecorder) -> None:
+        mark = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
+        if self._marks[-1:] != [mark]:
+            self._marks.append(mark)
+
+
+_CALLER = 3  # frames from the recording function to the assigning line
+
+_open: WeakSet[IgnoredData] = WeakSet()
+_patches: list[Patch] = []
+
+
+class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
+    """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
+
+    def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
+        self._recorder = recorder
+        self._sink = sink
+        self._found: dict[Location, list[str]] = {}
+
+    def begin(self) -> None:
+        """Patch `DTensor.data`; `DTensor` must have been imported."""
+        _open.add(self)
+        if not _patches:
+            _patches.append(Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed))
+
+    def close(self) -> None:
+        _open.discard(self)
+        while _patches and not _open:
+            _patches.pop().undo()
+
+    def note(self, shard: torch.Tensor, where: Location) -> None:
+        """Record an assignment to `.data` of a shard."""
+        name = next((name for name, param in self._recorder().parameters.items() if param is shard), None)
+        if name is not None and name not in (names := self._found.setdefault(where, [])):
+            names.append(name)
+
+    def forward_begins(self) -> None:
+        entries, self._found = self._found, {}
+        if entries:
+            self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), line) for line, names in entries.items()])
+
+
+def is_ignored(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if a shard ignored the value assigned to its `.data`."""
+    part = own_part(parameter) if is_shard(parameter) else None
+    return part is not None and part.numel() > 0 and part.data_ptr() != own_part(value).data_ptr()
+
+
+def _followed(original: Any) -> Any:
+    note = guarded(_assigned)
+
+    def put(shard: Any, value: Any) -> None:
+        original.__set__(shard, value)
+        note(shard, value)
+
+    return property(lambda shard: original.__get__(shard), put)
+
+
+def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
+    caller = sys._getframe(_CALLER)
+    if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
+        for recorder in [*_open]:
+            recorder.note(shard, location_of(caller))
+
+
+MOST_RUNS = 1024
+
+
+class PaceRecorder(Recorder, subjects=("loop",)):
+    """Pace of one wrapper."""
+
+    def __init__(self, run: Recording, number: int) -> None:
+        self._run = run
+        self._number = number
+        self.forwards = 0  # forward passes in training mode since the last reduction
+        self.lines: tuple[str, ...] = ()  # stack of the first such forward pass, program lines only
+        self._taken: dict[int, int] = {}  # batches until the last reduction, by loader
+        self._loader = -1  # loader at the last reduction
+        self._runs = 0
+        self._now = (-1, -1)
+
+    def reduced(self, step: int) -> None:
+        pace, self.forwards = (self.forwards, self._batches()), 0
+        self._loader, self._taken = self._run.position[0], dict(self._run.batches)
+        if pace != self._now and self._runs < MOST_RUNS:
+            after_forward = self.lines if pace[0] != self._now[0] else ()
+            lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
+            location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
+            self._now, self._runs = pace, self._runs + 1
+            self._run.add(PaceRun(self._number, step, *pace, location))
+
+    def ended(self, step: int) -> None:
+        """Record the pace after the last reduction, unless in another loop."""
+        pace = self.forwards, self._batches()
+        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
+            self._run.add(PaceRun(self._number, step, *pace, None))
+
+    def _batches(self) -> int:
+        """Return the batches of the current loader since the last reduction."""
+        loader = self._run.position[0]
+        return self._run.batches[loader] - self._taken.get(loader, 0)
+
+
+WITH_BUCKETS = "with the order of buckets"  # DDP forward pass that also exchanges the bucket order
+_MOST_CALLING_LINES = 256
+
+
+class _CallingLine:
+    """Line that calls the wrapper."""
+
+    def __init__(self, location: Location | None) -> None:
+        self.location = location
+        self.number, self.text = (0, "") if location is None else (location.line, str(location))
+        self.forwards = 0  # forward passes with gradients
+
+
+class WrapperCollectives(Recorder, subjects=("collectives",)):
+    """Recorder of one wrapper's collectives and of its forward passes with gradients."""
+
+    def __init__(self, log: RankLog, number: int, which: str) -> None:
+        self.forwards = 0
+        self._log = log
+        self._number = number
+        self._which = which  # name of the wrapper in the log if its process group has several
+        self._lines: dict[
+            tuple[CodeType, int] | None, _CallingLine
+        ] = {}  # by code and line of the innermost program frame
+        self._by_location: dict[Location | None, _CallingLine] = {}  # several functions may share a location
+        self._last = _CallingLine(None)
+        # process group of the last reduction; weak, since a reference keeps the group's threads alive
+        self._group: tuple[ref[Any], Group] | None = None
+        self._unsynced = 0  # forward passes under no_sync
+        self._has_reduced = False
+
+    def forward_returned(self, *, synced: bool) -> None:
+        frame = user_frame(sys._getframe(1))
+        key = None if frame is None else (frame.f_code, frame.f_lineno)
+        line = self._lines.get(key)
+        if line is None:
+            location = user_location(frame) if frame is not None else None
+            if len(self._lines) >= _MOST_CALLING_LINES:  # code objects may be created anew in each step
+                self._lines.clear()
+            line = self._lines[key] = self._by_location.setdefault(location, _CallingLine(location))
+        self.forwards += 1
+        line.forwards += 1
+        self._last = line
+        self._log.count_forward(self._number, line.number, line.forwards)
+        self._unsynced += not synced
+
+    @property
+    def code(self) -> CodeType | None:
+        """Return the program function that ran the last forward pass with gradients."""
+        return next((key[0] for key, line in self._lines.items() if key and line is self._last), None)
+
+    @property
+    def line(self) -> Location | None:
+        return self._last.location
+
+    def broadcasts(self, wrapper: nn.Module) -> None:
+        """Record the buffer broadcast of a DDP forward pass, if any."""
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():
+            if not wrapper._join_config.enable:  # under Join, a rank without a batch takes part without a forward pass
+                labels = [self._which] * bool(self._which) + [WITH_BUCKETS] * self._exchanges(wrapper)
+                note_collective(DDP_FORWARD, ", ".join(labels), wrapper.process_group)
+
+    def _exchanges(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+        """Return True if DDP exchanges the bucket order: first training forward after a backward."""
+        searches = wrapper.find_unused_parameters and not wrapper.static_graph
+        rebuilt = getattr(wrapper, "_has_rebuilt_buckets", True)
+        return self._has_reduced and torch.is_grad_enabled() and not (rebuilt or searches)
+
+    def gathers(self, group: dist.ProcessGroup | None) -> None:
+        location = user_location()
+        line = self._by_location.get(location, _CallingLine(location))
+        place = ""
+        if torch.is_grad_enabled():
+            place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
+        note_collective(SHARD_FORWARD, self._which, group, place=place)
+
+    def reduces(self, wrapper: nn.Module) -> None:
+        """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
+        if not isinstance(wrapper, nn.parallel.DistributedDataParallel) or wrapper._join_config.enable:
+            return
+        self._has_reduced = True
+        group = wrapper.process_group
+        if self._group is None or self._group[0]() is not group:
+            self._group = ref(group), named_group(group)
+        place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
+        note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)

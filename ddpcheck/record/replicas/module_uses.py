@@ -1,0 +1,392 @@
+"""Recorders of what a script does with modules beside training: writes, loads without effect, evaluation."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.replicas import NothingLoaded, StateUsed, digest_of_values
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.source_lines import (
+    is_of_program,
+    is_user_file,
+    lines_of_program,
+    location_of,
+    parsed_source,
+    user_frame,
+    user_location,
+)
+from ddpcheck.gather.forward_hooks import OutsideOfTraining, after_forward, hooks_put_aside, scripting_in
+from ddpcheck.gather.patching import Patch, Recorder, guarded, patched
+from ddpcheck.gather.state.fingerprints import fingerprint, is_shard
+from ddpcheck.gather.state.tensor_file import tensor_ref
+from ddpcheck.record.loop.wrapper_checks import is_ignored
+from ddpcheck.record.rank.environment import when_imported
+from ddpcheck.record.rank.script_watch import ScriptWatch
+from ddpcheck.record.recording import Recording, UnpickledHook
+from ddpcheck.stream.rank_report import is_probed
+
+_MOST_LINES = 64  # lines of the script
+_MOST_TIMES = 256  # checks per line, which a loop may reach once per parameter
+_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
+_NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad"})
+_IGNORED = ".data ="
+_NOT_WATCHED = -2  # wrapper number before the first forward pass of a sharded module
+_Key = tuple[int, Location]  # (wrapper number, line)
+
+
+class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
+    """Recorder of in-place methods and `.data` of parameters and shards."""
+
+    def __init__(self, run: Recording) -> None:
+        self.stepping = False  # True during an optimizer step, which may write parameters. Set by `step`.
+        self._run = run
+        self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
+        self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
+        self.seen: dict[_Key, ModuleChanged] = {}  # writes since the start of the last step, by wrapper and line
+        self._told: set[_Key] = set()
+        self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
+        self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
+        self._of_steps: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
+        self._follow(nn.Parameter)
+        follow = guarded(self._follow)
+        when_imported(("torch.distributed.tensor",), lambda home: follow(vars(home).get("DTensor")))
+
+    def _follow(self, kind: Any) -> None:
+        if kind is None:  # torch 2.4 defines DTensor elsewhere
+            return
+        for name in dir(torch.Tensor):
+            if name in _OPERATORS or (name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES):
+                self._patches[kind, name] = Patch(kind, name, functools.partial(self._followed, kind, name))
+        Patch(kind, "data", self._followed_data)
+
+    def step(self, *, begins: bool) -> None:
+        """Begin or end an optimizer step; undo patches of called methods meanwhile."""
+        if begins is self.stepping:  # a step has raised, or is nested
+            return
+        self.stepping = begins
+        for patch in self._of_steps.values():
+            (patch.undo if begins else patch.redo)()
+
+    def sharded(self, shard: torch.Tensor) -> None:
+        """Follow a shard whose module is watched from the first forward pass on."""
+        self._wrapped[id(shard)] = tensor_ref(shard), _NOT_WATCHED, ""
+
+    def wrapped(self, watch: ScriptWatch) -> None:
+        """Follow the parameters of a new wrapper, and report earlier writes."""
+        for name, parameter in watch.module_parameters():  # frozen parameters, too
+            self._wrapped[id(parameter)] = tensor_ref(parameter), watch.number, name
+        name_of = {id(parameter): name for name, parameter in watch.module_parameters()}
+        for location, writes in self._early.items():
+            ops = {name_of[id(part)]: op for ref, op in writes if (part := ref()) is not None and id(part) in name_of}
+            if ops:
+                self._run.add(ModuleChanged(watch.number, "written", next(iter(ops.values())), (*ops,), location))
+
+    def copied(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Follow parameters of a copy of a wrapped module, perhaps wrapped itself."""
+        for tensor in tensors:
+            entry = self._wrapped.get(id(tensor))
+            if entry is None or entry[0]() is not tensor or entry[1] != OF_A_COPY:
+                self._wrapped[id(tensor)] = tensor_ref(tensor), OF_A_COPY, name
+
+    def write(self) -> None:
+        """Write recorded lines to the log, before a step or at the end."""
+        if self.seen:
+            for key, change in self.seen.items():
+                if key not in self._told:
+                    self._told.add(key)
+                    self._run.add(change)
+            self.seen.clear()
+
+    def _followed(self, kind: Any, name: str, original: Any) -> Any:
+        note, wrapped = guarded(self._written), self._wrapped
+
+        @functools.wraps(original)
+        def method(*arguments: Any, **named: Any) -> Any:
+            if self.stepping:
+                self._of_steps[kind, name] = self._patches[kind, name]
+                return original(*arguments, **named)
+            result = original(*arguments, **named)
+            if id(arguments[0]) in wrapped:
+                note(name, arguments[0])
+            return result
+
+        return method
+
+    def _followed_data(self, original: Any) -> Any:
+        note, wrapped = guarded(self._written), self._wrapped
+
+        def get(parameter: Any) -> Any:
+            if id(parameter) in wrapped and not self.stepping:
+                note("", parameter)
+            return original.__get__(parameter)
+
+        def put(parameter: Any, value: Any) -> None:
+            original.__set__(parameter, value)
+            if id(parameter) in wrapped and not self.stepping:
+                note(_IGNORED if is_ignored(parameter, value) else ".data", parameter)
+
+        return property(get, put)
+
+    def _written(self, how: str, parameter: Any) -> None:
+        """Record a write, an ignored write (`_IGNORED`), or a read of `.data` (empty `how`)."""
+        param_ref, number, name = self._wrapped[id(parameter)]
+        caller = sys._getframe(_CALLER)
+        line = caller.f_code, caller.f_lineno
+        count = self._lines.get(line, 0)
+        if count >= _MOST_TIMES or (not count and len(self._lines) >= _MOST_LINES) or param_ref() is not parameter:
+            return
+        self._lines[line] = count + 1
+        if not how and not (how := _method_on_data(caller)):
+            return
+        if how == _IGNORED and not is_user_file(caller.f_code.co_filename):
+            return
+        frame = user_frame(caller)
+        if frame is None:
+            return
+        location = location_of(frame)
+        if number == _NOT_WATCHED:
+            self._early.setdefault(location, []).append((param_ref, how))
+            return
+        if (key := (number, location)) in self._told:
+            return
+        before = self.seen.get(key)
+        names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
+        watch = next((w for w in list(self._run.watches) if w.number == number), None)
+        if watch is not None or number == OF_A_COPY:
+            if watch is not None:
+                watch.parameters_written()
+            counts = (0, 0) if watch is None else (watch.forwards, watch.step)
+            kind = "ignored" if how == _IGNORED else "written"
+            self.seen[key] = ModuleChanged(number, kind, how, names, location, *counts)
+
+
+_CALLER = 3  # frames from `_written` to the writing line
+
+
+def _method_on_data(frame: FrameType) -> str:
+    """Return the method that writes to a line's `.data`; "" for a read."""
+    code = frame.f_code
+    if not is_of_program(code.co_filename):
+        return ""
+    *_, column, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    return _writes_data(code.co_filename, frame.f_lineno, (column, end))
+
+
+@functools.cache
+def _writes_data(file: str, number: int, columns: tuple[int | None, int | None]) -> str:
+    """Search the source for `_method_on_data`; `columns` of the `.data` expression."""
+    statements = [
+        node
+        for node in ast.walk(parsed_source(file))
+        if isinstance(node, ast.stmt) and node.lineno <= number <= (node.end_lineno or node.lineno)
+    ]
+    innermost = max(statements, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+
+    def has_data(node: ast.AST) -> bool:
+        attrs = [child for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr == "data"]
+        return any((child.col_offset, child.end_col_offset) == columns for child in attrs)
+
+    for node in ast.walk(innermost) if innermost is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr.endswith("_") and has_data(node.func.value):
+                return node.func.attr
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        subscripts = [target for target in targets if isinstance(target, ast.Subscript)]
+        if any(map(has_data, [node.target] if isinstance(node, ast.AugAssign) else subscripts)):
+            return ".data"
+    return ""
+
+
+_MOST_LOADED = 16  # modules
+
+
+class LoadRecorder(Recorder, subjects=("files",)):
+    """Recorder of `load_state_dict` calls that load nothing, for `sink`.
+
+    Reports at the next step or at the end, unless the state is loaded again with other keys, or another state is.
+    """
+
+    def __init__(self, sink: Callable[[NothingLoaded], object]) -> None:
+        self._sink = sink
+        self.waits = False  # True if there may be something to report
+        self._in_vain: WeakKeyDictionary[nn.Module, NothingLoaded] = WeakKeyDictionary()
+        patched(nn.Module, "load_state_dict", self._loads)
+
+    def _loads(self, module: nn.Module, *arguments: Any, **named: Any) -> Generator[None, Any, None]:
+        state = arguments[0] if arguments else named["state_dict"]
+        result = yield
+        missing, unexpected = list(result.missing_keys), set(result.unexpected_keys)
+        if isinstance(module, torch.jit.ScriptModule) or not missing or not unexpected.issuperset(state):
+            for related in [m for m in self._in_vain if _holds(module, m) or _holds(m, module)]:
+                del self._in_vain[related]
+        elif (prefix := common_prefix(missing, list(state))) is not None and len(self._in_vain) < _MOST_LOADED:
+            name, has_prefix, keys = type(module).__name__, prefix[0], prefix[1]
+            self.waits = True
+            self._in_vain[module] = NothingLoaded(name, user_location(), keys, has_prefix, len(missing))
+
+    def hand_over(self) -> None:
+        """Report loads without effect, before an optimizer step or at the end."""
+        for entry in list(self._in_vain.values()):
+            self._sink(entry)
+        self._in_vain.clear()
+        self.waits = False
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(submodule is other for submodule in module.modules())
+
+
+def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
+    """Return the prefix ("module.") by which keys of state and module differ.
+
+    Returns:
+        (True if the state has the prefix, prefix), or None if no prefix matches most keys of the smaller side: a state
+        may contain adapters only, or a module may be a part of the saved model.
+    """
+    fewest, keys_of_module, keys_of_state = min(len(missing), len(unexpected)), set(missing), set(unexpected)
+    for key, other_key in itertools.chain(
+        itertools.product(missing[:4], unexpected), itertools.product(missing, unexpected[:4])
+    ):
+        if other_key.endswith(f".{key}"):
+            prefix = other_key.removesuffix(key)
+            if 2 * sum(f"{prefix}{name}" in keys_of_state for name in missing) > fewest:
+                return True, prefix
+        elif key.endswith(f".{other_key}"):
+            prefix = key.removesuffix(other_key)
+            if 2 * sum(f"{prefix}{name}" in keys_of_module for name in unexpected) > fewest:
+                return False, prefix
+    return None
+
+
+_MOST_MODULES = 64
+_MOST_CALLING_LINES = 64  # calling lines per module
+_MOST_FEATURES = 16  # features of a BatchNorm layer
+_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_ALL_OF_THE_FIRST = 4  # recorded uses per line; then fewer and fewer
+
+
+@dataclass(slots=True)
+class _Followed:
+    name: str
+    location: Location | None
+    wrapped: bool
+    loaded: int | None = None  # digest of the values loaded since the last optimizer step
+    step: int = -1  # optimizer step of the last use
+    fresh: set[tuple[str, ...]] = field(default_factory=set)  # lines that used the module since that step
+    uses: Counter[tuple[str, ...]] = field(default_factory=Counter)  # number of steps with a use, by line
+
+
+class UseRecorder(Recorder, subjects=("replicas",)):
+    """Recorder of uses of wrapped modules, of copies, and of modules with loaded states.
+
+    A use is a call in evaluation or without gradients: the first by a line after an optimizer step or a load.
+    """
+
+    def __init__(self, run: Recording, held: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._run = run
+        self._held = held  # returns the tensors of all optimizers
+        self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
+        self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # resetting line, after a step
+        patched(nn.Module, "load_state_dict", self._loads)
+        for kind in _NORMS:
+            patched(kind, "reset_running_stats", self._resets)
+        Patch(torch.jit, "script", functools.partial(scripting_in, hooks_put_aside))
+
+    def follow(self, module: nn.Module, name: str, location: Location | None, *, wrapped: bool = False) -> None:
+        """Follow the calls of a module, unless sharded (shards differ between ranks)."""
+        if module in self._followed or len(self._followed) >= _MOST_MODULES:
+            return
+        if not any(map(is_shard, nn.Module.parameters(module))):
+            entry = _Followed(name, location, wrapped)
+            for layer in _layers(module):
+                if layer not in self._followed:
+                    self._followed[layer] = entry
+                    after_forward(layer, OutsideOfTraining(UnpickledHook(self._called)))
+
+    def follow_wrapped(self) -> None:
+        for watch in list(self._run.watches):
+            if not watch.is_sharded:
+                self.follow(watch.module, type(watch.module).__name__, None, wrapped=True)
+
+    def _loads(self, module: nn.Module, *_arguments: Any, **_named: Any) -> Iterator[None]:
+        yield
+        if not self._run.steps or isinstance(module, torch.jit.ScriptModule):
+            return
+        for layer in module.modules() if self._reset else ():
+            self._reset.pop(layer, None)
+        self.follow_wrapped()
+        shapes = _shapes(module)
+        if not shapes or all(_shapes(watch.module) != shapes for watch in list(self._run.watches)):
+            return
+        self.follow(module, type(module).__name__, None)
+        for entry in (self._followed[layer] for layer in _layers(module) if layer in self._followed):
+            entry.loaded, entry.step, entry.location = _digest(module), -1, user_location()
+
+    def _resets(self, layer: nn.Module) -> None:
+        if self._run.steps:
+            self._reset[layer] = user_location()
+
+    def _called(self, module: nn.Module, *_arguments: Any) -> None:
+        use, step = self._followed.get(module), self._run.steps
+        if use is None or not step or not _evaluates(module, use):
+            return
+        if use.step != step:
+            use.loaded = use.loaded if use.step == -1 else None
+            use.step, use.fresh = step, set()
+        lines = lines_of_program(sys._getframe(1))
+        if lines in use.fresh or not lines or (lines not in use.uses and len(use.uses) >= _MOST_CALLING_LINES):
+            return
+        use.fresh.add(lines)
+        use.uses[lines] += 1
+        if use.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(use.uses[lines]):
+            return
+        if not use.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
+            return  # trained by an optimizer
+        digest = _digest(module)
+        reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None
+        statistics, line = ((), None) if reset is None else (_statistics(reset), self._reset[reset])
+        self._run.add(
+            StateUsed(step, use.name, lines, digest, use.wrapped, digest == use.loaded, use.location, statistics, line)
+        )
+
+
+def _digest(module: nn.Module) -> int:
+    return digest_of_values(fingerprint(p.detach()) for _, p in nn.Module.named_parameters(module))
+
+
+def _statistics(layer: nn.Module) -> tuple[float, ...]:
+    """Return the first running means and variances; () in training mode."""
+    tensors = [getattr(layer, name) for name in ("running_mean", "running_var")]
+    if layer.training or any(tensor is None for tensor in tensors):
+        return ()
+    return tuple(torch.cat([tensor[:_MOST_FEATURES] for tensor in tensors]).tolist())
+
+
+def _evaluates(module: nn.Module, one: _Followed) -> bool:
+    """Return True if a call only needs outputs (some train in eval mode)."""
+    return not torch.is_grad_enabled() or (not module.training and (one.loaded is not None or not one.wrapped))
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, and inner modules with all of its parameters."""
+    count, pending = len(_shapes(module)), [module]
+    for layer in pending:  # grows in the loop
+        yield layer
+        pending += [child for child in layer.children() if len(_shapes(child)) == count][:1]
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    return sorted(tuple(p.shape) for _, p in nn.Module.named_parameters(module))
