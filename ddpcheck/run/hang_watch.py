@@ -32,7 +32,7 @@ from ddpcheck.findings.stacks import (
     waits_for_others,
 )
 from ddpcheck.findings.wording import agreeing, format_ranks
-from ddpcheck.record.rank.meeting import RAISED, SUFFIX
+from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
 from ddpcheck.run.node_link import NodeLink, Standing
