@@ -104,22 +104,37 @@ def make_parser() -> Parser:
     parser.set_defaults(command=no_command)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=examples_of(name),
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
-        )
-        subparser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
-        subparser.set_defaults(command=run, parser=subparser)
-        return subparser
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        description = text[0].upper() + text[1:] + "."
+        options: Any = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+        command = commands.add_parser(name, help=text, description=description, epilog=examples_of(name), **options)
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+        command.set_defaults(command=run, parser=command)
+        return command
 
-    text_or_json: Any = {"choices": ("text", "json"), "default": "text", "help": "text (default) or json"}
-    text_or_json["metavar"] = "NAME"
-    report = command("report", on_launched_ranks(run_report), "check a recipe on real processes, and print a report")
+    _add_report(add)
+    script = commands.add_parser(
+        "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
+    )
+    script.add_argument("rest", nargs=argparse.REMAINDER)
+    script.set_defaults(command=_run_script)
+    _add_hang_and_graph(add)
+    _add_documents(add)
+    _add_tools(add)
+    return parser
+
+
+_AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+_TEXT_OR_JSON: Any = {
+    "choices": ("text", "json"),
+    "default": "text",
+    "help": "text (default) or json",
+    "metavar": "NAME",
+}
+
+
+def _add_report(add: _AddCommand) -> None:
+    report = add("report", on_launched_ranks(run_report), "check a recipe on real processes, and print a report")
     group = _add_target(report)
     _add(group, "--select", "--ignore")
     matrix = "try the options of DistributedDataParallel: which are correct, and what they cost"
@@ -127,55 +142,58 @@ def make_parser() -> Parser:
     schedule = "simulate RANKS ranks, one by one, and compare their collectives"
     group.add_argument("--schedule", type=int, metavar="RANKS", help=schedule)
     _add(report.add_argument_group("output"), "--fail-on", "--baseline", "--output", "--format", "--repro")
-    script = commands.add_parser(
-        "run", help="run a training script as torchrun does, and report on it", prefix_chars="\0", add_help=False
-    )
-    script.add_argument("rest", nargs=argparse.REMAINDER)
-    script.set_defaults(command=_run_script)
-    hang = command("hang", run_hang, "find where the ranks of a hung job diverge (Flight Recorder dumps)")
+
+
+def _add_hang_and_graph(add: _AddCommand) -> None:
+    hang = add("hang", run_hang, "find where the ranks of a hung job diverge (Flight Recorder dumps)")
     dumps = (
         "the folder of the dumps, one per rank, whose names end in the rank; or http://HOST:PORT of torch's debug "
         "server (torch.distributed.debug.start_debug_server) in a running job"
     )
     hang.add_argument("folder", metavar="DIR", help=dumps)
     _add(hang, "--select", "--ignore", "--fail-on", "--output", "--format")
-    live = command("live", run_live, "show the state of the ranks of an active `ddpcheck run`, and the findings so far")
+    live = add("live", run_live, "show the state of the ranks of an active `ddpcheck run`, and the findings so far")
     where = "the folder of the run (ddpcheck-run-... in the temporary folder); default: your only active run"
     live.add_argument("folder", metavar="DIR", nargs="?", help=where)
     _add(live, "--select", "--ignore", "--fail-on", "--output", "--format")
-    graph = command("graph", on_launched_ranks(run_graph), "check a recipe, and draw the graph of its loss")
+    graph = add("graph", on_launched_ranks(run_graph), "check a recipe, and draw the graph of its loss")
     picture = "FILE.dot, FILE.svg or FILE.png; without it, dot source to standard output"
     graph_group = _add_target(graph)
     graph_group.add_argument("-o", "--output", metavar="FILE", help=picture)
     views = "modules (default), or autograd: the loss's autograd graph, drawn by torchviz"
     graph_group.add_argument("--view", choices=("modules", "autograd"), default="modules", metavar="NAME", help=views)
-    explain = command("explain", run_explain, "explain a rule: what it means, why it matters, how to fix it")
+
+
+def _add_documents(add: _AddCommand) -> None:
+    explain = add("explain", run_explain, "explain a rule: what it means, why it matters, how to fix it")
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, a prefix of codes, or a name")
-    rules = command("rules", run_rules, "list all rules")
-    rules.add_argument("--format", **text_or_json)
-    render = command("render", run_render, "show a saved report (JSON or HTML), or convert it")
+    rules = add("rules", run_rules, "list all rules")
+    rules.add_argument("--format", **_TEXT_OR_JSON)
+    render = add("render", run_render, "show a saved report (JSON or HTML), or convert it")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add(render, "--output", "--format")
-    diff = command("diff", run_diff, "compare two saved reports: new, fixed and remaining findings")
+    diff = add("diff", run_diff, "compare two saved reports: new, fixed and remaining findings")
     diff.add_argument("old", metavar="OLD.json", help="a saved report (JSON), or - for standard input")
     diff.add_argument("new", metavar="NEW.json", help="a later report of the same target")
     _add(diff, "--fail-on", "--output", "--format", formats=DIFFERENCE_FORMATS)
-    schema = command("schema", run_schema, "print the JSON Schema of saved reports")
+    schema = add("schema", run_schema, "print the JSON Schema of saved reports")
     which = "report (default), matrix or difference"
     schema.add_argument("document", metavar="DOCUMENT", nargs="?", choices=[*DOCUMENTS], default="report", help=which)
-    init = command("init", run_init, "write a first recipe for a model, and check it")
+
+
+def _add_tools(add: _AddCommand) -> None:
+    init = add("init", run_init, "write a first recipe for a model, and check it")
     init.add_argument("model", metavar="MODEL", help="its class, as path/to/file.py:Class or pkg.module:Class")
     init.add_argument("--args", metavar="ARGS", default="", help="arguments of its constructor, as in Python")
     where = "the recipe to write (default: check_FILE.py beside the model's file, or check_MODULE.py here)"
     init.add_argument("-o", "--output", metavar="FILE", help=where)
     init.add_argument("--force", action="store_true", help="overwrite an existing file")
-    environment = command("env", run_env, "print environment information for a bug report")
-    environment.add_argument("--format", **text_or_json)
+    environment = add("env", run_env, "print environment information for a bug report")
+    environment.add_argument("--format", **_TEXT_OR_JSON)
     skill = "print the path of SKILL.md, instructions on ddpcheck for a coding agent"
     environment.add_argument("--skill", action="store_true", help=skill)
-    shell = command("completion", run_completion, "print a completion script")
+    shell = add("completion", run_completion, "print a completion script")
     shell.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
-    return parser
 
 
 def _add_target(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

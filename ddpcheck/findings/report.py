@@ -26,7 +26,7 @@ from ddpcheck.findings.figures import Location as Location
 from ddpcheck.findings.figures import RelatedLocation as RelatedLocation
 from ddpcheck.findings.from_json import added, parse, read
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.rules import Severity as Severity
 
 SCHEMA_VERSION = 1
@@ -447,14 +447,3 @@ def select_findings(
     """
     kept = (finding for finding in findings if is_selected(finding.code, select, ignore))
     return tuple(sorted(kept, key=Finding.sort_key))
-
-
-def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
-    """Check if `select_findings` keeps the findings of a rule."""
-
-    def longest(patterns: Sequence[str]) -> int:
-        name = RULES[code].name
-        matches = [pattern for pattern in patterns if pattern.lower() == name or code.startswith(pattern.upper())]
-        return max((len(code) if pattern.lower() == name else len(pattern) for pattern in matches), default=-1)
-
-    return longest(select) > longest(ignore) if select else longest(ignore) < 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -178,6 +178,17 @@ def matching_rules(pattern: str) -> tuple[Rule, ...]:
     if not rules:
         raise UsageError(f"no rule matches {pattern!r}; {_suggestion(wanted)}")
     return rules
+
+
+def is_selected(code: str, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
+    """Check if patterns select a rule; if both match, the longer one wins."""
+
+    def longest(patterns: Sequence[str]) -> int:
+        name = RULES[code].name
+        matches = [pattern for pattern in patterns if pattern.lower() == name or code.startswith(pattern.upper())]
+        return max((len(code) if pattern.lower() == name else len(pattern) for pattern in matches), default=-1)
+
+    return longest(select) > longest(ignore) if select else longest(ignore) < 0
 
 
 def _suggestion(text: str) -> str:

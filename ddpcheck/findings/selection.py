@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.figures import excerpts_of
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import AcceptedFinding, Finding, Report, folder_of, is_selected, select_findings
-from ddpcheck.findings.rules import matching_rules
+from ddpcheck.findings.report import AcceptedFinding, Finding, Report, folder_of, select_findings
+from ddpcheck.findings.rules import is_selected, matching_rules
 from ddpcheck.findings.wording import counted, join_names
 
 _COMMENT = re.compile(r"#\s*ddpcheck:\s*ignore\[(?P<codes>[^\]]*)\](?P<reason>.*)")
