@@ -34,9 +34,9 @@ from ddpcheck.record.loop.bypass_recorder import BypassRecorder
 from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
+from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
-from ddpcheck.rules.replicas.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # step after which the ranks agree on the interval of alarm checks

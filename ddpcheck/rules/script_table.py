@@ -46,9 +46,10 @@ from ddpcheck.rules.optimizers.script_optimizers import (
     judge_parameters_unheld,
     judge_states_of_optimizers,
 )
+from ddpcheck.rules.program.ddp217_input_statistics import judge_statistics
 from ddpcheck.rules.program.ddp512_checkpoint_race import judge_files
 from ddpcheck.rules.program.ddp523_state_not_loaded import judge_loads
-from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge_uses
+from ddpcheck.rules.replicas.copies import judge_states, judge_uses
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.rank_log import WatchedRank

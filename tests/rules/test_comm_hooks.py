@@ -18,7 +18,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apar
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.optimizers import script_optimizers
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
-from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.rules.script_table import ROWS
 from ddpcheck.rules.verdict import judge_all
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade

@@ -18,7 +18,7 @@ from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import fix_without_gradient
 from ddpcheck.rules.loss.single_process import judge_single_process
-from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import ALL_MISSING, JudgeContext, LocalFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
 from ddpcheck.trace.parameters import MADE_IN_FORWARD

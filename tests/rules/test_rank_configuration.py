@@ -9,10 +9,10 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
+from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.rules.replicas.descriptions import judge_program_data
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts
-from ddpcheck.trace.replicas import judge_options
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

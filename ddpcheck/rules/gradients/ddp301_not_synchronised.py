@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
@@ -44,6 +45,7 @@ from ddpcheck.findings.wording import (
     told_by_rank,
     unless_all,
 )
+from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.check_context import group_by_step
@@ -382,3 +384,6 @@ def _draw_apart(steps: Sequence[PartSteps]) -> bool:
     states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
     moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:MIN_PART_STEPS]))
     return moves and all(len({step.random for step in rank_steps}) > 1 for rank_steps in steps)
+
+
+locate_hook_of_synchronisation = partial(locate_reduction, "DDP301", ("hook",))

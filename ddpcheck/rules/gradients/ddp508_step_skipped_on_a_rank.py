@@ -27,8 +27,10 @@ from collections.abc import Callable, Sequence
 from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.trace.positions import EndingFacts, Position, at_lines, doing, may_leave_out
+from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
 
@@ -127,4 +129,21 @@ def shift_finding(
         ],
         severity=severity,
         fix="all_reduce the decision, so that each rank skips the step or none does; or multiply the loss by zero.",
+    )
+
+
+def judge_skipped_update(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
+    """DDP508: parameters diverge because some ranks skipped the optimizer's step."""
+    ranks, names = divergence.skipped_ranks, divergence.names
+    if not ranks:
+        return []
+    return divergence_finding(
+        "DDP508",
+        facts,
+        divergence,
+        f"{format_ranks(ranks)} skipped the optimizer's step {divergence.step} that the others made: "
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} from there on.",
+        ranks=ranks,
+        reason=f"did not change on {format_ranks(ranks)}, where the optimizer's step was skipped",
+        tags=(IN_STEP,),
     )

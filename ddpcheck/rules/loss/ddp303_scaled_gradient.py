@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import mul
 
 from ddpcheck.findings.evidence.gradients import LEAST, LOOSEST_FIT, Difference, LossTerm
@@ -37,6 +38,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, counted, one_finding
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
+from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
@@ -369,3 +371,6 @@ def _losses_are_scaled(shard_losses: Sequence[float], rank_losses: Sequence[floa
         return False
     mean_log = sum(math.log(r / s) for s, r in pairs) / len(pairs)
     return abs(mean_log - math.log(ratio)) < abs(mean_log)
+
+
+locate_scale = partial(locate_reduction, "DDP303", ("hook", "scale"))

@@ -10,6 +10,7 @@ Detected: Before the first step and after each step, the ranks compare the tenso
     attributes. A tensor is reported if it differs between ranks. A tensor that the first step makes is reported only
     if the gradients also differ from those of the global batch.
 Ignore: If the tensor is a cache of the rank's own samples, or differs on purpose.
+Line: The line that creates the first tensor.
 Checks: report consistency, reducer, parity; run replicas
 Explains: DDP303 DDP304 DDP312; DDP516 if only the loss
 Example:
