@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,3 +141,15 @@ def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> li
         if not differing_names([item.parameters_before_optimizer for item in items])
     }
     return sorted(after | (before & by_step.keys()))
+
+
+def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return program variables whose text differs between ranks, except by the rank itself."""
+    values = differing_values(data) if data else {}
+    return {name: by_rank for name, by_rank in values.items() if not _is_the_rank(by_rank)}
+
+
+def _is_the_rank(values: Sequence[str]) -> bool:
+    """Return True if each value is its rank or contains it ("cuda:1")."""
+    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
+    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)

@@ -20,13 +20,8 @@ from ddpcheck.findings.wording import (
     told_by_rank,
     unless_all,
 )
-from ddpcheck.trace.replicas import (
-    RUNNING_STATISTICS,
-    Divergence,
-    ReplicaFacts,
-    differing_names,
-    differing_values,
-)
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.replicas import RUNNING_STATISTICS, Divergence, ReplicaFacts, differing_names, differing_values
 
 Records = Sequence[Sequence[TensorRecord]]  # parameters or buffers in order of registration, by rank
 
@@ -185,3 +180,30 @@ def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) 
         severity=Severity.WARNING,
         evidence=evidence,
     )
+
+
+def program_data_finding(
+    code: str, facts: SingleProcessFacts, values: Mapping[str, Sequence[str]], difference: str
+) -> list[Finding]:
+    """Report program variables that differ between ranks with wrong gradients (`values`: by rank)."""
+    return facts.one_finding(
+        code,
+        f"{join_names(list(values))} {difference} the ranks compute gradients that are up to "
+        f"{facts.largest_error:.2g} (relative) away from those of the global batch.",
+        *told_by_rank({name: _around_difference(by_rank) for name, by_rank in values.items()}),
+        subjects=list(values),
+        severity=Severity.ERROR,
+        ranks=minority_of_any(values.values()),
+    )
+
+
+_LONGEST_VALUE = 120  # characters
+
+
+def _around_difference(values: Sequence[str]) -> list[str]:
+    """Shorten long values to the part around the first difference."""
+    if max(map(len, values)) <= _LONGEST_VALUE:
+        return list(values)
+    index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))
+    start = max(index - _LONGEST_VALUE // 3, 0)
+    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, minority_of_any, one_finding, plural_verb
-from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_values
+from ddpcheck.rules.replicas.comparisons import program_data_finding
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_program_data, differing_values
 
 
 def judge_plain_tensors(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
@@ -86,3 +88,14 @@ def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
         "synchronises it.",
         location=facts.known.names.location(names),
     )
+
+
+def judge_changing_data(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP216: program variables that change in the steps, differently on each rank."""
+    data, changed = differing_program_data(facts.known.program_data), facts.known.changed_data
+    values = {name: by_rank for name, by_rank in data.items() if name in changed}
+    if not values:
+        return []
+    change, them = plural_verb("changes", "change", [*values]), plural_verb("it", "them", [*values])
+    difference = f"{change} in the steps, differently on each rank, and nothing synchronises {them}:"
+    return program_data_finding("DDP216", facts, values, difference)

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
+    group_by,
     join_names,
     minority_of_any,
     one_finding,
@@ -97,11 +97,15 @@ def locate_eval_call(finding: Finding, changes: Changes) -> Finding:
     if finding.code != "DDP222" or MODE not in finding.message:
         return finding
     until = finding.steps[0] if finding.steps else 0
-    calls: dict[Location | None, list[tuple[int, ModuleChanged]]] = {}
-    for rank, rank_changes in enumerate(changes):
-        for change in rank_changes:
-            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects):
-                calls.setdefault(change.location, []).append((rank, change))
+    calls = group_by(
+        (
+            (rank, change)
+            for rank, rank_changes in enumerate(changes)
+            for change in rank_changes
+            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects)
+        ),
+        lambda call: call[1].location,
+    )
     exact = {line: pairs for line, pairs in calls.items() if {rank for rank, _ in pairs} == set(finding.ranks)}
     common = {line: pairs for line, pairs in calls.items() if len({rank for rank, _ in pairs}) == len(changes)}
     if not (exact or len(common) == 1):

@@ -31,14 +31,7 @@ from ddpcheck.findings.wording import counted, format_ranks, join_names, one_fin
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
-from ddpcheck.trace.replicas import (
-    VALUE_CHANGES,
-    Changes,
-    Divergence,
-    ReplicaFacts,
-    changes_of_kind,
-    differing_names,
-)
+from ddpcheck.trace.replicas import VALUE_CHANGES, Changes, Divergence, ReplicaFacts, changes_of_kind, differing_names
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import (
     counted,
     format_ranks,
     group_by,
-    join_names,
-    minority_of_any,
     plain_module,
     plain_name,
-    plural_verb,
-    told_by_rank,
 )
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_order
 from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
@@ -39,8 +35,6 @@ from ddpcheck.rules.replicas.ddp214_buffer_value import judge_initial_buffers
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_plain_tensors
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import judge_compiled_modules, judge_modules
-from ddpcheck.trace.check_context import SingleProcessFacts
-from ddpcheck.trace.replicas import differing_values
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
@@ -108,56 +102,6 @@ def judge_values_after_wrapping(
     return judge_initial_parameters(parameters) + judge_initial_buffers(buffers)
 
 
-def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP216 and 516: plain values that differ between ranks with wrong gradients.
-
-    A value that changes during the steps is state (DDP216), otherwise data (DDP516).
-    """
-    data = facts.known.program_data
-    values = differing_values(data) if data else {}
-    mismatches = [name for name in values if not _is_the_rank(values[name])]
-    if not mismatches:
-        return []
-    away = (
-        f"the ranks compute gradients that are up to {facts.largest_error:.2g} (relative) away from those of the "
-        "global batch"
-    )
-    code = "DDP516"
-    message = f"{join_names(mismatches)} {plural_verb('is', 'are', mismatches)} not the same on every rank, and {away}."
-    if state := [name for name in mismatches if name in facts.known.changed_data]:
-        code, mismatches, them = "DDP216", state, plural_verb("it", "them", state)
-        message = (
-            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, differently on each rank, "
-            f"and nothing synchronises {them}: {away}."
-        )
-    return facts.one_finding(
-        code,
-        message,
-        *told_by_rank({name: _around_difference(values[name]) for name in mismatches}),
-        subjects=mismatches,
-        severity=Severity.ERROR,
-        ranks=minority_of_any(values[name] for name in mismatches),
-    )
-
-
-def _is_the_rank(values: Sequence[str]) -> bool:
-    """Return True if each value is its rank or contains it ("cuda:1")."""
-    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
-    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
-
-
-_LONGEST_VALUE = 120
-
-
-def _around_difference(values: Sequence[str]) -> list[str]:
-    """Shorten long values to the part around the first difference."""
-    if max(map(len, values)) <= _LONGEST_VALUE:
-        return list(values)
-    index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))
-    start = max(index - _LONGEST_VALUE // 3, 0)
-    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
-
-
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Cause of a module mismatch, and the variable whose value is the cause."""
@@ -175,13 +119,8 @@ def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     findings: list[Finding] = []
     for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
         group = [[w for w in ranks[rank] if w.ranks == members] for rank in members if rank < len(ranks)]
-        if len(group) < len(members):
-            continue
-        if order_findings := judge_order(group):
-            findings += order_findings
-            continue
-        for wrappers in zip(*group, strict=False):
-            findings += judge_construction(wrappers)
+        if len(group) == len(members):
+            findings += judge_order(group) or chain.from_iterable(map(judge_construction, zip(*group, strict=False)))
     return findings
 
 
@@ -304,8 +243,8 @@ def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) 
             ]
             if offset >= 0 and all(matches):
                 plain = first.kind == "int"
-                text = _by_rank([_told(v) for v in matches if v is not None])
-                candidates.append((offset, plain, index, first, text))
+                words = [str(v.size) if plain else f"a {v.kind} of {counted(v.size, 'item')}" for v in matches if v]
+                candidates.append((offset, plain, index, first, _by_rank(words)))
     if not candidates:
         return None
     offset, _, _, variable, text = min(candidates, key=lambda candidate: candidate[:3])
@@ -322,7 +261,3 @@ def _by_rank(values: Sequence[str]) -> str:
     """Format values by rank: "a on rank 0 and b on rank 1"."""
     groups = group_by(range(len(values)), lambda rank: values[rank])
     return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
-
-
-def _told(variable: SizedVariable) -> str:
-    return str(variable.size) if variable.kind == "int" else f"a {variable.kind} of {counted(variable.size, 'item')}"
