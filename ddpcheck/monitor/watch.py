@@ -35,7 +35,7 @@ from ddpcheck.record.loop.ignored_data import IgnoredData
 from ddpcheck.record.loop.step_recorder import EndedStep, RecorderOptions, StepRecorder
 from ddpcheck.record.module_hooks import hold, release
 from ddpcheck.rules.parameters.step_reports import judge_reports
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
@@ -216,7 +216,9 @@ class Watch:
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (marks := self._apart.at_last()) is not None:
             self._report(
-                judge_apart([[rank_marks] for rank_marks in self._alarms.gather("apart", marks, at_most=_LAST_WAIT)])
+                judge_local_sgd(
+                    [[rank_marks] for rank_marks in self._alarms.gather("apart", marks, at_most=_LAST_WAIT)]
+                )
             )
 
     def _report(self, findings: Iterable[Finding]) -> None:

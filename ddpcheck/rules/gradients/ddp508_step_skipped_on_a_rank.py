@@ -143,7 +143,7 @@ def judge_skipped_update(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
         divergence,
         f"{format_ranks(ranks)} skipped the optimizer's step {divergence.step} that the others made: "
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} from there on.",
+        f"did not change on {format_ranks(ranks)}, where the optimizer's step was skipped",
         ranks=ranks,
-        reason=f"did not change on {format_ranks(ranks)}, where the optimizer's step was skipped",
         tags=(IN_STEP,),
     )

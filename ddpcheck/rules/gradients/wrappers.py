@@ -25,7 +25,7 @@ from ddpcheck.rules.loss.target_weights import severity_of_targets
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
@@ -151,7 +151,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
         reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
     if not wrapper.missing:
-        reported.add(select_findings(judge_apart(wrapper.of(TrainedApart))), locate)
+        reported.add(select_findings(judge_local_sgd(wrapper.of(TrainedApart))), locate)
     for report in solo_reports:
         reported.add(select_findings(judge_reports([report], info.context, settled=False)), locate)
     moved = {

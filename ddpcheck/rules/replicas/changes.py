@@ -24,8 +24,8 @@ def locate_reduction(code: str, kinds: Sequence[str], finding: Finding, changes:
     return moved.relocated(calls[-1].location)
 
 
-def locate_values(finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
-    """Relocate to a line that sets values, preferably on some ranks only."""
+def locate_values(code: str, finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
+    """Relocate a finding of a rule to a line that sets values, preferably on some ranks only."""
     subjects = set(finding.subjects)
     names: dict[tuple[str, Location | None], set[str]] = {}
 
@@ -33,9 +33,9 @@ def locate_values(finding: Finding, changes: Changes, *, after_forward: bool) ->
         is_relevant = change.what in VALUE_CHANGES and bool(change.forwards) == after_forward
         return is_relevant and not subjects.isdisjoint(change.names)
 
-    ranks = ranks_by_call(changes, sets_subjects)
+    ranks = ranks_by_call(changes, sets_subjects) if finding.code == code else {}
     some = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
-    if after_forward and not some:  # calls made by all ranks explain no difference, except writes by hand
+    if after_forward and ranks and not some:  # calls made by all ranks explain no difference, except writes by hand
         for change in filter(sets_subjects, chain.from_iterable(changes)):
             if change.how not in _CALLS:
                 names.setdefault((change.how, change.location), set()).update(change.names)

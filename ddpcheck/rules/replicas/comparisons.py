@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddpcheck.findings.evidence.modules import TensorRecord, are_harmless
 from ddpcheck.findings.report import Finding, Severity
@@ -135,25 +136,12 @@ def _differences(name: str, values: Sequence[str]) -> list[str]:
 
 
 def divergence_finding(
-    code: str,
-    facts: ReplicaFacts,
-    divergence: Divergence,
-    message: str,
-    *,
-    ranks: tuple[int, ...] = (),
-    reason: str = "",
-    tags: tuple[str, ...] = (),
+    code: str, facts: ReplicaFacts, divergence: Divergence, message: str, *evidence: str, **more: Any
 ) -> list[Finding]:
     count = len(facts.by_step)
-    return facts.known.names.one_finding(
-        code,
-        divergence.names,
-        message,
-        ranks=ranks,
-        steps=unless_all(range(divergence.step, count), count),
-        evidence=[reason, *[f"optimizer state: {name}" for name in divergence.optimizer][:3]],
-        tags=tags,
-    )
+    steps = unless_all(range(divergence.step, count), count)
+    evidence = (*evidence, *[f"optimizer state: {name}" for name in divergence.optimizer][:3])
+    return facts.known.names.one_finding(code, divergence.names, message, steps=steps, evidence=evidence, **more)
 
 
 def judge_buffers_after_steps(code: str, facts: ReplicaFacts, consequence: str) -> list[Finding]:

@@ -63,13 +63,14 @@ def judge_uses(
         comparable = copies or any(use.loaded or not use.wrapped for use in by_rank.values())
         if comparable and len({use.digest for use in by_rank.values()}) > 1:
             return _use_finding(by_rank, states, copies[0].location if copies else None, written_at(changes, key[1]))
-        if len(by_rank) > 1 and (distance := _apart([use.statistics for use in by_rank.values()])) > MAX_DISTANCE:
+        if len(by_rank) > 1 and (distance := _distance_of_means([*by_rank.values()])) > MAX_DISTANCE:
             return batchnorm_finding(by_rank, distance)
     return []
 
 
-def _apart(statistics: Sequence[Sequence[float]]) -> float:
+def _distance_of_means(uses: Sequence[StateUsed]) -> float:
     """Return the largest distance between running means, in standard deviations."""
+    statistics = [use.statistics for use in uses]
     half = len(statistics[0]) // 2
     if not half or any(len(stats) != 2 * half for stats in statistics):
         return 0.0

@@ -33,10 +33,12 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, minority_ranks, one_finding, plural_verb
 from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import judge_initial_values
-from ddpcheck.trace.replicas import Changes, differing_names, differing_values
+from ddpcheck.trace.replicas import differing_names, differing_values
 from ddpcheck.trace.script_facts import PartSteps
 
 judge_initial_parameters = partial(judge_initial_values, "DDP208")
+
+locate_initial_values = partial(locate_values, "DDP208", after_forward=False)
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
@@ -84,11 +86,6 @@ def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     message = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
     moved = replace(finding, evidence=(*finding.evidence, message))
     return moved.relocated(first[0].seeded)
-
-
-def locate_initial_values(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP208 to the line that sets the values after wrapping."""
-    return locate_values(finding, changes, after_forward=False) if finding.code == "DDP208" else finding
 
 
 def advise_under_sharding(finding: Finding) -> Finding:

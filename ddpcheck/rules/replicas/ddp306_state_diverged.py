@@ -115,7 +115,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         return []
     step = min(step for step, _ in wrong)
     by_name = {bad.name: bad for wrong_step, bad in wrong if wrong_step == step}
-    names = list(by_name)
+    names, worst = list(by_name), worst_first(by_name.values())[:3]
     updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
     return facts.known.names.one_finding(
         "DDP306",
@@ -124,10 +124,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         "step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
-        evidence=[
-            "errors are relative to the update of the whole parameter",
-            *map(str, worst_first(by_name.values())[:3]),
-        ],
+        evidence=["errors are relative to the update of the whole parameter", *map(str, worst)],
         fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
     )
 
@@ -161,7 +158,6 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
 
 
 def _is_uniform(scales: Sequence[float]) -> bool:
-    """Return True for at least two equal factors."""
     return len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= EQUAL_SCALE * max(scales)
 
 
@@ -240,7 +236,7 @@ def loaded_on_some_finding(
     )
 
 
-def judge_apart(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
     """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
     last = [entries[-1] for entries in entries_by_rank if entries]
     if len(last) < len(entries_by_rank) or any(len(entry.marks) < MIN_MARKS for entry in last):
@@ -271,14 +267,14 @@ def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], 
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])
-    ranks = {rank for ranks in diverged.values() for rank in ranks}
+    ranks = set(itertools.chain.from_iterable(diverged.values()))
     minority = len(values) > 2 and 2 * len(ranks) < len(values)
     differ = plural_verb("differs", "differ", finding.subjects)
     message = f"{join_names(finding.subjects)} {differ} between ranks after {counted(step, 'step')}."
     return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if minority else ())
 
 
-def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
+def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
     """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
     scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
@@ -335,7 +331,7 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
         location=first.norm_at or first.location,
         evidence=[
             f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(true):.6g} to "
-            f"{max(true):.6g}",
+            f"{max(true):.6g}"
         ],
         related={"optimizer steps": first.location},
         fix="Add up the squared norms of sharded parameters over the tensor-parallel group, and count replicated ones "
@@ -380,7 +376,6 @@ def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> s
 def use_finding(
     use: StateUsed, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
 ) -> list[Finding]:
-    """Report weights that differ between the ranks that evaluate them."""
     weights = "the state loaded into it" if use.loaded else "the copy of the weights"
     return one_finding(
         "DDP306",
@@ -405,7 +400,7 @@ def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
         divergence,
         f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after the "
         f"optimizer's step {divergence.step}, although the gradients were equal.",
-        reason=reason if divergence.before_optimizer else "",
+        reason if divergence.before_optimizer else "",
     )
 
 
@@ -415,7 +410,7 @@ def locate_divergence(finding: Finding, changes: Changes) -> Finding:
         return finding
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    return locate_values(finding, changes, after_forward=True)
+    return locate_values("DDP306", finding, changes, after_forward=True)
 
 
 def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:

@@ -23,6 +23,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
@@ -77,18 +78,19 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
 
 def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
     """DDP503: parameter changes since wrapping ("frozen", "added"), by name and rank."""
-    entries = dict.fromkeys((name, kind) for rank_changes in changes for name, kind in rank_changes.items())
-    if not entries:
+    names_by_kind: dict[str, dict[str, None]] = {}
+    for name, kind in itertools.chain.from_iterable(rank_changes.items() for rank_changes in changes):
+        names_by_kind.setdefault(kind, {})[name] = None
+    if not names_by_kind:
         return []
-    by_what = {kind: [name for name, _ in pairs] for kind, pairs in group_by(entries, lambda change: change[1]).items()}
     ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
-    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {kind}" for kind, names in by_what.items()]
+    changed = [f"{join_names([*n])} {plural_verb('was', 'were', n)} {kind}" for kind, n in names_by_kind.items()]
     still = "after wrapping; the reducer still has the old ones"
     if sharded:
         still = "after fully_shard, whose groups still gather the old ones"
     return one_finding(
         "DDP503",
-        list(dict.fromkeys(name for names in by_what.values() for name in names)),
+        list(dict.fromkeys(itertools.chain.from_iterable(names_by_kind.values()))),
         f"{join_names(changed)} {still}.",
         ranks=unless_all(ranks, len(changes)),
     )

@@ -22,7 +22,6 @@ Example:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.replace import replace
@@ -76,20 +75,22 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
     have their values from sharding.
     """
     early = [
-        [call for call in calls if call.what in VALUE_CHANGES and not call.forwards and call.names] for calls in changes
+        (rank, change)
+        for rank, rank_changes in enumerate(changes)
+        for change in rank_changes
+        if change.what in VALUE_CHANGES and not change.forwards and change.names
     ]
     ranks: dict[str, set[int]] = {}
-    for rank, rank_changes in enumerate(early):
-        for name in itertools.chain.from_iterable(change.names for change in rank_changes):
+    for rank, change in early:
+        for name in change.names:
             ranks.setdefault(name, set()).add(rank)
     names = [*ranks]
     writers = sorted(ranks[names[0]]) if names else []
     rest = [values for rank, values in enumerate(kept) if rank not in writers]
-    if not writers or not rest or any(sorted(ranks[name]) != writers for name in names):
+    are_written_alike = writers and all(sorted(ranks[name]) == writers for name in names)
+    if not are_written_alike or not rest or any(name not in values for values in rest for name in names):
         return []
-    if any(name not in values for values in rest for name in names):
-        return []
-    first = early[writers[0]][0]
+    first = early[0][1]
     return one_finding(
         "DDP515",
         names,
@@ -113,8 +114,8 @@ def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[F
         divergence,
         f"The values of {counted(len(divergence.names), 'parameter')} were changed on {format_ranks(ranks)} in step "
         f"{divergence.step}, by something else than the optimizer.",
+        f"changed on {format_ranks(ranks)} alone, before the optimizer's step",
         ranks=ranks,
-        reason=f"changed on {format_ranks(ranks)} alone, before the optimizer's step",
         tags=(IN_STEP,),
     )
 
@@ -125,5 +126,5 @@ def locate_changed_values(finding: Finding, changes: Changes, wrapped_at: Locati
         return finding
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    moved = locate_values(finding, changes, after_forward=False)
+    moved = locate_values("DDP515", finding, changes, after_forward=False)
     return replace(finding, location=wrapped_at) if moved is finding else moved

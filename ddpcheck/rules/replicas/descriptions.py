@@ -10,13 +10,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import (
-    counted,
-    format_ranks,
-    group_by,
-    plain_module,
-    plain_name,
-)
+from ddpcheck.findings.wording import counted, format_ranks, group_by, plain_module, plain_name
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_order
 from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
 from ddpcheck.rules.replicas.ddp201_parameter_set import judge_parameter_set
