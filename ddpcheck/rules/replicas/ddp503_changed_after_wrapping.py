@@ -84,7 +84,7 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
     if not names_by_kind:
         return []
     ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
-    changed = [f"{join_names([*n])} {plural_verb('was', 'were', n)} {kind}" for kind, n in names_by_kind.items()]
+    changed = [f"{join_names([*n])} {plural_verb('was', 'were', [*n])} {kind}" for kind, n in names_by_kind.items()]
     still = "after wrapping; the reducer still has the old ones"
     if sharded:
         still = "after fully_shard, whose groups still gather the old ones"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
@@ -136,7 +136,7 @@ def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
     reason = explain(finding, wrappers) if explain else None
     path = _top_that_differs(finding, wrappers) if explain else ""
-    made_at = next((line for wrapper in wrappers if (line := line_of(wrapper, path)) and _has(wrapper, path)), None)
+    made_at = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
     variable = reason.variable if reason else None
     location = (variable and variable.location) or made_at or wrappers[(finding.ranks or (0,))[0]].location
     if reason is None:
@@ -153,30 +153,25 @@ COUNTED = "counted by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 
-def line_of(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registered `name`, else the line of its nearest parent."""
-    while name:
-        if name in wrapper.lines:
-            return wrapper.lines[name]
-        name = name.rpartition(".")[0]
-    return None
+def _paths_to(name: str) -> list[str]:
+    """Return the names of the modules around a name, outermost first, and the name."""
+    return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def _has(wrapper: WrapperBegun, path: str) -> bool:
-    names = {m[0] for m in wrapper.description.modules}
-    return path in names or any(t.name == path for t in (*wrapper.description.parameters, *wrapper.description.buffers))
+def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
+    """Return the line that registers a module or tensor, else its nearest parent; `None` if it does not exist."""
+    description = wrapper.description
+    names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
+    if name not in names.union(module[0] for module in description.modules):
+        return None
+    return next((wrapper.lines[path] for path in reversed(_paths_to(name)) if path and path in wrapper.lines), None)
 
 
 def _top_that_differs(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
     """Return the outermost differing module around the first subject, else the subject."""
-    name = finding.subjects[0] if finding.subjects else ""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        if len({rank_kinds.get(path) for rank_kinds in kinds}) > 1:
-            return path
-    return name
+    *parents, name = _paths_to(finding.subjects[0])
+    return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
 
 
 def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
