@@ -10,7 +10,7 @@ Fix: Construct the model under the same seed on every rank, let DDP synchronise 
     before wrapping.
 Detected: Right after the wrapper is constructed, the ranks compare the values of their parameters, bit by bit. If a
     script averages gradients by hand, without a wrapper, `ddpcheck run` compares the initial values of these
-    parameters.
+    parameters. Under fully_shard, the ranks compare the values from before sharding.
 Ignore: If the ranks train different models on purpose.
 Line: The line that changes the values after wrapping, or that seeds the model differently on each rank. If there is
     none, the line that creates the first parameter.

@@ -7,8 +7,9 @@ Why: DDP synchronises only parameters and buffers. If each rank builds another t
 Fix: Build it in __init__ from the same seed on every rank, or register it with register_buffer before wrapping. If it
     changes during training, make the same change on every rank: all_reduce the values that it is computed from.
 Detected: Before the first step and after each step, the ranks compare the tensors that modules hold as plain
-    attributes. A tensor is reported if it differs between ranks. A tensor that the first step makes is reported only
-    if the gradients also differ from those of the global batch.
+    attributes. A tensor is reported if it differs between ranks. A tensor that the first step makes is reported only if
+    the gradients also differ from those of the global batch. If the gradients differ from those of the global batch,
+    `ddpcheck report` also compares program variables that change in the steps.
 Ignore: If the tensor is a cache of the rank's own samples, or differs on purpose.
 Line: The line that creates the first tensor.
 Checks: report consistency, reducer, parity; run replicas

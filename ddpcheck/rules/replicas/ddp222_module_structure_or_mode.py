@@ -6,7 +6,8 @@ Why: Equal parameters do not make an equal function. For example, one rank has a
     is switched off on one rank. DDP then silently averages gradients of different models.
 Fix: Build the same structure on every rank, and call train() or eval() on every rank at the same places.
 Detected: Before DDP's first collective, the ranks compare their modules by name: the class, the options and the mode
-    (train or eval). In later steps, the ranks compare the mode again.
+    (train or eval). In later steps, the ranks compare the mode again. A module that only some ranks compile is a
+    warning.
 Ignore: If modules of different ranks compute different functions on purpose.
 Line: The line that creates the first module. If the mode differs, the last call of eval() on the ranks that evaluate.
 Checks: report consistency; run replicas

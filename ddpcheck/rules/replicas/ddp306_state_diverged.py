@@ -7,9 +7,10 @@ Why: Nothing makes the ranks equal again: DDP never broadcasts parameters after 
     DistributedDataParallel: parameters are never broadcast between processes.)
 Fix: Make each step of the optimizer the same on every rank: draw its random numbers under one seed, give it the same
     state and options, and have a closure (LBFGS) return a loss that was reduced over the ranks.
-Detected: After the optimizer's step, the ranks compare parameters and optimizer state, bit by bit. `ddpcheck run`
-    also compares copies of the wrapped module outside the wrapper, such as an EMA. It also compares models that the
-    training loop calls and does not change, such as a frozen teacher.
+Detected: After the optimizer's step, the ranks compare parameters and optimizer state, bit by bit. `ddpcheck run` also
+    compares copies of the wrapped module outside the wrapper, such as an EMA. It also compares models that the training
+    loop calls and does not change, such as a frozen teacher. Gradients that each rank scales by its own factor, and
+    parameters that nothing averages in local SGD, are reported too.
 Ignore: If ranks diverge on purpose between averages, as in local SGD. In this case, compare the ranks right after an
     average.
 Line: The line that writes the parameters outside of the optimizer's step. If there is none, the step of the optimizer
