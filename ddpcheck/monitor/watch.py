@@ -31,9 +31,9 @@ from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFindin
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData
 from ddpcheck.record.recording import hold, release
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
+from ddpcheck.rules.parameters.step_reports import judge_reports
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
-from ddpcheck.rules.replicas.watched_steps import judge_reports
 from ddpcheck.stream.rank_report import RankReport, is_settled
 
 _PACED = 16  # step after which the ranks agree on the interval of alarm checks
@@ -201,7 +201,7 @@ class Watch:
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
         if (marks := self._apart.at_last()) is not None:
             marks_by_rank = self._alarms.gather("apart", marks, at_most=_LAST_WAIT)
-            self._report(judge_apart([[rank_marks] for rank_marks in marks_by_rank]))
+            self._report(judge_local_sgd([[rank_marks] for rank_marks in marks_by_rank]))
 
     @property
     def findings(self) -> tuple[Finding, ...]:

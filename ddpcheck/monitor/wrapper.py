@@ -26,8 +26,8 @@ from ddpcheck.monitor.watch import Watch
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.recording import UnpickledHook
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
+from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.descriptions import judge_descriptions
-from ddpcheck.trace.replicas import judge_options
 
 _DDP = nn.parallel.DistributedDataParallel
 
@@ -245,7 +245,7 @@ def _judge_construction(
     entries = gather_if_different(own_entry, group, "construction", timeout, absence) or [own_entry]
     descriptions = [description for description, _ in entries]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differing = judge_options("DDP221", [opts for _, opts in entries], "DistributedDataParallel")
+    differing = judge_wrapper_options([opts for _, opts in entries], "DistributedDataParallel")
     impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
     differs = len({_payload(*entry) for entry in entries}) > 1
     return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differs

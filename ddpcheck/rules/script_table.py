@@ -37,8 +37,9 @@ from ddpcheck.rules.optimizers.script_optimizers import (
     judge_all_of_optimizers,
     judge_states_of_optimizers,
 )
+from ddpcheck.rules.program.ddp217_input_statistics import judge_statistics
 from ddpcheck.rules.registry import row_of
-from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge_uses
+from ddpcheck.rules.replicas.copies import judge_states, judge_uses
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.rank_log import WatchedRank

@@ -47,7 +47,6 @@ from ddpcheck.rules.collectives.rank_failure import (
     told_of_threads,
 )
 from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
-from ddpcheck.rules.replicas.changes import REPLACED
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
@@ -161,7 +160,7 @@ def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], 
         [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
         {rank: lines for rank, lines in at_work.items() if lines},
         source.ask(call_of, _CHECKPOINTS, first.files),
-        [entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == REPLACED],
+        [entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
         [wrapper for wrapper in first.wrappers if wrapper.context.sharded is not None],
         next((entry.reply.get("clipped", ()) for entry in first.entries if isinstance(entry, RankRaised)), ()),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.report import Location
 from ddpcheck.stream.entries import GroupUsed
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.script_facts import WatchedWrapper, entries_of
+from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
 
 _FEWEST_INPUTS = 2
 
@@ -42,3 +44,36 @@ def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
 
 
 MIN_PART_STEPS = 3  # steps
+
+
+NORM_TOLERANCE = 1e-3  # relative error of gradient norms and of sketches
+
+
+def gradient_factors(rank_steps: PartSteps) -> list[float] | None:
+    """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
+    first = rank_steps[0]
+    names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
+    if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):
+        return None
+    factors = []
+    for step in rank_steps:
+        by_name = []
+        for name in names:
+            gradient, reference = step.gradients[name], first.gradients[name]
+            factor = sum(a * b for a, b in zip(gradient, reference, strict=True)) / math.hypot(*reference) ** 2
+            if math.dist(gradient, [factor * number for number in reference]) > NORM_TOLERANCE * math.hypot(*gradient):
+                return None
+            by_name.append(factor)
+        if max(by_name) - min(by_name) > NORM_TOLERANCE * max(by_name) or min(by_name) <= 0.0:
+            return None
+        factors.append(by_name[0])
+    return factors if max(factors) - min(factors) > NORM_TOLERANCE * max(factors) else None
+
+
+def squared_norm(name: str, group_steps: Sequence[PartSteps]) -> float:
+    """Return the squared norm of a parameter's whole gradient, summed over its parts."""
+    total = 0.0
+    for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
+        for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:
+            total += step.norms.get(name, 0.0) ** 2
+    return total

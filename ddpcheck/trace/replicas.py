@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord, are_harmless
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
-from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import (
-    format_ranks,
-    group_by,
-    join_names,
-    minority_of_any,
-    minority_ranks,
-    one_finding,
-    plural_verb,
-    told_by_rank,
-)
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Location
+from ddpcheck.findings.wording import format_ranks, minority_ranks, unless_all
 from ddpcheck.trace.check_context import JudgeContext
-
-MODE = "training mode"  # differing attribute in DDP222 messages on train() versus eval()
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's normalisation layers
 
+VALUE_CHANGES = ("values", "written")  # `ModuleChanged.what` of changes of parameter values
 
-def judge_tensors(
-    records: Sequence[tuple[TensorRecord, ...]], noun: str, set_code: str, order_code: str, explained: set[str]
-) -> list[Finding]:
-    orders = [tuple(record.name for record in rank_records if record.name not in explained) for rank_records in records]
-    sets = [frozenset(order) for order in orders]
-    if len(set(sets)) > 1:
-        mismatches = sorted(frozenset.union(*sets) - frozenset.intersection(*sets))
-        having = {name: [rank for rank, names in enumerate(sets) if name in names] for name in mismatches}
-        common = Counter(sets).most_common(1)[0][0]
-        return one_finding(
-            set_code,
-            mismatches,
-            f"The ranks do not have the same {noun}s: {len(mismatches)} exist on some ranks only.",
-            ranks=tuple(rank for rank, names in enumerate(sets) if names != common),
-            evidence=[f"{name}: only on {format_ranks(ranks)}" for name, ranks in having.items()],
-        )
-    if len(set(orders)) > 1:
-        ranks = minority_ranks(orders)
-        expected = next(order for rank, order in enumerate(orders) if rank not in ranks)
-        moved = [name for i, name in enumerate(expected) if any(orders[rank][i] != name for rank in ranks)]
-        index = next(i for i, names in enumerate(zip(*orders, strict=True)) if len(set(names)) > 1)
-        return one_finding(
-            order_code,
-            moved,
-            f"The {noun}s are registered in a different order on {format_ranks(ranks)}; DDP pairs them by position.",
-            ranks=ranks,
-            evidence=told_by_rank({f"{noun} number {index}": [order[index] for order in orders]}),
-        )
-    return []
+Changes = Sequence[Sequence[ModuleChanged]]  # changes of one wrapper, or of copies, by rank
 
-
-def judge_attribute(
-    code: str, attribute: str, noun: str, records: Sequence[tuple[TensorRecord, ...]], explained: set[str]
-) -> list[Finding]:
-    mismatches = differing_values([{record.name: getattr(record, attribute) for record in r} for r in records])
-    findings = []
-    unexplained = [name for name in mismatches if name not in explained]
-    for ranks, names in group_by(unexplained, lambda name: minority_ranks(mismatches[name])).items():
-        findings += one_finding(
-            code,
-            names,
-            f"{join_names(names)} {plural_verb('has', 'have', names)} another {noun} on {format_ranks(ranks)} than "
-            "elsewhere.",
-            ranks=ranks,
-            evidence=told_by_rank({name: mismatches[name] for name in names}),
-        )
-    return findings
-
-
-def judge_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
-    buffers = [description.buffers for description in descriptions]
-    findings = judge_tensors(buffers, "buffer", "DDP211", "DDP212", set())
-    mismatches = differing_values([{b.name: f"{b.dtype} of shape {b.shape}" for b in bufs} for bufs in buffers])
-    if names := list(mismatches):
-        findings += one_finding(
-            "DDP213",
-            names,
-            f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same shape and dtype on every rank.",
-            ranks=minority_of_any(mismatches.values()),
-            evidence=told_by_rank(mismatches),
-        )
-    return findings
+WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a write, evidence, ranks (() for all)
 
 
 def differing_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -104,40 +35,59 @@ def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple
     return {name: minority_ranks(per_rank) for name, per_rank in differing_values(values).items()}
 
 
-def judge_options(code: str, options: Sequence[Mapping[str, str]], what: str) -> list[Finding]:
-    """DDP221 (wrapper) or DDP223 (optimizer): options that differ between ranks."""
-    names = sorted(set(itertools.chain.from_iterable(options)))
-    values = {name: [rank_options.get(name, "(not set)") for rank_options in options] for name in names}
-    mismatches = [name for name in names if len(set(values[name])) > 1]
-    if not mismatches:
-        return []
-    if "class" in mismatches:
-        mismatches = ["class"]  # a different class implies different options
-    orders = {f"{name.removesuffix(' parameters')} order" for name in mismatches if name.endswith(" parameters")}
-    mismatches = [name for name in mismatches if name not in orders]  # the order differs because the parameters do
-    harmless = are_harmless(mismatches, options)
-    return one_finding(
-        code,
-        mismatches,
-        f"{what} is not the same on every rank: {', '.join(mismatches)}.",
-        ranks=minority_of_any(values[name] for name in mismatches),
-        evidence=told_by_rank({name: _differences(name, values[name]) for name in mismatches}),
-        severity=Severity.WARNING if harmless else None,
-    )
+def values_differ(values: Sequence[Mapping[str, int]]) -> bool:
+    """Return True if the same tensors have different values on some ranks."""
+    return all(state.keys() == values[0].keys() for state in values) and any(state != values[0] for state in values)
 
 
-def _differences(name: str, values: Sequence[str]) -> list[str]:
-    """Shorten parameter lists to the differing names or the first differing position."""
-    if not name.endswith((" parameters", " order")):
-        return list(values)
-    lists = [value.split(", ") for value in values]
-    if name.endswith(" order"):
-        index = next((i for i, names in enumerate(zip(*lists, strict=False)) if len(set(names)) > 1), 0)
-        return [f"number {index} is {names[index]}" for names in lists]
-    common = set.intersection(*map(set, lists))
-    return [
-        join_names([n for n in names if n not in common] or ["none that the others lack"], most=6) for names in lists
-    ]
+def changes_of_kind(changes: Changes, *kinds: str) -> list[ModuleChanged]:
+    """Return the changes of some kinds (`ModuleChanged.what`), rank after rank."""
+    return [change for rank_changes in changes for change in rank_changes if change.what in kinds]
+
+
+def ranks_by_call(
+    changes: Changes, matches: Callable[[ModuleChanged], bool]
+) -> dict[tuple[str, Location | None], list[int]]:
+    """Return the rank of each matching change, by call and line."""
+    ranks: dict[tuple[str, Location | None], list[int]] = {}
+    for rank, rank_changes in enumerate(changes):
+        for change in filter(matches, rank_changes):
+            ranks.setdefault((change.how, change.location), []).append(rank)
+    return ranks
+
+
+def written_at(changes: Changes, copy: str) -> WriteFacts:
+    """Return the only line that writes a copy, preferably on some ranks."""
+    ranks = ranks_by_call(changes, lambda change: copy in change.names)
+    some = {call: writers for call, writers in ranks.items() if len(writers) < len(changes)} or ranks
+    if len({line for _, line in some}) != 1:
+        return None, [], ()
+    (how, location), writers = next(iter(some.items()))
+    if len(writers) == len(changes):
+        return location, [f"it is written there ({how}), on every rank"], ()
+    return location, [f"it is written there ({how}), on {format_ranks(writers)}"], tuple(writers)
+
+
+def buffer_writes(changes: Changes, name: str) -> dict[int, ModuleChanged]:
+    """Return the last change of a buffer by rank."""
+    return {
+        rank: change
+        for rank, rank_changes in enumerate(changes)
+        for change in rank_changes
+        if change.what == "buffer" and name in change.names
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """First step after which parameters or optimizer state differ, although gradients are equal."""
+
+    step: int
+    names: list[str]  # parameters, else optimizer state, that differ after this step or a later one
+    optimizer: list[str]  # optimizer state that differs
+    before_optimizer: bool = False  # if parameters, equal before the step, differ before the optimizer's step
+    changed_ranks: tuple[int, ...] = ()  # the only ranks on which parameters changed before the optimizer's step
+    skipped_ranks: tuple[int, ...] = ()  # the only ranks on which the optimizer's step changed no parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +107,49 @@ class ReplicaFacts:
             for name in differing_names([pick(item) for item in items]):
                 steps.setdefault(name, step)
         return steps
+
+    def first_divergence(self) -> Divergence | None:
+        parameters = self.first_steps(lambda item: item.parameters)
+        optimizer = self.first_steps(lambda item: item.optimizer)
+        diverged = parameters or optimizer
+        if not diverged:
+            return None
+        step = min([*parameters.values(), *optimizer.values()])
+        divergence = Divergence(step, list(diverged), list(optimizer))
+        items = self.by_step[step]
+        previous = {item.rank: item.parameters for item in self.by_step.get(step - 1, ())} or dict(
+            enumerate(self.start)
+        )
+        after = {item.rank: item.parameters_after_backward for item in items}
+        names = [n for n, first in diverged.items() if first == step and all(n in values for values in after.values())]
+        if not names or any(len({values.get(name) for values in previous.values()}) > 1 for name in names):
+            return divergence  # different before the step
+        if any(len({values[name] for values in after.values()}) > 1 for name in names):
+            before = {rank: {**values, **previous.get(rank, {})} for rank, values in after.items()}
+            changed = [rank for rank, values in after.items() if any(values[n] != before[rank][n] for n in names)]
+            return replace(divergence, before_optimizer=True, changed_ranks=unless_all(changed, len(items)))
+        skipped = [item.rank for item in items if all(after[item.rank][n] == item.parameters.get(n) for n in names)]
+        return replace(divergence, skipped_ranks=unless_all(skipped, len(items)))
+
+
+def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
+    """Return steps with equal parameters on all ranks before the next update."""
+    after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
+    before = {
+        step - 1
+        for step, items in by_step.items()
+        if not differing_names([item.parameters_before_optimizer for item in items])
+    }
+    return sorted(after | (before & by_step.keys()))
+
+
+def differing_program_data(data: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return program variables whose text differs between ranks, except by the rank itself."""
+    values = differing_values(data) if data else {}
+    return {name: by_rank for name, by_rank in values.items() if not _is_the_rank(by_rank)}
+
+
+def _is_the_rank(values: Sequence[str]) -> bool:
+    """Return True if each value is its rank or contains it ("cuda:1")."""
+    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
+    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)

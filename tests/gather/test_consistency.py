@@ -12,8 +12,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
-from ddpcheck.rules.replicas.ddp206_requires_grad import judge_layouts
-from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
 
 torch = pytest.importorskip("torch")

@@ -17,8 +17,8 @@ from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.optimizers import script_optimizers
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
-from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
+from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.rules.script_table import ROWS
 from ddpcheck.rules.verdict import judge_all
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
@@ -166,11 +166,11 @@ def trained_apart(marks: tuple[int, ...], at_last: int) -> list[TrainedApart]:
 
 
 def test_ranks_that_train_apart_to_the_end_of_a_script() -> None:
-    [finding] = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 5), 5)])
+    [finding] = judge_local_sgd([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 5), 5)])
     assert (finding.code, finding.subjects) == ("DDP306", ("a",))
     assert "after each of 2 steps from step 4 on, in which post_localSGD_hook averages" in finding.message
-    averaged = judge_apart([trained_apart((1, 2, 6, 4), 4), trained_apart((1, 3, 6, 5), 5)])
-    same_at_last = judge_apart([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 4), 4)])
-    on_one_rank = judge_apart([trained_apart((1, 2, 4), 4), []])
-    short = judge_apart([trained_apart((1, 2), 2), trained_apart((1, 3), 3)])
+    averaged = judge_local_sgd([trained_apart((1, 2, 6, 4), 4), trained_apart((1, 3, 6, 5), 5)])
+    same_at_last = judge_local_sgd([trained_apart((1, 2, 4), 4), trained_apart((1, 3, 4), 4)])
+    on_one_rank = judge_local_sgd([trained_apart((1, 2, 4), 4), []])
+    short = judge_local_sgd([trained_apart((1, 2), 2), trained_apart((1, 3), 3)])
     assert averaged == same_at_last == on_one_rank == short == []

@@ -31,8 +31,9 @@ from ddpcheck.rules.parameters.contribution import judge_always_missing, judge_c
 from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_ignored_parameters
 from ddpcheck.rules.parameters.ddp112_opaque_output import judge_opaque_output
+from ddpcheck.rules.replicas.ddp214_buffer_value import judge_drifted_buffers
+from ddpcheck.rules.replicas.ddp215_buffer_overwritten import judge_overwritten_buffers
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_new_state, judge_unregistered_state
-from ddpcheck.rules.replicas.values import judge_buffers
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts, first_explanation
 from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import ReducerFacts
@@ -125,14 +126,14 @@ def test_the_average_is_not_asked_about_gradients_that_differ_between_ranks() ->
 
 def test_a_buffer_is_judged_by_what_the_wrapper_does_about_buffers() -> None:
     by_step = {0: [step(rank, buffers={"n": rank}) for rank in (0, 1)]}
-    (saved,) = judge_buffers(ReplicaFacts(by_step, (), KNOWN))
+    (saved,) = judge_drifted_buffers(ReplicaFacts(by_step, (), KNOWN))
     left_out = replace(KNOWN, wrapper=replace(KNOWN.wrapper, not_saved=frozenset({"n", "m"})))
-    (other,) = judge_buffers(ReplicaFacts(by_step, (), left_out))
+    (other,) = judge_drifted_buffers(ReplicaFacts(by_step, (), left_out))
     assert (saved.code, "checkpoint" in saved.message) == ("DDP214", True)
     assert (other.code, "checkpoint" in other.message, "leaves out n" in str(other.evidence)) == ("DDP214", False, True)
     broadcast = ReplicaFacts(by_step, (), replace(KNOWN, broadcasts_buffers=True))
-    assert codes(judge_buffers(broadcast)) == ["DDP215"]
-    assert judge_buffers(ReplicaFacts({0: [step(0), step(1)]}, (), KNOWN)) == []
+    assert codes(judge_overwritten_buffers(broadcast)) == ["DDP215"]
+    assert judge_drifted_buffers(ReplicaFacts({0: [step(0), step(1)]}, (), KNOWN)) == []
 
 
 def test_state_of_a_step_is_judged_where_it_lasts_and_state_from_before_where_it_drifts() -> None:

@@ -25,8 +25,8 @@ from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized
 from ddpcheck.rules.parameters.contribution import judge_parameters
-from ddpcheck.rules.replicas.changes import locate_change
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
+from ddpcheck.rules.replicas.steps import locate_change
 from tests.faultsuite.recorded_scripts import Run, report_on, runs
 from tests.faultsuite.scripts_page import SCRIPTS, expected_of
 

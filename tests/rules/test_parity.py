@@ -19,7 +19,7 @@ from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import fix_without_gradient
 from ddpcheck.rules.loss.single_process import judge_single_process
 from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
-from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
 

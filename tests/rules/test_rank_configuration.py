@@ -9,10 +9,11 @@ from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data
+from ddpcheck.rules.replicas.comparisons import judge_options
+from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_changing_data
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
-from ddpcheck.rules.replicas.descriptions import judge_program_data
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts
-from ddpcheck.trace.replicas import judge_options
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -75,7 +76,8 @@ def test_a_group_in_another_order_is_a_warning_that_says_where_they_part() -> No
 def derived(*data: dict[str, str], changed: frozenset[str] = frozenset()) -> list[Finding]:
     known = JudgeContext(Names(), WrapperFacts(), 2, program_data=data, changed_data=changed)
     wrong, analysis = (Difference("a", 0.5, 1e-6),), ShardAnalysis()
-    return judge_program_data(SingleProcessFacts(wrong, (1,), 1e-6, analysis, known, ("a: relative error 0.5",)))
+    facts = SingleProcessFacts(wrong, (1,), 1e-6, analysis, known, ("a: relative error 0.5",))
+    return judge_changing_data(facts) or judge_program_data(facts)
 
 
 def test_a_value_that_the_steps_change_is_state_and_told_before_data() -> None:

@@ -21,10 +21,10 @@ from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.optimizers.options import judge_optimizer_options
-from ddpcheck.rules.replicas.changes import judge_replaced, locate_change
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
+from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
-from ddpcheck.trace.replicas import MODE
+from ddpcheck.rules.replicas.steps import locate_change
 
 WRAPS, LOADS, RESETS, THAWS = (Location("train.py", line) for line in (5, 9, 12, 40))
 LOADED = ModuleChanged(0, "values", "load_state_dict", ("head.weight",), LOADS)

@@ -59,9 +59,9 @@ from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, jud
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.replicas.copies import judge_states
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
-from ddpcheck.rules.replicas.watched_steps import without_alike_later, without_rounding
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.trace.captured import without_alike_later, without_rounding
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program

@@ -21,7 +21,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.source.source_scope import updating_line, writing_line
-from ddpcheck.rules.replicas.copies import judge_statistics
+from ddpcheck.rules.program.ddp217_input_statistics import judge_statistics
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])

@@ -104,7 +104,7 @@ BY_HAND = frozenset(
         "script_states._finding_of_use",
         "script_states.judge_uses",
         "script_weights.judge_own_weights",
-        "script_wrappers.judge_apart",  # test_comm_hooks.py
+        "script_wrappers.judge_local_sgd",  # test_comm_hooks.py
         "script_wrappers.judge_apart_meshes",  # test_sharded.py
         "script_wrappers.judge_meshes",  # likewise
         "watched_steps.judge_events",

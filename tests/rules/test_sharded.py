@@ -23,7 +23,7 @@ from ddpcheck.rules.gradients.reducer import judge_sharded, judge_wrapper_error,
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_shard_scales
-from ddpcheck.rules.replicas.watched_steps import judge_captured
+from ddpcheck.rules.replicas.steps import judge_captured
 from ddpcheck.stream.entries import PeerReceived, RankStarted, ReplicaCaptured, Sketch, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext

@@ -11,7 +11,7 @@ import pytest
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import LoopEvent, StepEvidence
 from ddpcheck.findings.wording import Names
-from ddpcheck.rules.replicas.watched_steps import judge_reports
+from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.stream.rank_report import RankReport, WatchContext
 from tests.forked_run import run_forked
 

@@ -17,8 +17,8 @@ from ddpcheck.findings.rules import RULES, rules_of_check
 from ddpcheck.findings.selection import is_any_selected, sort_out
 from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
-from ddpcheck.rules.replicas.ddp306_state_diverged import steps_that_end_alike
 from ddpcheck.rules.verdict import Verdict, status_of
+from ddpcheck.trace.replicas import steps_that_end_alike
 
 HEADINGS = ("model", "consistency", "wrapping", "parameters", "reducer", "parity")
 """Names of the checks, in display order."""

@@ -30,13 +30,13 @@ from ddpcheck.rules.gradients.reducer import NOT_COMPARED, why_not_updated
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
-from ddpcheck.rules.replicas.ddp206_requires_grad import judge_layouts
+from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
+from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
-from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
+from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.rules.replicas.model_parts import how_split, parts_in_recipe
-from ddpcheck.trace.replicas import judge_options
 
 _UNLIKE_REDUCTIONS = "the ranks would not make the same reductions"
 
@@ -106,13 +106,13 @@ class CheckRun(CheckWorlds):
             mismatch = next((f.exception for f in error.failures if isinstance(f.exception, OptionsDifferError)), None)
             if mismatch is None:
                 raise
-            self.state.add(judge_options("DDP221", mismatch.options, "The wrapper"))
+            self.state.add(judge_wrapper_options(mismatch.options, "The wrapper"))
             self._skip_rest("DDP221: DDP would stop, hang or abort")
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         facts = wrapped[0].facts
         layout_findings = judge_descriptions(self._all(calls.local_step.layout)) if facts.sharded else []
-        findings = judge_options("DDP221", [item.options for item in wrapped], "The wrapper")
+        findings = judge_wrapper_options([item.options for item in wrapped], "The wrapper")
         findings += judge_changes([item.changes for item in wrapped])
         findings += layout_findings or judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
         initial = [item.parameters_at_construction for item in wrapped]

@@ -30,7 +30,7 @@ from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_updates
 from ddpcheck.rules.replicas.model_parts import judge_norms_of_steps
-from ddpcheck.rules.replicas.values import judge_state
+from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts, group_by_step
 from ddpcheck.trace.compilation import trained_functions
 from ddpcheck.trace.gradients import ReducerFacts

@@ -32,7 +32,8 @@ from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OF_A_LIST, DerivedTable, Inputs, LoaderPass
 from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, minority_ranks, one_finding, plural_verb
+from ddpcheck.rules.replicas.comparisons import program_data_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
@@ -44,6 +45,7 @@ from ddpcheck.trace.data import (
     rows_by_position,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS
+from ddpcheck.trace.replicas import differing_program_data
 
 
 def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
@@ -341,3 +343,10 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
         fix="Split the batch by the arguments of shard, which are a rank's place in the data dimension of the mesh and "
         "the size of that, and not by the rank in the world.",
     )
+
+
+def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP516: program variables that differ between ranks; those that change in the steps are state (DDP216)."""
+    values = differing_program_data(facts.known.program_data)
+    difference = f"{plural_verb('is', 'are', [*values])} not the same on every rank, and"
+    return program_data_finding("DDP516", facts, values, difference) if values else []

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
@@ -44,6 +45,7 @@ from ddpcheck.findings.wording import (
     told_by_rank,
     unless_all,
 )
+from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.check_context import group_by_step
@@ -403,3 +405,6 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
                 by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
     complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
     return judge_apart_meshes(ranks, complete, wrappers[0].made.location)
+
+
+locate_hook_of_synchronisation = partial(locate_reduction, "DDP301", ("hook",))

@@ -22,8 +22,11 @@ Example:
 
 from __future__ import annotations
 
+from functools import partial
+
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
+from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses
 
 
@@ -76,3 +79,6 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
         f"{counted(len(facts.mismatched), 'parameter')} are not the average of the ranks' own gradients.",
         fix="" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL,
     )
+
+
+locate_hook_of_reducer = partial(locate_reduction, "DDP302", ("hook",))

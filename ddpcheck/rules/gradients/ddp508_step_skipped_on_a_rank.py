@@ -28,10 +28,12 @@ from ddpcheck.findings.evidence.loop import PaceRun, WrapperPace
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.program_blocks import Block
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, group_by_value, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, format_ranks, group_by_value, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
+from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.positions import EndingFacts, Position, at_lines, doing, may_leave_out
+from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
 
@@ -182,3 +184,20 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
                 steps[-1], ranks, message, [f"optimizer steps: {text}" for text in group_by_value(counts)]
             )
     return []
+
+
+def judge_skipped_update(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
+    """DDP508: parameters diverge because some ranks skipped the optimizer's step."""
+    ranks, names = divergence.skipped_ranks, divergence.names
+    if not ranks:
+        return []
+    return divergence_finding(
+        "DDP508",
+        facts,
+        divergence,
+        f"{format_ranks(ranks)} skipped the optimizer's step {divergence.step} that the others made: "
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} from there on.",
+        f"did not change on {format_ranks(ranks)}, where the optimizer's step was skipped",
+        ranks=ranks,
+        tags=(IN_STEP,),
+    )

@@ -22,22 +22,17 @@ from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.losses import are_for_sums
 from ddpcheck.rules.loss.target_weights import severity_of_targets
-from ddpcheck.rules.replicas.changes import judge_replaced, locate_change
+from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
+from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
-from ddpcheck.rules.replicas.watched_steps import (
-    against_average,
-    judge_captured,
-    judge_reports,
-    without_alike_later,
-    without_rounding,
-)
+from ddpcheck.rules.replicas.steps import judge_captured, locate_change
 from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
-from ddpcheck.trace.replicas import judge_options
+from ddpcheck.trace.captured import against_average, without_alike_later, without_rounding
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import gradients_differ
 
@@ -123,7 +118,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
     if not wrapper.missing and (built := wrapper.values_built):
         reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
-        reported.add(judge_options("DDP221", wrapper.policies, "What fully_shard was given"), locate)
+        reported.add(judge_wrapper_options(wrapper.policies, "What fully_shard was given"), locate)
     for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
         step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
         if len(captured.get(step, ())) == len(wrapper.ranks):
@@ -135,7 +130,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     if not wrapper.missing and len(closing) == len(wrapper.ranks):
         reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
     if not wrapper.missing:
-        reported.add(select_findings(judge_apart(wrapper.of(TrainedApart))), locate)
+        reported.add(select_findings(judge_local_sgd(wrapper.of(TrainedApart))), locate)
     for report in solo_reports:
         reported.add(select_findings(judge_reports([report], info.context, settled=False)), locate)
     moved = {

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import mul
 
 from ddpcheck.findings.evidence.gradients import LEAST, LOOSEST_FIT, Difference, LossTerm
@@ -37,6 +38,7 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, counted, one_finding
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
+from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
@@ -431,3 +433,6 @@ def judge_shared(passes: Losses) -> list[Finding]:
         severity=Severity.WARNING,
         fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
     )
+
+
+locate_scale = partial(locate_reduction, "DDP303", ("hook", "scale"))

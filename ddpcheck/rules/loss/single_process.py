@@ -8,7 +8,7 @@ from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, ShardA
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import unless_all
-from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_programs
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data, judge_programs
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_changed_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import (
     explain_by_factors_of_terms,
@@ -25,7 +25,7 @@ from ddpcheck.rules.loss.ddp309_collective_without_gradient import explain_by_co
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
 from ddpcheck.rules.loss.ddp514_accumulation_scale import explain_by_micro_batches
 from ddpcheck.rules.loss.losses import LEAST_OF_GRADIENT
-from ddpcheck.rules.replicas.descriptions import judge_program_data
+from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_changing_data
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts, first_explanation, worst_first
 from ddpcheck.trace.losses import IS_SUM
 
@@ -101,7 +101,7 @@ def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
     analysis, known = facts.analysis, facts.known
     if not facts.world_changed:
         return []
-    if findings := judge_program_data(facts):
+    if findings := judge_changing_data(facts) or judge_program_data(facts):
         return findings
     if known.local.calls or analysis.rank_weights.residual <= facts.tolerance:
         return []

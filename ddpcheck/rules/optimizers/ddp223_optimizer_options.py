@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.trace.replicas import judge_options
+from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
 

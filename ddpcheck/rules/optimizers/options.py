@@ -9,9 +9,9 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import group_by_value, make_finding
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_schedule_steps
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import state_of_one_rank
+from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp306_state_diverged import loaded_on_some_finding
 from ddpcheck.trace.optimizers import LOAD_EVERYWHERE, describe_loads, restored_on_some
-from ddpcheck.trace.replicas import judge_options
 from ddpcheck.trace.unwrapped_params import Steps, are_local
 
 

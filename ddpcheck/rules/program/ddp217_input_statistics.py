@@ -27,10 +27,53 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.wording import counted, group_by, one_finding
+
+MIN_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
+
+MIN_EQUATIONS = 3  # over all these calls
+
+ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 
-def statistic_finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
+def judge_statistics(stats_by_rank: Sequence[Sequence[RunningStatistic]]) -> list[Finding]:
+    """DDP217: running statistics of a rank's own samples that normalise forward inputs.
+
+    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
+    `stats_by_rank`: statistics by rank.
+    """
+    by_name = [group_by(rank_stats, lambda stat: (stat.wrapper, stat.name)) for rank_stats in stats_by_rank]
+    for name in by_name[0] if len(by_name) > 1 else ():
+        by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
+        common = sorted(set.intersection(*map(set, by_forward)))
+        calls = [[by_call[forward] for by_call in by_forward] for forward in common]
+        if not calls or not all(map(_is_followed, by_forward)) or any(stat.exchanged for stat in calls[-1]):
+            continue
+        distances = [_distance(stats) for stats in calls]
+        if min(distances) > ROUNDING:
+            return _finding(calls, max(distances[-MIN_CALLS:]))
+    return []
+
+
+def _is_followed(stats: dict[int, RunningStatistic]) -> bool:
+    """Return True if most changes of the statistic follow the samples."""
+    fitting = [stat for stat in stats.values() if stat.equations]
+    moves = [stat for number, stat in stats.items() if number - 1 in stats and stats[number - 1].values != stat.values]
+    return (
+        len(fitting) >= MIN_CALLS
+        and sum(stat.equations for stat in fitting) >= MIN_EQUATIONS
+        and 2 * sum(stat.equations > 0 for stat in moves) >= len(moves)
+    )
+
+
+def _distance(stats: Sequence[RunningStatistic]) -> float:
+    """Return the largest distance between ranks, in units of the inputs' divisor."""
+    first = stats[0]
+    rows = [row for stat in stats[1:] for row in zip(stat.values, first.values, first.scale, strict=False)]
+    return max((abs(value - base) / scale for value, base, scale in rows if scale > 0), default=0.0)
+
+
+def _finding(calls: Sequence[Sequence[RunningStatistic]], distance: float) -> list[Finding]:
     stat = calls[-1][0]
     fitting = [stats[0] for stats in calls if stats[0].equations]
     return one_finding(

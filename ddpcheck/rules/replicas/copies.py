@@ -1,73 +1,19 @@
-"""Judges of copies of models and of statistics outside the wrappers."""
+"""Judges of copies of models, and of other modules outside the wrappers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.loop import ModuleChanged
-from ddpcheck.findings.evidence.replicas import RunningStatistic, StateUsed, digest_of_values
+from ddpcheck.findings.evidence.replicas import StateUsed, digest_of_values
 from ddpcheck.findings.evidence.script import StateHeld
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, group_by, join_names, minority_ranks, one_finding, plural_verb
-from ddpcheck.rules.program.ddp217_input_statistics import statistic_finding
-from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding
-from ddpcheck.rules.replicas.ddp306_state_diverged import use_finding
-from ddpcheck.trace.copies import WriteFacts, values_differ
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import format_ranks, group_by, join_names, minority_ranks
+from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding, outer_buffers_finding
+from ddpcheck.rules.replicas.ddp306_state_diverged import diverged_copy_finding, unequal_module_finding, use_finding
+from ddpcheck.trace.replicas import Changes, WriteFacts, values_differ, written_at
 
-_FEWEST_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
-
-
-_FEWEST_EQUATIONS = 3  # over all these calls
-
-
-_ROUNDING = 1e-5  # relative to the divisor of the inputs
-
-
-def judge_statistics(stats_by_rank: Sequence[Sequence[RunningStatistic]]) -> list[Finding]:
-    """DDP217: running statistics of a rank's own samples that normalise forward inputs.
-
-    Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
-    `stats_by_rank`: statistics by rank.
-    """
-    by_name = [group_by(rank_stats, lambda stat: (stat.wrapper, stat.name)) for rank_stats in stats_by_rank]
-    for name in by_name[0] if len(by_name) > 1 else ():
-        by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
-        common = sorted(set.intersection(*map(set, by_forward)))
-        calls = [[by_call[forward] for by_call in by_forward] for forward in common]
-        if not calls or not all(map(_is_followed, by_forward)) or any(stat.exchanged for stat in calls[-1]):
-            continue
-        distances = [_distance(stats) for stats in calls]
-        if min(distances) > _ROUNDING:
-            return statistic_finding(calls, max(distances[-_FEWEST_CALLS:]))
-    return []
-
-
-def _is_followed(stats: dict[int, RunningStatistic]) -> bool:
-    """Return True if most changes of the statistic follow the samples."""
-    fitting = [stat for stat in stats.values() if stat.equations]
-    moves = [stat for number, stat in stats.items() if number - 1 in stats and stats[number - 1].values != stat.values]
-    return (
-        len(fitting) >= _FEWEST_CALLS
-        and sum(stat.equations for stat in fitting) >= _FEWEST_EQUATIONS
-        and 2 * sum(stat.equations > 0 for stat in moves) >= len(moves)
-    )
-
-
-def _distance(stats: Sequence[RunningStatistic]) -> float:
-    """Return the largest distance between ranks, in units of the inputs' divisor."""
-    first = stats[0]
-    rows = [row for stat in stats[1:] for row in zip(stat.values, first.values, first.scale, strict=False)]
-    return max((abs(value - base) / scale for value, base, scale in rows if scale > 0), default=0.0)
-
-
-_FEWEST = 2  # observations; the last two must differ between ranks
-
-
-_FAR = 0.02  # standard deviations between running means of the same data
-
-
-Changes = Sequence[Sequence[ModuleChanged]]  # writes into copies, by rank
+MAX_DISTANCE = 0.02  # standard deviations between running means of the same data
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
@@ -84,34 +30,21 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
         histories = [rank_states[name] for rank_states in by_name]
         common = sorted(set.intersection(*(set(history) for history in histories)))
         steps = [[history[count] for history in histories] for count in common]
-        last = steps[-_FEWEST:]
-        diverged = [step for step in last if values_differ([state.values for state in step])]
-        in_use = bool(last) and all(
+        diverged = [n for n, step in enumerate(steps) if values_differ([state.values for state in step])]
+        if len(steps) < 2 or diverged[-2:] != [len(steps) - 2, len(steps) - 1]:
+            continue
+        last = steps[-1]
+        in_use = all(
             state.used or len({str(look.values) for look in history.values()}) > 1
-            for state, history in zip(last[-1], histories, strict=True)
+            for state, history in zip(last, histories, strict=True)
         )
-        pairs = zip(last[0], last[-1], strict=True) if last else ()
-        kept = all(not before.other or before.values == after.values for before, after in pairs)
-        if len(diverged) == _FEWEST and in_use and kept and not _come_together(histories):
+        kept = all(not state.other or state.values == end.values for state, end in zip(steps[-2], last, strict=True))
+        # collectives may synchronise a copy again after its ranks diverge
+        synced = all(end.together > state.together for state, end in zip(steps[diverged[0]], last, strict=True))
+        if in_use and kept and not synced:
             equal = [number for number, step in enumerate(steps) if len({str(state.values) for state in step}) == 1]
-            findings += copy_finding(steps, equal[-1] + 1 if equal else 0, _written_at(changes, name[1]))
+            findings += _copy_finding(steps, equal[-1] + 1 if equal else 0, written_at(changes, name[1]))
     return findings[:1]
-
-
-def _written_at(changes: Changes, copy: str) -> WriteFacts:
-    """Return the line that writes a copy, preferably on some ranks; evidence; ranks."""
-    ranks: dict[tuple[Location | None, str], list[int]] = {}
-    for rank, rank_changes in enumerate(changes):
-        for change in rank_changes:
-            if copy in change.names:
-                ranks.setdefault((change.location, change.how), []).append(rank)
-    some = {line: writers for line, writers in ranks.items() if len(writers) < len(changes)} or ranks
-    if len({line for line, _ in some}) != 1:
-        return None, [], ()
-    (location, how), writers = next(iter(some.items()))
-    if len(writers) == len(changes):
-        return location, [f"it is written there ({how}), on every rank"], ()
-    return location, [f"it is written there ({how}), on {format_ranks(writers)}"], tuple(writers)
 
 
 def judge_uses(
@@ -129,15 +62,15 @@ def judge_uses(
         copies = [copy for rank, use in by_rank.items() if (copy := kept[rank].get(use.digest))]
         comparable = copies or any(use.loaded or not use.wrapped for use in by_rank.values())
         if comparable and len({use.digest for use in by_rank.values()}) > 1:
-            written = _written_at(changes, key[1])
-            return use_finding(by_rank, states, copies[0].location if copies else None, written)
-        if len(by_rank) > 1 and (distance := _apart([use.statistics for use in by_rank.values()])) > _FAR:
+            return _use_finding(by_rank, states, copies[0].location if copies else None, written_at(changes, key[1]))
+        if len(by_rank) > 1 and (distance := _distance_of_means([*by_rank.values()])) > MAX_DISTANCE:
             return batchnorm_finding(by_rank, distance)
     return []
 
 
-def _apart(statistics: Sequence[Sequence[float]]) -> float:
+def _distance_of_means(uses: Sequence[StateUsed]) -> float:
     """Return the largest distance between running means, in standard deviations."""
+    statistics = [use.statistics for use in uses]
     half = len(statistics[0]) // 2
     if not half or any(len(stats) != 2 * half for stats in statistics):
         return 0.0
@@ -146,63 +79,39 @@ def _apart(statistics: Sequence[Sequence[float]]) -> float:
     return max((max(means) - min(means)) / math.sqrt(max(*variances, 1e-12)) for means, variances in pairs)
 
 
-def _come_together(histories: Sequence[Mapping[int, StateHeld]]) -> bool:
-    """Return True if collectives synchronise a copy again after its ranks diverge."""
-    common = sorted(set.intersection(*(set(history) for history in histories)))
-    diverged = [count for count in common if values_differ([history[count].values for history in histories])]
-    return all(history[diverged[-1]].together > history[diverged[0]].together for history in histories)
-
-
 def _by_name(states: Sequence[StateHeld]) -> dict[tuple[int, str], dict[int, StateHeld]]:
     by_name = group_by(states, lambda state: (state.optimizer, state.name))
     return {name: {state.count: state for state in group} for name, group in by_name.items()}
 
 
-def copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
+def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: WriteFacts) -> list[Finding]:
     """Report a copy that diverges from index `first` of its observations `steps` on."""
     states, state = steps[first], steps[first][0]
     names = [name for name in state.values if len({peer.values.get(name) for peer in states}) > 1]
     ranks = minority_ranks([tuple(peer.values.items()) for peer in states]) if len(states) > 2 else ()
     summary = f"{len(names)} of {len(state.values)} tensors are not the same on every rank before step {state.count}"
-    evidence = [f"{summary}: {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"]
-    evidence.append(f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before")
-    location, how_written, writers = written if first else (None, [], ())
+    summary += f": {join_names(names[:3])}{' ...' if len(names) > 3 else ''}"
     if state.other:
-        return one_finding(
-            "DDP306",
-            (state.name,),
-            f"{state.name} ({state.kind}) is in no wrapper and in no optimizer, the training loop calls it, and its "
-            "parameters are not the same on every rank.",
-            ranks=ranks,
-            steps=(state.count,),
-            location=state.location,
-            evidence=[evidence[0], "they do not change from step to step"],
-            severity=Severity.WARNING,
-            fix="Load the same state into it on every rank, construct it under one seed, or broadcast it from rank 0.",
-        )
+        return unequal_module_finding(state, ranks, summary)
+    before = f"before step {steps[first - 1][0].count} they were" if first else "they were not compared before"
     if state.copies:
-        return one_finding(
-            "DDP306",
-            (state.name,),
-            f"{state.name}, a copy of a wrapped module's parameters or created like it, is not the same on every rank.",
-            ranks=writers or ranks,
-            steps=(state.count,),
-            location=location or state.location,
-            evidence=[*evidence, *how_written],
-            severity=Severity.WARNING,
-            fix="Make the copy after DistributedDataParallel has been constructed, and make the same change on every "
-            "rank (all_reduce the condition). If it is not a copy, construct it under one seed, or load one state into "
-            "it.",
-        )
-    return one_finding(
-        "DDP214",
-        [f"{state.name}.{name}" for name in names],
-        f"{state.name} ({state.kind}) is in no wrapper, backward comes through it, and its "
-        f"{plural_verb('buffer', 'buffers', names)} {join_names(names)} {plural_verb('has', 'have', names)} other "
-        "values on each rank.",
-        ranks=ranks,
-        steps=(state.count,),
-        location=state.location,
-        evidence=evidence,
-        fix="all_reduce or gather the values that the buffer is computed from.",
-    )
+        return diverged_copy_finding(state, ranks, [summary, before], written if first else (None, [], ()))
+    return outer_buffers_finding(state, names, ranks, [summary, before])
+
+
+def _use_finding(
+    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
+) -> list[Finding]:
+    """Report the use at the line that loads the state, else that writes the copy, else that makes it."""
+    ranks = list(uses)
+    use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
+    copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]
+    starts = [min(rank_copies, key=lambda state: state.count).values for rank_copies in copies if rank_copies]
+    is_written = not use.loaded and written[0] and len(starts) == len(states) and not values_differ(starts)
+    location, how_written, writers = written if is_written else (use.location or copied, [], ())
+    evidence = [f"evaluated at {use.lines[0]} on {format_ranks(ranks)}, after {use.step} optimizer steps", *how_written]
+    changed = {rank: len({str(state.values) for state in copies[rank]}) > 1 for rank in ranks if len(copies[rank]) > 1}
+    moved, unmoved = ([rank for rank, flag in changed.items() if flag is value] for value in (True, False))
+    if moved and unmoved:
+        evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(unmoved)}")
+    return use_finding(use, writers, location or Location.parse(use.lines[0]), evidence)

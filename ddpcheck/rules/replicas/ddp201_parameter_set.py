@@ -9,6 +9,8 @@ Why: DDP matches parameters by position. At construction DDP compares how many p
 Fix: Build the same module on every rank: the constructor must not depend on the rank, its data or its environment.
 Detected: Before DDP's first collective, the ranks compare the names of their parameters.
 Ignore: Never. Ranks with different parameters cannot train one model.
+Line: The line that registers the outermost module or parameter that differs. If a variable of the script counts the
+    modules, the line that assigns the variable.
 Checks: report consistency; run replicas
 Explains: quietly DDP522 if of graphs
 Reports: pytorch/pytorch#102438 huggingface/accelerate#1481 NJU-PCALab/STAR#44
@@ -16,3 +18,9 @@ Example:
     if dist.get_rank() == 0:
         model.probe = nn.Linear(8, 8)        # right: on every rank, or on none
 """
+
+from functools import partial
+
+from ddpcheck.rules.replicas.comparisons import judge_set
+
+judge_parameter_set = partial(judge_set, "DDP201", "parameter")

@@ -8,9 +8,16 @@ Why: DDP broadcasts and reduces by position. If the shapes are equal, nothing is
 Fix: Register modules in a fixed order: iterate over a list or a sorted() set, never over a set or os.listdir().
 Detected: Before DDP's first collective, the ranks compare the order of the parameters that all ranks have.
 Ignore: Never. DDP pairs parameters by position.
+Line: The line that registers the first module or parameter that is out of order.
 Checks: report consistency; run replicas
 Explains: DDP301 DDP302 DDP306 if an error; quietly DDP522 if of graphs
 Example:
     for name in {"left", "right"}:           # the order of a set of strings differs between processes
         self.add_module(name, nn.Linear(8, 8))   # right: for name in ("left", "right")
 """
+
+from functools import partial
+
+from ddpcheck.rules.replicas.comparisons import judge_order
+
+judge_parameter_order = partial(judge_order, "DDP202", "parameter")

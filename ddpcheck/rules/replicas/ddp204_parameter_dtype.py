@@ -8,8 +8,16 @@ Why: DDP does not compare dtypes. If the element sizes differ, the process abort
 Fix: Cast on every rank or on none, before wrapping; decide it from the configuration, not from the local device.
 Detected: Before DDP's first collective, the ranks compare the dtypes of parameters with the same name.
 Ignore: Never.
+Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
+    parameter.
 Checks: report consistency; run replicas
 Explains: quietly DDP522 if of graphs
 Example:
     model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks
 """
+
+from functools import partial
+
+from ddpcheck.rules.replicas.comparisons import judge_attribute
+
+judge_dtype = partial(judge_attribute, "DDP204", "dtype", "dtype")

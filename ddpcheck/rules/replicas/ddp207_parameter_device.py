@@ -9,9 +9,17 @@ Fix: Move the module with module.to(device) on every rank before wrapping; make 
 Detected: Before DDP's first collective, the ranks compare the device types of their parameters. Each rank also
     compares the device types of all its parameters.
 Ignore: Never.
+Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
+    parameter.
 Checks: report consistency; run replicas
 Explains: quietly DDP522 if of graphs
 Example:
     device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message
     DistributedDataParallel(model.to(device))                 # right: raise where the GPU is missing
 """
+
+from functools import partial
+
+from ddpcheck.rules.replicas.comparisons import judge_attribute
+
+judge_device = partial(judge_attribute, "DDP207", "device", "device type")

@@ -10,8 +10,10 @@ Fix: Construct the model under the same seed on every rank, let DDP synchronise 
     before wrapping.
 Detected: Right after the wrapper is constructed, the ranks compare the values of their parameters, bit by bit. If a
     script averages gradients by hand, without a wrapper, `ddpcheck run` compares the initial values of these
-    parameters.
+    parameters. Under fully_shard, the ranks compare the values from before sharding.
 Ignore: If the ranks train different models on purpose.
+Line: The line that changes the values after wrapping, or that seeds the model differently on each rank. If there is
+    none, the line that creates the first parameter.
 Checks: report wrapping; run replicas, optimizers
 Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
@@ -22,14 +24,21 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, group_by_value, join_names, minority_ranks, one_finding, plural_verb
+from ddpcheck.rules.replicas.changes import locate_values
+from ddpcheck.rules.replicas.comparisons import judge_initial_values
 from ddpcheck.trace.replicas import differing_names, differing_values
 from ddpcheck.trace.script_facts import PartSteps
+
+judge_initial_parameters = partial(judge_initial_values, "DDP208")
+
+locate_initial_values = partial(locate_values, "DDP208", after_forward=False)
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
@@ -77,3 +86,14 @@ def locate_seed(finding: Finding, first: Sequence[OptimizerStep]) -> Finding:
     message = f"the model is created under a different seed on each rank: {'; '.join(group_by_value(seeds))}"
     moved = replace(finding, evidence=(*finding.evidence, message))
     return moved.relocated(first[0].seeded)
+
+
+def advise_under_sharding(finding: Finding) -> Finding:
+    """Give a DDP208 on replicated shards the advice for `fully_shard`."""
+    if finding.code != "DDP208":
+        return finding
+    fix = (
+        "fully_shard broadcasts nothing: give all replicas the same values before it, or hand rank 0's values out "
+        "after it (set_model_state_dict with broadcast_from_rank0)."
+    )
+    return replace(finding, fix=fix)

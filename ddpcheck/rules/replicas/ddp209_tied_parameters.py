@@ -7,6 +7,8 @@ Why: DDP counts a tied parameter once. If only some ranks tie, the lists of para
 Fix: Tie on every rank, before wrapping, and tie again after anything that replaces parameters (casting, loading).
 Detected: Before DDP's first collective, the ranks compare which names share one tensor.
 Ignore: Never.
+Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
+    parameter.
 Checks: report consistency; run replicas
 Explains: DDP516 if only the loss; quietly DDP522 if of graphs
 Example:

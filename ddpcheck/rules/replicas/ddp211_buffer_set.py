@@ -8,9 +8,17 @@ Why: DDP broadcasts buffers by position. If a rank has one buffer fewer, all lat
 Fix: Register the same buffers on every rank, before wrapping.
 Detected: Before DDP's first collective, the ranks compare the names of their buffers.
 Ignore: If broadcast_buffers=False is set and the buffer is local on purpose. Make the buffer a plain attribute then.
+Line: The line that registers the outermost module or buffer that differs. If a variable of the script counts the
+    modules, the line that assigns the variable.
 Checks: report consistency; run replicas
 Explains: quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:
         model.register_buffer("best", torch.zeros(()))   # right: on every rank, or a plain Python attribute
 """
+
+from functools import partial
+
+from ddpcheck.rules.replicas.comparisons import judge_set
+
+judge_buffer_set = partial(judge_set, "DDP211", "buffer")

@@ -13,6 +13,8 @@ Detected: If the wrapper does not broadcast buffers, the ranks compare the value
     outside the wrapper. If several ranks evaluate a model after `update_bn`, `ddpcheck run` compares their BatchNorm
     statistics.
 Ignore: If each rank should keep its own statistics, as plain BatchNorm does with broadcast_buffers=False.
+Line: The line that writes the buffer. If there is none, the line that creates the first buffer. For BatchNorm
+    statistics that are estimated again, the line of this estimate.
 Checks: report wrapping, reducer; run replicas
 Explains: DDP304 DDP312; DDP516 if only the loss
 Reports: pytorch/pytorch#13711 open-mmlab/mmdetection#4582 open-mmlab/mmpose#998
@@ -24,27 +26,36 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ddpcheck.findings.evidence.replicas import StateUsed
+from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import format_ranks, one_finding
-from ddpcheck.trace.changes import Changes
+from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
+from ddpcheck.rules.replicas.comparisons import judge_buffers_after_steps, judge_initial_values
+from ddpcheck.trace.replicas import Changes, ReplicaFacts, buffer_writes
+
+judge_initial_buffers = partial(judge_initial_values, "DDP214")
+
+
+def judge_drifted_buffers(facts: ReplicaFacts) -> list[Finding]:
+    """DDP214: buffers that differ between ranks after a step, and that the wrapper does not broadcast."""
+    if facts.known.broadcasts_buffers:
+        return []
+    not_saved = facts.known.wrapper.not_saved.issuperset(facts.first_steps(lambda item: item.buffers))
+    saved = "" if not_saved else ", and a checkpoint keeps rank 0's"
+    return judge_buffers_after_steps("DDP214", facts, f"nothing synchronises {{them}}{saved}")
 
 
 def locate_buffer_write(finding: Finding, changes: Changes) -> Finding:
-    """Relocate to the buffer's update; DDP214 also gets the updating ranks."""
-    for name in finding.subjects:
-        writes = {
-            rank: change
-            for rank, rank_changes in enumerate(changes)
-            for change in rank_changes
-            if change.what == "buffer" and name in change.names
-        }
-        only = finding.code == "DDP214" and 0 < len(writes) < len(changes)
-        notes = [f"{name} changes on {format_ranks(writes)} only"] if only else []
-        finding = replace(finding, evidence=(*finding.evidence, *notes), ranks=tuple(writes) if only else finding.ranks)
+    """Relocate DDP214 to the line that writes the buffer, and add the writing ranks."""
+    for name in finding.subjects if finding.code == "DDP214" else ():
+        writes = buffer_writes(changes, name)
+        if 0 < len(writes) < len(changes):
+            evidence = (*finding.evidence, f"{name} changes on {format_ranks(writes)} only")
+            finding = replace(finding, evidence=evidence, ranks=tuple(writes))
         if location := next((change.location for change in writes.values() if change.location is not None), None):
             return replace(finding, location=location)
     return finding
@@ -65,4 +76,22 @@ def batchnorm_finding(uses: Mapping[int, StateUsed], distance: float) -> list[Fi
         severity=Severity.WARNING,
         fix="Estimate them on every rank from the same samples; or all_reduce running_mean and running_var after that, "
         "or broadcast them from rank 0.",
+    )
+
+
+def outer_buffers_finding(
+    state: StateHeld, names: Sequence[str], ranks: Sequence[int], evidence: Sequence[str]
+) -> list[Finding]:
+    """Report buffers of a module outside of the wrappers, such as a criterion."""
+    return one_finding(
+        "DDP214",
+        [f"{state.name}.{name}" for name in names],
+        f"{state.name} ({state.kind}) is in no wrapper, backward comes through it, and its "
+        f"{plural_verb('buffer', 'buffers', names)} {join_names(names)} {plural_verb('has', 'have', names)} other "
+        "values on each rank.",
+        ranks=ranks,
+        steps=(state.count,),
+        location=state.location,
+        evidence=evidence,
+        fix="all_reduce or gather the values that the buffer is computed from.",
     )

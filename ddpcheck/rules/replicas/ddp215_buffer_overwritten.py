@@ -11,6 +11,7 @@ Detected: After each step, the ranks compare the values of their buffers. A buff
     and the wrapper broadcasts rank 0's values before the next forward.
 Ignore: If rank 0's samples represent the data well enough. Most people accept this for the running statistics of
     BatchNorm.
+Line: The line that writes the buffer. If there is none, the line that creates the first buffer.
 Checks: report wrapping, reducer; run replicas
 Explains: DDP516 if only the loss
 Reports: huggingface/pytorch-image-models#110 facebookresearch/moco#41
@@ -19,3 +20,23 @@ Example:
         self.seen += x.shape[0]              # right: count = torch.tensor(x.shape[0]); dist.all_reduce(count)
         return self.body(x)
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding
+from ddpcheck.rules.replicas.comparisons import judge_buffers_after_steps
+from ddpcheck.trace.replicas import Changes, ReplicaFacts, buffer_writes
+
+
+def judge_overwritten_buffers(facts: ReplicaFacts) -> list[Finding]:
+    """DDP215: buffers that differ between ranks after a step, and that the wrapper broadcasts."""
+    consequence = "the next forward overwrites {them} with rank 0's, so the values of the other ranks are discarded"
+    return judge_buffers_after_steps("DDP215", facts, consequence) if facts.known.broadcasts_buffers else []
+
+
+def locate_overwritten_buffer(finding: Finding, changes: Changes) -> Finding:
+    """Relocate DDP215 to the line that writes the buffer."""
+    writes = [change for name in finding.subjects for change in buffer_writes(changes, name).values()]
+    location = next((change.location for change in writes if change.location is not None), None)
+    return replace(finding, location=location) if location and finding.code == "DDP215" else finding

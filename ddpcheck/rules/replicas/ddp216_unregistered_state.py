@@ -7,9 +7,11 @@ Why: DDP synchronises only parameters and buffers. If each rank builds another t
 Fix: Build it in __init__ from the same seed on every rank, or register it with register_buffer before wrapping. If it
     changes during training, make the same change on every rank: all_reduce the values that it is computed from.
 Detected: Before the first step and after each step, the ranks compare the tensors that modules hold as plain
-    attributes. A tensor is reported if it differs between ranks. A tensor that the first step makes is reported only
-    if the gradients also differ from those of the global batch.
+    attributes. A tensor is reported if it differs between ranks. A tensor that the first step makes is reported only if
+    the gradients also differ from those of the global batch. If the gradients differ from those of the global batch,
+    `ddpcheck report` also compares program variables that change in the steps.
 Ignore: If the tensor is a cache of the rank's own samples, or differs on purpose.
+Line: The line that creates the first tensor.
 Checks: report consistency, reducer, parity; run replicas
 Explains: DDP303 DDP304 DDP312; DDP516 if only the loss
 Example:
@@ -22,7 +24,9 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import group_by_value, join_names, minority_of_any, one_finding, plural_verb
-from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_values
+from ddpcheck.rules.replicas.comparisons import program_data_finding
+from ddpcheck.trace.check_context import SingleProcessFacts
+from ddpcheck.trace.replicas import ReplicaFacts, differing_names, differing_program_data, differing_values
 
 
 def judge_plain_tensors(state: Sequence[tuple[tuple[str, tuple[int, ...], int], ...]]) -> list[Finding]:
@@ -85,3 +89,14 @@ def judge_unregistered_state(facts: ReplicaFacts) -> list[Finding]:
         "synchronises it.",
         location=facts.known.names.location(names),
     )
+
+
+def judge_changing_data(facts: SingleProcessFacts) -> list[Finding]:
+    """DDP216: program variables that change in the steps, differently on each rank."""
+    data, changed = differing_program_data(facts.known.program_data), facts.known.changed_data
+    values = {name: by_rank for name, by_rank in data.items() if name in changed}
+    if not values:
+        return []
+    change, them = plural_verb("changes", "change", [*values]), plural_verb("it", "them", [*values])
+    difference = f"{change} in the steps, differently on each rank, and nothing synchronises {them}:"
+    return program_data_finding("DDP216", facts, values, difference)

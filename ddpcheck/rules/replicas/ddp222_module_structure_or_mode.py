@@ -6,8 +6,10 @@ Why: Equal parameters do not make an equal function. For example, one rank has a
     is switched off on one rank. DDP then silently averages gradients of different models.
 Fix: Build the same structure on every rank, and call train() or eval() on every rank at the same places.
 Detected: Before DDP's first collective, the ranks compare their modules by name: the class, the options and the mode
-    (train or eval). In later steps, the ranks compare the mode again.
+    (train or eval). In later steps, the ranks compare the mode again. A module that only some ranks compile is a
+    warning.
 Ignore: If modules of different ranks compute different functions on purpose.
+Line: The line that creates the first module. If the mode differs, the last call of eval() on the ranks that evaluate.
 Checks: report consistency; run replicas
 Explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516; quietly DDP522 if of graphs
 Example:
@@ -17,25 +19,36 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
+    group_by,
     join_names,
     minority_of_any,
     one_finding,
+    plain_module,
     plural_verb,
     told_by_rank,
     unless_all,
 )
-from ddpcheck.trace.replicas import MODE, differing_values
+from ddpcheck.trace.replicas import Changes, differing_values
+
+MODE = "training mode"  # attribute that differs, in messages on train() versus eval()
 
 
-def judge_compiled_modules(compiled: Sequence[frozenset[str]]) -> list[Finding]:
-    """DDP222: modules compiled on some ranks only (`compiled`: compiled module names by rank)."""
+def judge_compiled_modules(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+    """DDP222: modules that only some ranks compile by `torch.compile`, which nests each as `_orig_mod`."""
+    compiled = [
+        frozenset(plain_module(m[0]) for m in description.modules if m[0].rpartition(".")[2] == "_orig_mod")
+        for description in descriptions
+    ]
     names = sorted(frozenset.union(*compiled) - frozenset.intersection(*compiled))
+    if not names:
+        return []
     ranks = [rank for rank, modules in enumerate(compiled) if not modules.isdisjoint(names)]
     return one_finding(
         "DDP222",
@@ -78,3 +91,37 @@ def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
             odd -= {rank for rank, mode in enumerate(modes) if mode == "training"}
             odd |= {rank for rank, mode in enumerate(modes) if mode == "evaluating"}
     return sorted(odd)
+
+
+def locate_eval_call(finding: Finding, changes: Changes) -> Finding:
+    """Relocate DDP222 to the last `eval` call on the finding's ranks, else everywhere."""
+    if finding.code != "DDP222" or MODE not in finding.message:
+        return finding
+    until = finding.steps[0] if finding.steps else 0
+    calls = group_by(
+        (
+            (rank, change)
+            for rank, rank_changes in enumerate(changes)
+            for change in rank_changes
+            if change.what == "mode" and change.step <= until and _covers(change.names[0], finding.subjects)
+        ),
+        lambda call: call[1].location,
+    )
+    exact = {line: pairs for line, pairs in calls.items() if {rank for rank, _ in pairs} == set(finding.ranks)}
+    common = {line: pairs for line, pairs in calls.items() if len({rank for rank, _ in pairs}) == len(changes)}
+    if not (exact or len(common) == 1):
+        return finding
+    line = max(exact or common, key=lambda key: calls[key][0][1].step)
+    ranks = f"{format_ranks(finding.ranks)} only" if exact else "every rank"
+    message = f"eval() is called there, on {ranks}; {format_ranks(finding.ranks)} had not called train() since"
+    return replace(finding, location=line, evidence=(*finding.evidence, message))
+
+
+def _covers(path: str, subjects: Iterable[str]) -> bool:
+    """Return True if all `subjects` are inside the module `path`."""
+    return not path or all(subject == path or subject.startswith(f"{path}.") for subject in subjects)
+
+
+def at_later_step(finding: Finding, step: int) -> Finding:
+    """Add the step to a DDP222 that was not found in the first comparison."""
+    return replace(finding, steps=(step,)) if finding.code == "DDP222" else finding

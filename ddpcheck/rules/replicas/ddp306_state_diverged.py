@@ -7,11 +7,15 @@ Why: Nothing makes the ranks equal again: DDP never broadcasts parameters after 
     DistributedDataParallel: parameters are never broadcast between processes.)
 Fix: Make each step of the optimizer the same on every rank: draw its random numbers under one seed, give it the same
     state and options, and have a closure (LBFGS) return a loss that was reduced over the ranks.
-Detected: After the optimizer's step, the ranks compare parameters and optimizer state, bit by bit. `ddpcheck run`
-    also compares copies of the wrapped module outside the wrapper, such as an EMA. It also compares models that the
-    training loop calls and does not change, such as a frozen teacher.
+Detected: After the optimizer's step, the ranks compare parameters and optimizer state, bit by bit. `ddpcheck run` also
+    compares copies of the wrapped module outside the wrapper, such as an EMA. It also compares models that the training
+    loop calls and does not change, such as a frozen teacher. Gradients that each rank scales by its own factor, and
+    parameters that nothing averages in local SGD, are reported too.
 Ignore: If ranks diverge on purpose between averages, as in local SGD. In this case, compare the ranks right after an
     average.
+Line: The line that writes the parameters outside of the optimizer's step. If there is none, the step of the optimizer
+    (`ddpcheck run`), or the line that creates the first parameter (`ddpcheck report`). For a copy, the line that writes
+    it, else the line that makes it. For loaded state, the line that loads it.
 Checks: report reducer; run replicas, optimizers
 Explains: DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
@@ -24,12 +28,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.replicas import StateUsed
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     counted,
@@ -40,13 +43,23 @@ from ddpcheck.findings.wording import (
     told_by_rank,
     unless_all,
 )
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
+from ddpcheck.rules.replicas.changes import locate_values
+from ddpcheck.rules.replicas.comparisons import divergence_finding
 from ddpcheck.stream.entries import TrainedApart
 from ddpcheck.trace.check_context import group_by_step, worst_first
-from ddpcheck.trace.copies import WriteFacts, values_differ
 from ddpcheck.trace.gradients import ReducerFacts
-from ddpcheck.trace.model_parts import MIN_PART_STEPS
+from ddpcheck.trace.model_parts import MIN_PART_STEPS, NORM_TOLERANCE, gradient_factors, squared_norm
 from ddpcheck.trace.optimizers import LOAD_EVERYWHERE, describe_loads, restored_on_some
-from ddpcheck.trace.replicas import ReplicaFacts, differing_names
+from ddpcheck.trace.replicas import (
+    Changes,
+    Divergence,
+    ReplicaFacts,
+    WriteFacts,
+    changes_of_kind,
+    differing_names,
+    steps_that_end_alike,
+)
 from ddpcheck.trace.script_facts import PartSteps
 from ddpcheck.trace.unwrapped_params import (
     Steps,
@@ -57,7 +70,14 @@ from ddpcheck.trace.unwrapped_params import (
     spell_values,
 )
 
-_GAP_FACTOR = 3
+GAP_FACTOR = 3
+"""Steps since the last average, in longest gaps between averages, after which the averaging has stopped."""
+
+EQUAL_SCALE = 1e-4
+"""Relative difference up to which factors of gradients, or norms of clipped gradients, are one number."""
+
+MIN_MARKS = 3
+"""Recorded fingerprints of a rank that trains separately: one at the beginning, and after two steps."""
 
 
 def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> list[Finding]:
@@ -66,7 +86,7 @@ def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> 
     longest = max(later - before for before, later in itertools.pairwise([0, *equal_at]))
     last = steps[-1]
     names = [param_name(name) for name in last[0].alone if len({entry.alone[name] for entry in last}) > 1]
-    if len(are_equal) - equal_at[-1] <= _GAP_FACTOR * longest or not names:
+    if len(are_equal) - equal_at[-1] <= GAP_FACTOR * longest or not names:
         return []
     return one_finding(
         "DDP306",
@@ -96,7 +116,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         return []
     step = min(step for step, _ in wrong)
     by_name = {bad.name: bad for wrong_step, bad in wrong if wrong_step == step}
-    names = list(by_name)
+    names, worst = list(by_name), worst_first(by_name.values())[:3]
     updated_at = next(item.updated_at for item in facts.evidence if isinstance(item, ShardedStep))
     return facts.known.names.one_finding(
         "DDP306",
@@ -105,10 +125,7 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
         "step on the whole parameters and gradients: each rank updates its shard without the others.",
         location=updated_at or facts.known.names.location(names),
         steps=unless_all(sorted({step for step, _ in wrong}), facts.step_count),
-        evidence=[
-            "errors are relative to the update of the whole parameter",
-            *map(str, worst_first(by_name.values())[:3]),
-        ],
+        evidence=["errors are relative to the update of the whole parameter", *map(str, worst)],
         fix="Compute norms and means of the DTensor, or all_reduce those of the shards over the shard group.",
     )
 
@@ -116,9 +133,11 @@ def judge_updates(facts: ReducerFacts) -> list[Finding]:
 def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
     """Report one optimizer's reduced shard gradients scaled by rank-dependent factors (DDP306)."""
     for by_rank in steps:
-        factors = [_factor([*step.shard_scales.values()]) for step in by_rank]
-        known = [factor for factor in factors if factor is not None]
-        if len(known) < len(by_rank) or max(known) - min(known) <= _ANOTHER * max(known):
+        scales = [[*step.shard_scales.values()] for step in by_rank]
+        if not all(map(_is_uniform, scales)):
+            continue
+        known = [sum(rank_scales) / len(rank_scales) for rank_scales in scales]
+        if max(known) - min(known) <= NORM_TOLERANCE * max(known):
             continue
         first = by_rank[0]
         return one_finding(
@@ -139,16 +158,8 @@ def judge_shard_scales(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
-_ANOTHER = 1e-3
-
-
-_THE_SAME = 1e-4
-
-
-def _factor(scales: Sequence[float]) -> float | None:
-    """Return the common factor of at least two scales, or `None`."""
-    equal = len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= _THE_SAME * max(scales)
-    return sum(scales) / len(scales) if equal else None
+def _is_uniform(scales: Sequence[float]) -> bool:
+    return len(scales) > 1 and 0.0 < max(scales) < math.inf and max(scales) - min(scales) <= EQUAL_SCALE * max(scales)
 
 
 def judge_optimizer_state(steps: Sequence[Steps]) -> list[Finding]:
@@ -226,13 +237,10 @@ def loaded_on_some_finding(
     )
 
 
-_FEWEST_MARKS = 3  # of ranks that train separately: at the beginning, and after two steps
-
-
-def judge_apart(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
+def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Finding]:
     """DDP306: ranks that train separately (post-local SGD) and never average parameters."""
     last = [entries[-1] for entries in entries_by_rank if entries]
-    if len(last) < len(entries_by_rank) or any(len(entry.marks) < _FEWEST_MARKS for entry in last):
+    if len(last) < len(entries_by_rank) or any(len(entry.marks) < MIN_MARKS for entry in last):
         return []
     names = list(differing_names([entry.parameters for entry in last]))
     if not names or set.intersection(*(set(entry.marks[1:]) for entry in last)):
@@ -241,26 +249,35 @@ def judge_apart(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[Findi
     return one_finding("DDP306", names, never_averaged(names, count, last[0].step, last[0].hook), fix=AVERAGE_THEM)
 
 
-NEVER_AVERAGED: dict[str, Any] = {
-    "code": "DDP306",
-    "message": "Parameters differ between ranks, and no backward pass has been averaged so far.",
-    "ranks": (),
-    "evidence": (
-        "gradients are averaged if the wrapper is called outside of no_sync, and backward begins with its output",
-        "under Lightning's manual optimization: if self.manual_backward(loss) is called, and not loss.backward()",
-    ),
-}
+def reword_as_never_averaged(finding: Finding) -> Finding:
+    """Return a DDP306 for initial values (DDP208) that differ in a later backward pass."""
+    return replace(
+        finding,
+        code="DDP306",
+        message="Parameters differ between ranks, and no backward pass has been averaged so far.",
+        ranks=(),
+        evidence=(
+            "gradients are averaged if the wrapper is called outside of no_sync, and backward begins with its output",
+            "under Lightning's manual optimization: if self.manual_backward(loss) is called, and not loss.backward()",
+        ),
+    )
 
 
-_TOLERANCE = 1e-3
+def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
+    """Reword a DDP306 of ranks that were not compared before: step and cause are unknown."""
+    if finding.code != "DDP306":
+        return finding
+    diverged = differing_names([item.parameters for item in values])
+    ranks = set(itertools.chain.from_iterable(diverged.values()))
+    minority = len(values) > 2 and 2 * len(ranks) < len(values)
+    differ = plural_verb("differs", "differ", finding.subjects)
+    message = f"{join_names(finding.subjects)} {differ} between ranks after {counted(step, 'step')}."
+    return replace(finding, message=message, steps=(), ranks=tuple(sorted(ranks)) if minority else ())
 
 
-_EQUAL_SCALE = 1e-4
-
-
-def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
+def judge_unequal_factors(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list[Finding]:
     """DDP306: gradients scaled by a different factor on each rank (norm of local parts)."""
-    scaled = [(rank_steps, factors) for rank_steps in steps if (factors := _factors(rank_steps)) is not None]
+    scaled = [(rank_steps, factors) for rank_steps in steps if (factors := gradient_factors(rank_steps)) is not None]
     if not scaled or 2 * len(scaled) <= len(steps):
         return []
     rank_steps, factors = scaled[0]
@@ -283,27 +300,6 @@ def judge_scaled_apart(steps: Sequence[PartSteps], ranks: Sequence[int]) -> list
     )
 
 
-def _factors(rank_steps: PartSteps) -> list[float] | None:
-    """Return each rank's uniform gradient scale relative to the first rank, or `None`."""
-    first = rank_steps[0]
-    names = [name for name, gradient in first.gradients.items() if math.hypot(*gradient) > LEAST]
-    if len(names) < 2 or any(step.gradients.keys() != first.gradients.keys() for step in rank_steps):
-        return None
-    factors = []
-    for step in rank_steps:
-        by_name = []
-        for name in names:
-            gradient, reference = step.gradients[name], first.gradients[name]
-            factor = sum(a * b for a, b in zip(gradient, reference, strict=True)) / math.hypot(*reference) ** 2
-            if math.dist(gradient, [factor * number for number in reference]) > _TOLERANCE * math.hypot(*gradient):
-                return None
-            by_name.append(factor)
-        if max(by_name) - min(by_name) > _TOLERANCE * max(by_name) or min(by_name) <= 0.0:
-            return None
-        factors.append(by_name[0])
-    return factors if max(factors) - min(factors) > _TOLERANCE * max(factors) else None
-
-
 def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[Sequence[int]]) -> list[Finding]:
     """DDP306: gradients clipped by a norm that counts replicated parameters once per rank.
 
@@ -313,18 +309,18 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
     size = len(ranks[0])
     for group_steps in zip(*groups, strict=False):
         names = {name for rank_steps in group_steps for step in rank_steps for name in step.norms}
-        squares = [_squares(name, group_steps) for name in names]
+        squares = [squared_norm(name, group_steps) for name in names]
         right.append(math.sqrt(sum(squares)))
         whole = {name for name in names if name not in group_steps[0][0].split}
         wrong.append(math.sqrt(sum(s * (size if name in whole else 1) for name, s in zip(names, squares, strict=True))))
     limit = max(wrong, default=0.0)
-    clipped = [n for n, norm in enumerate(wrong) if limit - norm <= _EQUAL_SCALE * limit]
+    clipped = [n for n, norm in enumerate(wrong) if limit - norm <= EQUAL_SCALE * limit]
     true = [right[n] for n in clipped]
     if (
         size < 2
         or not 0.0 < limit < math.inf
         or len(clipped) < MIN_PART_STEPS
-        or max(true) - min(true) <= _TOLERANCE * limit
+        or max(true) - min(true) <= NORM_TOLERANCE * limit
     ):
         return []
     first = groups[0][0][0]
@@ -336,21 +332,12 @@ def judge_counted_norms(groups: Sequence[Sequence[PartSteps]], ranks: Sequence[S
         location=first.norm_at or first.location,
         evidence=[
             f"in {len(clipped)} steps that norm is {limit:.6g}, and that of the gradients from {min(true):.6g} to "
-            f"{max(true):.6g}",
+            f"{max(true):.6g}"
         ],
         related={"optimizer steps": first.location},
         fix="Add up the squared norms of sharded parameters over the tensor-parallel group, and count replicated ones "
         "once.",
     )
-
-
-def _squares(name: str, group_steps: Sequence[PartSteps]) -> float:
-    """Return the squared norm of a parameter's whole gradient, summed over its parts."""
-    total = 0.0
-    for rank_steps in group_steps if name in group_steps[0][0].sharded else group_steps[:1]:
-        for step in rank_steps if name in rank_steps[0].split else rank_steps[:1]:
-            total += step.norms.get(name, 0.0) ** 2
-    return total
 
 
 def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
@@ -387,43 +374,77 @@ def never_averaged(names: Sequence[str], steps: int, first: int, hook: str) -> s
     )
 
 
-def steps_that_end_alike(by_step: Mapping[int, Sequence[DdpStepEvidence]]) -> list[int]:
-    """Return steps with equal parameters on all ranks before the next update."""
-    after = {step for step, items in by_step.items() if not differing_names([item.parameters for item in items])}
-    before = {
-        step - 1
-        for step, items in by_step.items()
-        if not differing_names([item.parameters_before_optimizer for item in items])
-    }
-    return sorted(after | (before & by_step.keys()))
-
-
 def use_finding(
-    uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
+    use: StateUsed, ranks: Sequence[int], location: Location | None, evidence: Sequence[str]
 ) -> list[Finding]:
-    ranks = list(uses)
-    use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
-    copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]
-    changed = {rank: len({str(state.values) for state in copies[rank]}) > 1 for rank in ranks if len(copies[rank]) > 1}
-    moved, unmoved = ([rank for rank, flag in changed.items() if flag is value] for value in (True, False))
-    evidence = [f"evaluated at {use.lines[0]} on {format_ranks(ranks)}, after {use.step} optimizer steps"]
-    location = use.location or copied or Location.parse(use.lines[0])
-    starts = [min(rank_copies, key=lambda state: state.count).values for rank_copies in copies if rank_copies]
-    writers: tuple[int, ...] = ()
-    if not use.loaded and written[0] and len(starts) == len(states) and not values_differ(starts):
-        location, evidence, writers = written[0], evidence + written[1], written[2]
-    if moved and unmoved:
-        evidence.append(f"in the training loop it has changed on {format_ranks(moved)}, not on {format_ranks(unmoved)}")
+    weights = "the state loaded into it" if use.loaded else "the copy of the weights"
     return one_finding(
         "DDP306",
         (use.name,),
-        f"{use.name} is evaluated with different weights on each rank: "
-        + ("the state loaded into it" if use.loaded else "the copy of the weights")
-        + " is not the same on every rank.",
-        ranks=writers,
+        f"{use.name} is evaluated with different weights on each rank: {weights} is not the same on every rank.",
+        ranks=ranks,
         location=location,
         evidence=evidence,
         severity=Severity.WARNING,
         fix="Make the same change to the copy on every rank (all_reduce the condition), or broadcast it before "
         "evaluation.",
+    )
+
+
+def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
+    """DDP306: parameters or optimizer state that diverge on all ranks, although gradients are equal."""
+    names = divergence.names
+    reason = "changed in the forward pass, on each rank differently, and not by the optimizer"
+    return divergence_finding(
+        "DDP306",
+        facts,
+        divergence,
+        f"{counted(len(names), 'parameter')} {plural_verb('differs', 'differ', names)} between ranks after the "
+        f"optimizer's step {divergence.step}, although the gradients were equal.",
+        reason if divergence.before_optimizer else "",
+    )
+
+
+def locate_divergence(finding: Finding, changes: Changes) -> Finding:
+    """Relocate DDP306 to the line that writes the parameters, or steps an optimizer in backward."""
+    if finding.code != "DDP306":
+        return finding
+    if stepped := changes_of_kind(changes, "stepped"):
+        return locate_step_in_backward(finding, stepped[0])
+    return locate_values("DDP306", finding, changes, after_forward=True)
+
+
+def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:
+    """Report a model, such as a frozen teacher, that the training loop calls and does not change."""
+    return one_finding(
+        "DDP306",
+        (state.name,),
+        f"{state.name} ({state.kind}) is in no wrapper and in no optimizer, the training loop calls it, and its "
+        "parameters are not the same on every rank.",
+        ranks=ranks,
+        steps=(state.count,),
+        location=state.location,
+        evidence=[evidence, "they do not change from step to step"],
+        severity=Severity.WARNING,
+        fix="Load the same state into it on every rank, construct it under one seed, or broadcast it from rank 0.",
+    )
+
+
+def diverged_copy_finding(
+    state: StateHeld, ranks: Sequence[int], evidence: Sequence[str], written: WriteFacts
+) -> list[Finding]:
+    """Report a copy of the wrapped module, such as an EMA."""
+    location, how_written, writers = written
+    return one_finding(
+        "DDP306",
+        (state.name,),
+        f"{state.name}, a copy of a wrapped module's parameters or created like it, is not the same on every rank.",
+        ranks=writers or ranks,
+        steps=(state.count,),
+        location=location or state.location,
+        evidence=[*evidence, *how_written],
+        severity=Severity.WARNING,
+        fix="Make the copy after DistributedDataParallel has been constructed, and make the same change on every "
+        "rank (all_reduce the condition). If it is not a copy, construct it under one seed, or load one state into "
+        "it.",
     )

@@ -10,6 +10,8 @@ Fix: Finish the module first, wrap it last; wrap again after any such change.
 Detected: ddpcheck compares the module's parameters with those at the construction of the wrapper. It compares
     identity, dtype, device and requires_grad.
 Ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
+Line: The line that changes the parameters after wrapping, for example a call of load_state_dict or requires_grad_. If
+    it is unknown, the line that creates the first parameter.
 Checks: report wrapping, parameters; run loop, optimizers
 Explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306;
     DDP516 if only the loss; quietly DDP214 if of a copy
@@ -26,9 +28,10 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import ParameterChange, StepEvidence
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
-from ddpcheck.trace.changes import Changes
+from ddpcheck.trace.replicas import Changes, changes_of_kind
 
 _CHANGES = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
@@ -75,18 +78,19 @@ def judge_changed_in_forward(evidence: Sequence[StepEvidence], wrapper: WrapperF
 
 def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False) -> list[Finding]:
     """DDP503: parameter changes since wrapping ("frozen", "added"), by name and rank."""
-    entries = dict.fromkeys((name, kind) for rank_changes in changes for name, kind in rank_changes.items())
-    if not entries:
+    names_by_kind: dict[str, dict[str, None]] = {}
+    for name, kind in itertools.chain.from_iterable(rank_changes.items() for rank_changes in changes):
+        names_by_kind.setdefault(kind, {})[name] = None
+    if not names_by_kind:
         return []
-    by_what = {kind: [name for name, _ in pairs] for kind, pairs in group_by(entries, lambda change: change[1]).items()}
     ranks = tuple(rank for rank, rank_changes in enumerate(changes) if rank_changes)
-    changed = [f"{join_names(names)} {plural_verb('was', 'were', names)} {kind}" for kind, names in by_what.items()]
+    changed = [f"{join_names([*n])} {plural_verb('was', 'were', [*n])} {kind}" for kind, n in names_by_kind.items()]
     still = "after wrapping; the reducer still has the old ones"
     if sharded:
         still = "after fully_shard, whose groups still gather the old ones"
     return one_finding(
         "DDP503",
-        list(dict.fromkeys(name for names in by_what.values() for name in names)),
+        list(dict.fromkeys(itertools.chain.from_iterable(names_by_kind.values()))),
         f"{join_names(changed)} {still}.",
         ranks=unless_all(ranks, len(changes)),
     )
@@ -94,9 +98,8 @@ def judge_changes(changes: Sequence[Mapping[str, str]], *, sharded: bool = False
 
 def judge_ignored(changes: Changes) -> list[Finding]:
     """DDP503: assignments to `.data` of shards, which have no effect on a DTensor."""
-    ignored = (change for change in itertools.chain.from_iterable(changes) if change.what == "ignored")
     findings = []
-    for location, group in group_by(ignored, lambda change: change.location).items():
+    for location, group in group_by(changes_of_kind(changes, "ignored"), lambda change: change.location).items():
         names = list(dict.fromkeys(name for change in group for name in change.names))
         findings += one_finding(
             "DDP503",
@@ -124,3 +127,30 @@ def replaced_after_sharding(names: Sequence[str], where: Location | None, *, lat
         fix="Replace parameters and tie them before fully_shard; after it, write values in place, under "
         "torch.no_grad(), or load them by set_model_state_dict.",
     )
+
+
+def judge_replaced(changes: Changes) -> list[Finding]:
+    """DDP503: parameters assigned over shards, which the next forward pass restores or rejects."""
+    replaced = group_by(changes_of_kind(changes, "replaced"), lambda change: (change.location, bool(change.forwards)))
+    findings = []
+    for (location, later), group in replaced.items():
+        names = dict.fromkeys(name for change in group for name in change.names)
+        findings += replaced_after_sharding(list(names), location, later=later)
+    return findings
+
+
+def locate_parameter_change(finding: Finding, changes: Changes) -> Finding:
+    """Relocate DDP503 to the line that changes the parameters."""
+    if finding.code != "DDP503":
+        return finding
+    subjects = set(finding.subjects)
+    loads = [change for rank_changes in changes for change in rank_changes if change.how == "load_state_dict"]
+    for change in (*changes_of_kind(changes, "requires_grad", "parameters", "replaced"), *loads):
+        matches = subjects.intersection(change.names) or any(name.startswith(f"{change.how}.") for name in subjects)
+        if matches or change.how in subjects or (change.what == "requires_grad" and not change.names):
+            finding = replace(finding, location=change.location)
+            break
+    return replace(finding, fix=_LOAD) if finding.location in {load.location for load in loads} else finding
+
+
+_LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."

@@ -10,6 +10,7 @@ Detected: ddpcheck computes checksums of the parameters when the wrapper is cons
     before the first forward pass and in later steps. Under fully_shard, `ddpcheck run` records the lines that write
     parameters before the first forward pass. It reports lines that only some ranks have reached.
 Ignore: If the values are restored before the optimizer steps, as in sharpness-aware minimisation.
+Line: The line that changes the values after wrapping. If there is none, the line that wraps the module.
 Checks: report wrapping, reducer; run loop
 Explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a
     copy
@@ -21,13 +22,15 @@ Example:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb, unless_all
-from ddpcheck.trace.changes import VALUE_CHANGES, Changes
-from ddpcheck.trace.replicas import ReplicaFacts, differing_names
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import locate_step_in_backward
+from ddpcheck.rules.replicas.changes import locate_values
+from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
+from ddpcheck.trace.replicas import VALUE_CHANGES, Changes, Divergence, ReplicaFacts, changes_of_kind, differing_names
 
 
 def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mapping[str, int]]) -> list[Finding]:
@@ -43,6 +46,7 @@ def judge_values_changed(start: Sequence[Mapping[str, int]], now: Sequence[Mappi
         f"The values of {join_names(names)} were changed on {format_ranks(changed)} after the wrapper had synchronised "
         "them; nothing makes the ranks equal again.",
         ranks=unless_all(changed, len(now)),
+        tags=(IN_STEP,),
     )
 
 
@@ -60,6 +64,7 @@ def judge_parameters_before_optimizer(facts: ReplicaFacts) -> list[Finding]:
         "values that differ between ranks; DDP broadcasts parameters when it is constructed and never again.",
         steps=unless_all((first,), len(facts.by_step)),
         evidence=["equal on all ranks after wrapping, different before the optimizer's step"],
+        tags=(IN_STEP,),
     )
 
 
@@ -70,20 +75,22 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
     have their values from sharding.
     """
     early = [
-        [call for call in calls if call.what in VALUE_CHANGES and not call.forwards and call.names] for calls in changes
+        (rank, change)
+        for rank, rank_changes in enumerate(changes)
+        for change in rank_changes
+        if change.what in VALUE_CHANGES and not change.forwards and change.names
     ]
     ranks: dict[str, set[int]] = {}
-    for rank, rank_changes in enumerate(early):
-        for name in itertools.chain.from_iterable(change.names for change in rank_changes):
+    for rank, change in early:
+        for name in change.names:
             ranks.setdefault(name, set()).add(rank)
     names = [*ranks]
     writers = sorted(ranks[names[0]]) if names else []
     rest = [values for rank, values in enumerate(kept) if rank not in writers]
-    if not writers or not rest or any(sorted(ranks[name]) != writers for name in names):
+    are_written_alike = writers and all(sorted(ranks[name]) == writers for name in names)
+    if not are_written_alike or not rest or any(name not in values for values in rest for name in names):
         return []
-    if any(name not in values for values in rest for name in names):
-        return []
-    first = early[writers[0]][0]
+    first = early[0][1]
     return one_finding(
         "DDP515",
         names,
@@ -94,3 +101,30 @@ def judge_local_writes(changes: Changes, kept: Sequence[Mapping[str, int]]) -> l
         evidence=[f"{first.how} writes the shards there, before the first forward pass"],
         fix="Write shards on every rank; or initialise the model before fully_shard.",
     )
+
+
+def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
+    """DDP515: parameters that diverge because some ranks changed them before the optimizer's step."""
+    ranks = divergence.changed_ranks
+    if not ranks:
+        return []
+    return divergence_finding(
+        "DDP515",
+        facts,
+        divergence,
+        f"The values of {counted(len(divergence.names), 'parameter')} were changed on {format_ranks(ranks)} in step "
+        f"{divergence.step}, by something else than the optimizer.",
+        f"changed on {format_ranks(ranks)} alone, before the optimizer's step",
+        ranks=ranks,
+        tags=(IN_STEP,),
+    )
+
+
+def locate_changed_values(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
+    """Relocate DDP515 to the line that changes the values; by default, to the line that wraps."""
+    if finding.code != "DDP515":
+        return finding
+    if stepped := changes_of_kind(changes, "stepped"):
+        return locate_step_in_backward(finding, stepped[0])
+    moved = locate_values("DDP515", finding, changes, after_forward=False)
+    return replace(finding, location=wrapped_at) if moved is finding else moved

@@ -2,75 +2,82 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
-from ddpcheck.findings.evidence.modules import ModuleDescription, TensorRecord
+from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import (
-    counted,
-    format_ranks,
-    group_by,
-    join_names,
-    minority_of_any,
-    one_finding,
-    plain_module,
-    plain_name,
-    plural_verb,
-    told_by_rank,
-)
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks, group_by, plain_module, plain_name
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_order
+from ddpcheck.rules.replicas.comparisons import ORDER, SET, SHAPE, Records
+from ddpcheck.rules.replicas.ddp201_parameter_set import judge_parameter_set
+from ddpcheck.rules.replicas.ddp202_parameter_order import judge_parameter_order
+from ddpcheck.rules.replicas.ddp203_parameter_shape import judge_shape
+from ddpcheck.rules.replicas.ddp204_parameter_dtype import judge_dtype
+from ddpcheck.rules.replicas.ddp205_parameter_stride import judge_stride
+from ddpcheck.rules.replicas.ddp206_requires_grad import judge_requires_grad
+from ddpcheck.rules.replicas.ddp207_parameter_device import judge_device
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_initial_parameters
 from ddpcheck.rules.replicas.ddp209_tied_parameters import judge_ties
+from ddpcheck.rules.replicas.ddp211_buffer_set import judge_buffer_set
+from ddpcheck.rules.replicas.ddp212_buffer_order import judge_buffer_order
+from ddpcheck.rules.replicas.ddp213_buffer_shape_or_dtype import judge_shape_and_dtype
+from ddpcheck.rules.replicas.ddp214_buffer_value import judge_initial_buffers
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_plain_tensors
+from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import judge_compiled_modules, judge_modules
-from ddpcheck.trace.check_context import SingleProcessFacts
-from ddpcheck.trace.replicas import (
-    differing_names,
-    differing_values,
-    judge_attribute,
-    judge_buffers,
-    judge_options,
-    judge_tensors,
-)
 
 
 def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
     """Compare the module descriptions of all ranks (one description per rank)."""
     if descriptions.count(descriptions[0]) == len(descriptions):
         return []
-    compiled = [_compiled_in(description) for description in descriptions]
-    if len(set(compiled)) > 1:
-        return [*judge_compiled_modules(compiled), *judge_descriptions([*map(_as_written, descriptions)])]
+    compiled = judge_compiled_modules(descriptions)
+    descriptions = [*map(_without_prefixes, descriptions)] if compiled else descriptions
+    tensors = judge_parameters(descriptions) + judge_buffers(descriptions)
+    modules = judge_modules(descriptions, explained=bool(tensors))
+    return [*compiled, *tensors, *modules, *judge_plain_tensors([description.state for description in descriptions])]
+
+
+def judge_parameters(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+    """Compare ties, names, order and attributes of parameters; each parameter is in one finding at most."""
     parameters = [description.parameters for description in descriptions]
-    findings = [
-        *(ties := judge_ties([description.ties for description in descriptions])),
-        *judge_tensors(parameters, "parameter", "DDP201", "DDP202", {name for tie in ties for name in tie.subjects}),
-    ]
-    for code, attribute, noun in (
-        ("DDP203", "shape", "shape"),
-        ("DDP204", "dtype", "dtype"),
-        ("DDP207", "device", "device type"),
-        ("DDP205", "stride", "memory format (strides)"),
-        ("DDP206", "requires_grad", "value of requires_grad"),
-    ):
-        explained = {subject for finding in findings for subject in finding.subjects}
-        findings += judge_attribute(code, attribute, noun, parameters, explained)
-    findings += judge_buffers(descriptions)
-    findings += judge_modules(descriptions, explained=bool(findings))
-    findings += judge_plain_tensors([description.state for description in descriptions])
+    findings = judge_ties([description.ties for description in descriptions])
+    untied = _without_subjects(parameters, findings)
+    findings += judge_parameter_set(untied) or judge_parameter_order(untied)
+    for judge in (judge_shape, judge_dtype, judge_device, judge_stride, judge_requires_grad):
+        findings += judge(_without_subjects(parameters, findings))
     return findings
 
 
-def _compiled_in(description: ModuleDescription) -> frozenset[str]:
-    """Return the names of modules compiled by `torch.compile`, which nests each as `_orig_mod`."""
-    return frozenset(plain_module(name) for name, *_ in description.modules if name.rpartition(".")[2] == "_orig_mod")
+def _without_subjects(records: Records, findings: Sequence[Finding]) -> Records:
+    subjects = {subject for finding in findings for subject in finding.subjects}
+    return [[record for record in rank_records if record.name not in subjects] for rank_records in records]
 
 
-def _as_written(description: ModuleDescription) -> ModuleDescription:
+def judge_buffers(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
+    """Compare names, order, shapes and dtypes of buffers."""
+    buffers = [description.buffers for description in descriptions]
+    return (judge_buffer_set(buffers) or judge_buffer_order(buffers)) + judge_shape_and_dtype(buffers)
+
+
+def judge_layouts(descriptions: Sequence[ModuleDescription], step: int, *, broadcasts: bool) -> list[Finding]:
+    """Compare requires_grad, and buffers if the wrapper `broadcasts` buffers, after `step`."""
+    findings = judge_requires_grad([description.parameters for description in descriptions])
+    findings += judge_buffers(descriptions) if broadcasts else []
+    why = f"equal on all ranks before; the forward or backward pass of step {step} changed it"
+    return [
+        replace(
+            finding, message=f"After step {step}: {finding.message}", steps=(step,), evidence=(*finding.evidence, why)
+        )
+        for finding in findings
+    ]
+
+
+def _without_prefixes(description: ModuleDescription) -> ModuleDescription:
     """Return the description with uncompiled names (`_orig_mod` removed)."""
     return replace(
         description,
@@ -85,87 +92,17 @@ def _as_written(description: ModuleDescription) -> ModuleDescription:
 def judge_values_after_wrapping(
     parameters: Sequence[Mapping[str, int]], buffers: Sequence[Mapping[str, int]]
 ) -> list[Finding]:
-    """DDP208 and 214: parameters and buffers that differ after wrapping (fingerprints by rank)."""
-    findings = []
-    for code, values in (("DDP208", parameters), ("DDP214", buffers)):
-        mismatches = differing_names(values)
-        if names := sorted(mismatches):
-            findings += one_finding(
-                code,
-                names,
-                f"{join_names(names)} {plural_verb('does', 'do', names)} not have the same values on every rank before "
-                "any gradients were averaged.",
-                ranks=sorted(set(itertools.chain.from_iterable(mismatches.values()))),
-                evidence=[f"{name}: differs on {format_ranks(ranks)}" for name, ranks in mismatches.items()],
-                severity=Severity.ERROR,
-            )
-    return findings
-
-
-def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP216 and 516: plain values that differ between ranks with wrong gradients.
-
-    A value that changes during the steps is state (DDP216), otherwise data (DDP516).
-    """
-    data = facts.known.program_data
-    values = differing_values(data) if data else {}
-    mismatches = [name for name in values if not _is_the_rank(values[name])]
-    if not mismatches:
-        return []
-    away = (
-        f"the ranks compute gradients that are up to {facts.largest_error:.2g} (relative) away from those of the "
-        "global batch"
-    )
-    code = "DDP516"
-    message = f"{join_names(mismatches)} {plural_verb('is', 'are', mismatches)} not the same on every rank, and {away}."
-    if state := [name for name in mismatches if name in facts.known.changed_data]:
-        code, mismatches, them = "DDP216", state, plural_verb("it", "them", state)
-        message = (
-            f"{join_names(state)} {plural_verb('changes', 'change', state)} in the steps, differently on each rank, "
-            f"and nothing synchronises {them}: {away}."
-        )
-    return facts.one_finding(
-        code,
-        message,
-        *told_by_rank({name: _around_difference(values[name]) for name in mismatches}),
-        subjects=mismatches,
-        severity=Severity.ERROR,
-        ranks=minority_of_any(values[name] for name in mismatches),
-    )
-
-
-def _is_the_rank(values: Sequence[str]) -> bool:
-    """Return True if each value is its rank or contains it ("cuda:1")."""
-    spelled_out = {re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for rank, value in enumerate(values)}
-    return len(spelled_out) == 1 and all(re.fullmatch(r"\d+|'.*'", value) for value in values)
-
-
-_LONGEST_VALUE = 120
-
-
-def _around_difference(values: Sequence[str]) -> list[str]:
-    """Shorten long values to the part around the first difference."""
-    if max(map(len, values)) <= _LONGEST_VALUE:
-        return list(values)
-    index = next((i for i, c in enumerate(zip(*values, strict=False)) if len(set(c)) > 1), min(map(len, values)))
-    start = max(index - _LONGEST_VALUE // 3, 0)
-    return [f"{'...' if start else ''}{value[start : start + _LONGEST_VALUE]}..." for value in values]
-
-
-_OF_TENSORS = ("DDP201", "DDP202", "DDP203", "DDP204", "DDP205", "DDP206", "DDP207", "DDP209")
-
-
-_OF_BUFFERS = ("DDP211", "DDP212", "DDP213")
+    """Compare fingerprints of parameters and buffers after wrapping, by rank."""
+    return judge_initial_parameters(parameters) + judge_initial_buffers(buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Cause of a module mismatch: text, variable, line and fix."""
+    """Cause of a module mismatch, and the variable whose value is the cause."""
 
     text: str
+    fix: str
     variable: SizedVariable | None = None
-    location: Location | None = None
-    fix: str = ""
 
 
 def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding]:
@@ -176,39 +113,39 @@ def judge_constructions(ranks: Sequence[Sequence[WrapperBegun]]) -> list[Finding
     findings: list[Finding] = []
     for members in dict.fromkeys(wrapper.ranks for rank_wrappers in ranks for wrapper in rank_wrappers):
         group = [[w for w in ranks[rank] if w.ranks == members] for rank in members if rank < len(ranks)]
-        if len(group) < len(members):
-            continue
-        if order_findings := judge_order(group):
-            findings += order_findings
-            continue
-        for wrappers in zip(*group, strict=False):
-            findings += judge_construction(wrappers)
+        if len(group) == len(members):
+            findings += judge_order(group) or chain.from_iterable(map(judge_construction, zip(*group, strict=False)))
     return findings
 
 
 def judge_construction(wrappers: Sequence[WrapperBegun]) -> list[Finding]:
     """Compare the options and modules of one wrapper between ranks."""
-    broadcasts = any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers)
-    codes = _OF_TENSORS + (_OF_BUFFERS if broadcasts else ())
-    findings = judge_options("DDP221", [wrapper.options for wrapper in wrappers], "DistributedDataParallel")
-    findings = [replace(finding, location=wrappers[(finding.ranks or (0,))[0]].location) for finding in findings]
-    described = judge_descriptions([wrapper.description for wrapper in wrappers])
-    return findings + [_explained(finding, wrappers) for finding in described if finding.code in codes]
+    options = judge_wrapper_options([wrapper.options for wrapper in wrappers], "DistributedDataParallel")
+    options = [replace(finding, location=wrappers[(finding.ranks or (0,))[0]].location) for finding in options]
+    descriptions = [wrapper.description for wrapper in wrappers]
+    if judge_compiled_modules(descriptions):
+        descriptions = [*map(_without_prefixes, descriptions)]
+    findings = judge_parameters(descriptions)
+    if any(wrapper.options.get("broadcast_buffers") != "False" for wrapper in wrappers):
+        findings += judge_buffers(descriptions)
+    return options + [_explained(finding, wrappers) for finding in findings]
 
 
 def _explained(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Finding:
     """Add the cause, if known, and the source line to a finding."""
-    reason = _EXPLANATIONS[finding.code](finding, wrappers) if finding.code in _EXPLANATIONS else None
-    path = _top_that_differs(finding, wrappers) if finding.code in _EXPLANATIONS else ""
-    made_at = next((line for wrapper in wrappers if (line := line_of(wrapper, path)) and _has(wrapper, path)), None)
-    location = (reason and reason.location) or made_at or wrappers[(finding.ranks or (0,))[0]].location
+    explain = next((_EXPLANATIONS[tag] for tag in finding.tags if tag in _EXPLANATIONS), None)
+    reason = explain(finding, wrappers) if explain else None
+    path = _top_that_differs(finding, wrappers) if explain else ""
+    made_at = next((line for wrapper in wrappers if (line := _line_of(wrapper, path))), None)
+    variable = reason.variable if reason else None
+    location = (variable and variable.location) or made_at or wrappers[(finding.ranks or (0,))[0]].location
     if reason is None:
         return replace(finding, location=location)
     message = f"{finding.message.removesuffix('.')}: {reason.text}."
     evidence = finding.evidence
-    if reason.variable is not None and made_at is not None:
+    if variable is not None and made_at is not None:
         evidence = (f"{path} is made at {made_at}", *evidence)
-    tags = (COUNTED, reason.variable.name) if reason.variable is not None else ()
+    tags = (COUNTED, variable.name) if variable is not None else ()
     return replace(finding, message=message, location=location, evidence=evidence, fix=reason.fix, tags=tags)
 
 
@@ -216,36 +153,32 @@ COUNTED = "counted by a variable"
 """Tag of a mismatch caused by the variable named in the next tag. The location is a line after the assignment."""
 
 
-def line_of(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registered `name`, else the line of its nearest parent."""
-    while name:
-        if name in wrapper.lines:
-            return wrapper.lines[name]
-        name = name.rpartition(".")[0]
-    return None
+def _paths_to(name: str) -> list[str]:
+    """Return the names of the modules around a name, outermost first, and the name."""
+    return [*accumulate(name.split("."), "{}.{}".format)]
 
 
-def _has(wrapper: WrapperBegun, path: str) -> bool:
-    names = {m[0] for m in wrapper.description.modules}
-    return path in names or any(t.name == path for t in (*wrapper.description.parameters, *wrapper.description.buffers))
+def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
+    """Return the line that registers a module or tensor, else its nearest parent; `None` if it does not exist."""
+    description = wrapper.description
+    names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
+    if name not in names.union(module[0] for module in description.modules):
+        return None
+    return next((wrapper.lines[path] for path in reversed(_paths_to(name)) if path and path in wrapper.lines), None)
 
 
 def _top_that_differs(finding: Finding, wrappers: Sequence[WrapperBegun]) -> str:
     """Return the outermost differing module around the first subject, else the subject."""
-    name = finding.subjects[0] if finding.subjects else ""
     kinds = [{path: kind for path, kind, *_ in wrapper.description.modules} for wrapper in wrappers]
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        path = ".".join(parts[:end])
-        if len({rank_kinds.get(path) for rank_kinds in kinds}) > 1:
-            return path
-    return name
+    *parents, name = _paths_to(finding.subjects[0])
+    return next((path for path in parents if len({by_path.get(path) for by_path in kinds}) > 1), name)
 
 
 def explain_size(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason | None:
     """Explain a size mismatch by a variable whose value differs between ranks."""
     for name in finding.subjects:
-        shapes = [_record(wrapper, name).shape for wrapper in wrappers]
+        tensors = [(*wrapper.description.parameters, *wrapper.description.buffers) for wrapper in wrappers]
+        shapes = [next(t.shape for t in records if t.name == name) for records in tensors]
         if len({len(shape) for shape in shapes}) == 1:
             for dimension, sizes in enumerate(zip(*shapes, strict=True)):
                 if len(set(sizes)) > 1 and (reason := _counted(sizes, wrappers, f"dimension {dimension} of {name}")):
@@ -283,18 +216,7 @@ def explain_order(finding: Finding, wrappers: Sequence[WrapperBegun]) -> Reason 
     return None
 
 
-_EXPLANATIONS = {
-    "DDP201": explain_set,
-    "DDP202": explain_order,
-    "DDP203": explain_size,
-    "DDP211": explain_set,
-    "DDP212": explain_order,
-    "DDP213": explain_size,
-}
-
-
-def _record(wrapper: WrapperBegun, name: str) -> TensorRecord:
-    return next(t for t in (*wrapper.description.parameters, *wrapper.description.buffers) if t.name == name)
+_EXPLANATIONS = {SET: explain_set, ORDER: explain_order, SHAPE: explain_size}
 
 
 def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) -> Reason | None:
@@ -310,18 +232,17 @@ def _counted(sizes: Sequence[int], wrappers: Sequence[WrapperBegun], noun: str) 
             ]
             if offset >= 0 and all(matches):
                 plain = first.kind == "int"
-                text = _by_rank([_told(v) for v in matches if v is not None])
-                candidates.append((offset, plain, index, first, text))
+                words = [str(v.size) if plain else f"a {v.kind} of {counted(v.size, 'item')}" for v in matches if v]
+                candidates.append((offset, plain, index, first, _by_rank(words)))
     if not candidates:
         return None
     offset, _, _, variable, text = min(candidates, key=lambda candidate: candidate[:3])
     more = f" plus {offset}" if offset else ""
     return Reason(
         f"{noun} is the size of {variable.name}{more}; {variable.name} is {text}",
-        variable,
-        variable.location,
         f"Make {variable.name} the same on every rank before the model is built: from all the data and not from this "
         "rank's part, or on rank 0 with dist.broadcast_object_list.",
+        variable,
     )
 
 
@@ -329,7 +250,3 @@ def _by_rank(values: Sequence[str]) -> str:
     """Format values by rank: "a on rank 0 and b on rank 1"."""
     groups = group_by(range(len(values)), lambda rank: values[rank])
     return " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
-
-
-def _told(variable: SizedVariable) -> str:
-    return str(variable.size) if variable.kind == "int" else f"a {variable.kind} of {counted(variable.size, 'item')}"

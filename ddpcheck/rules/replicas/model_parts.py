@@ -15,7 +15,7 @@ from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_b
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_gradients, judge_hand_split
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parts_without_optimizer
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values
-from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms, judge_scaled_apart
+from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms, judge_unequal_factors
 from ddpcheck.rules.verdict import Verdict, Verdicts
 from ddpcheck.trace.model_parts import hand_split
 from ddpcheck.trace.replicas import differing_names
@@ -53,7 +53,7 @@ def judge_model_parts(
     return (
         ([] if wrapped else judge_parts_without_optimizer(steps, ranks, split))
         or judge_values(steps, ranks, split)
-        or judge_scaled_apart(steps, ranks)
+        or judge_unequal_factors(steps, ranks)
         or judge_gradients(steps, ranks, split)
     )
 
