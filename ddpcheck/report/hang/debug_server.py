@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,6 +39,7 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.findings.wording import counted, format_ranks, group_by
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
+from ddpcheck.trace.wait_graph import RanksSeen
 
 PORT = 25999  # default of start_debug_server
 _SECONDS = 75.0  # per request; the server itself waits 60 s for a rank
@@ -192,22 +192,6 @@ def _closed_in_time(connection: http.client.HTTPConnection) -> Iterator[threadin
 
 _BETWEEN = 3.0  # seconds between the two looks
 _AS_ANOTHER = {"reduce_scatter": "all_reduce", "reduce_scatter_tensor": "all_reduce"}  # what gloo records
-
-
-@dataclass(frozen=True, slots=True)
-class RanksSeen:
-    """State of the ranks of a job."""
-
-    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
-    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
-    # by rank: activity in words after the rank's name, if known from more than the dump
-    doing: Mapping[int, str] = field(default_factory=dict)
-    # by rank: current program lines, innermost first, if known
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
-    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
-    source: str = "dump"  # word for a dump in messages
-    is_live: bool = False  # True if the job was running when queried
 
 
 def look_at_ranks(server: DebugServer) -> RanksSeen:

@@ -7,6 +7,7 @@ Fix: Pack in one order on every rank: sort the names before flattening, and send
 Detected: `ddpcheck report` repeats the step with the same samples on every rank. DDP407 is reported if the ranks then
     put the same numbers into a reduction, but in a different order.
 Ignore: Never.
+Line: The reduction, on a rank of the minority.
 Checks: report parameters; run collectives
 Example:
     flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
