@@ -39,7 +39,8 @@ from ddpcheck.findings.stacks import (
 )
 from ddpcheck.findings.wording import counted
 from ddpcheck.report.hang.flight_recorder import as_rank_dump, plain_dump
-from ddpcheck.report.hang.hang_report import RanksSeen, said_of_missing
+from ddpcheck.report.hang.hang_report import said_of_missing
+from ddpcheck.trace.wait_graph import RanksSeen
 
 PORT = 25999  # default of start_debug_server
 _SECONDS = 75.0  # per request; the server itself waits 60 s for a rank

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
-from ddpcheck.rules.collectives.async_handles import judge_async_handles
+from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
 from ddpcheck.rules.data.ddp505_duplicate_data import (
     judge_behind,
     judge_equal_gradients,

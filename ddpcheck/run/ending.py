@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.endings import SYSTEM_EXIT, Joining, RankAtEnd
@@ -12,7 +12,7 @@ from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
-from ddpcheck.findings.program_blocks import Block, ProgramSource, blocks_of_lines
+from ddpcheck.findings.program_blocks import ProgramSource, blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES, Severity
@@ -32,30 +32,16 @@ from ddpcheck.findings.stacks import (
     traceback_stack,
     waits_for_others,
 )
-from ddpcheck.findings.wording import format_ranks, join_names
-from ddpcheck.rules.collectives.ddp401_rank_raised import judge_unmet
-from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
-from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
-from ddpcheck.rules.collectives.diagnose import judge_endings
+from ddpcheck.findings.wording import join_names
+from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import first_divergence
-from ddpcheck.rules.collectives.rank_failure import (
-    follows_from_another_rank,
-    judge_failure,
-    judge_left_by_thread,
-    judge_threads,
-    judge_torch_errors,
-    told_of_threads,
-)
 from ddpcheck.rules.collectives.timelines import diverging_calls, timelines
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, RankRaised, lines_in
 from ddpcheck.stream.rank_log import WatchedRank, comparable_logs
-from ddpcheck.trace.collectives import EndedThread
-from ddpcheck.trace.failures import RaisedFacts, describe_failure
-from ddpcheck.trace.positions import described_call, lines_of
+from ddpcheck.trace.failures import EndedThread, FailureFacts, describe_failure, follows_from_another_rank
+from ddpcheck.trace.positions import EndingFacts, described_call, lines_of
 from ddpcheck.worlds import failures
-
-_TOLD_AS_STORY = ("DDP401", "DDP402", "DDP403")  # if no rank failed on its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,54 +66,57 @@ def judge_ending(
     ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource | None = None
 ) -> list[Finding]:
     """Return DDP401 to 404 unless a `known` finding explains the failed ranks."""
-    source = source or ProgramSource()
     if ending.hang is not None and ending.hang.joining:
-        return judge_meeting(ending.hang.joining, ending.hang.seconds)
+        return diagnose(FailureFacts(joining=ending.hang.joining, hang_seconds=ending.hang.seconds))
     if not ranks:
-        return judge_unmet(ending.unmet)
-    known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
-    failed = failures_of(ranks, ending)
+        return diagnose(FailureFacts(joining=ending.unmet))
     if [rank.started.rank for rank in ranks] != list(range(ranks[0].started.world_size)):
         return []  # ranks on other machines have no log here
-    if not failed:
-        return [] if known else _judge_silent_mismatch(ranks, ending, source)
-    threads = _ended_threads(ranks, ending)
-    if (ending.hang is not None or ending.interrupted) and (result := judge_threads(threads, failed, len(ranks))):
-        return result
-    evidence = told_of_threads(threads)
-    for rank, dump in ({} if ending.hang is None else ending.hang.stacks).items():
-        evidence += [f"another thread of rank {rank} waits in {call}" for call in collectives_of_threads(dump)]
-    judged = _judge_failures(ranks, ending, known, failed, source)
-    if findings := [cause for finding in judged for cause in judge_left_by_thread(threads, finding)]:
-        return findings
-    return [replace(finding, evidence=(*finding.evidence, *evidence)) for finding in judged]
+    known = [finding for finding in known if finding.severity is Severity.ERROR and RULES[finding.code].stops_run]
+    return list(map(_with_option_of_run, diagnose(_failure_facts(ranks, ending, known, source or ProgramSource()))))
 
 
-def _judge_failures(
-    ranks: Sequence[WatchedRank],
-    ending: Ending,
-    known: Sequence[Finding],
-    rank_failures: Sequence[RankFailure],
-    source: ProgramSource,
-) -> list[Finding]:
-    ordered = failures.in_order(rank_failures)
-    constructs = {rank.started.rank for rank in ranks if rank.constructs}  # the DDP constructor raises on mismatches
-    if known and all(follows_from_another_rank(failure) or failure.rank in constructs for failure in ordered):
-        return []
-    if any("mp_policy" in finding.subjects for finding in known) and all(map(_is_of_gloo, ordered)):
-        return []
-    if not ending.interrupted and (raised := judge_torch_errors(_raised_facts(ranks, ordered, source))):
-        seen = {(finding.code, key) for finding in known for key in (finding.location, finding.subjects)}
-        return [item for item in raised if seen.isdisjoint({(item.code, item.location), (item.code, item.subjects)})]
-    failed = {failure.rank for failure in ordered}
-    finished = [rank.started.rank for rank in ranks if rank.has_ended and rank.started.rank not in failed]
-    judged = judge_failure(ordered, comparable_logs(ranks), len(ranks), finished)
-    if ending.interrupted:
-        judged = [finding for finding in judged if finding.code == "DDP403"]
-    by_itself = judged and judged[0].code == "DDP401" and not follows_from_another_rank(ordered[0])
-    is_story = judged and judged[0].code in _TOLD_AS_STORY and not by_itself
-    story = _story(ranks, ending, judged, source) if is_story else []
-    return story or [_with_option_of_run(finding) for finding in judged]
+def _failure_facts(
+    ranks: Sequence[WatchedRank], ending: Ending, known: Sequence[Finding], source: ProgramSource
+) -> FailureFacts:
+    """Return the facts of failed ranks, and of ranks still computing."""
+    failed = failures_of(ranks, ending)
+    ordered = failures.in_order(failed)
+    first = ranks[ordered[0].rank if ordered else 0]
+    failed_ranks = {failure.rank for failure in failed}
+    at_work = {}
+    for number, rank in enumerate(ranks):
+        stack = own_stack(rank.stack)
+        if number not in failed_ranks and not rank.has_ended and stack and not waits_for_others(stack):
+            locs = program_lines(rank.stack)
+            at_work[number] = [loc for loc in locs if loc.rpartition(":")[0] in first.files] or list(locs)
+    stacks = {} if ending.hang is None else ending.hang.stacks
+    return FailureFacts(
+        ordered,
+        comparable_logs(ranks),
+        [number for number, rank in enumerate(ranks) if rank.has_ended and number not in failed_ranks],
+        ending.exit_code,
+        interrupted=ending.interrupted,
+        hang_seconds=None if ending.hang is None else ending.hang.seconds,
+        threads=_ended_threads(ranks, ending),
+        thread_calls=[
+            f"another thread of rank {number} waits in {call}"
+            for number, dump in stacks.items()
+            for call in collectives_of_threads(dump)
+        ],
+        find_positions=partial(_positions, ranks, ending if failed else Ending(), source),
+        constructing=[number for number, rank in enumerate(ranks) if rank.constructs],
+        known=known,
+        begun=[entry for entry in first.entries if isinstance(entry, WrapperBegun)],
+        replaced=[entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
+        sharded=[wrapper for wrapper in first.wrappers if wrapper.context.sharded is not None],
+        clipped=next((entry.reply.get("clipped", ()) for entry in first.entries if isinstance(entry, RankRaised)), ()),
+        at_work={number: lines for number, lines in at_work.items() if lines},
+        checkpoint=source.ask(call_of, _CHECKPOINTS, first.files) if ordered and ordered[0].kind == "raised" else None,
+    )
+
+
+_CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")
 
 
 def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedThread]:
@@ -140,49 +129,19 @@ def _ended_threads(ranks: Sequence[WatchedRank], ending: Ending) -> list[EndedTh
     return threads
 
 
-def _is_of_gloo(failure: RankFailure) -> bool:
-    """Return True if a failure can follow from gloo tensors with mismatched sizes."""
-    return follows_from_another_rank(failure) or failure.exit_code == -signal.SIGABRT or "gloo" in failure.message
-
-
-def _raised_facts(ranks: Sequence[WatchedRank], ordered: Sequence[RankFailure], source: ProgramSource) -> RaisedFacts:
-    first = next(rank for rank in ranks if rank.started.rank == ordered[0].rank)
-    failed = {failure.rank for failure in ordered}
-    at_work = {}
-    for rank in ranks:
-        stack = own_stack(rank.stack)
-        if rank.started.rank not in failed and not rank.has_ended and stack and not waits_for_others(stack):
-            locs = program_lines(rank.stack)
-            at_work[rank.started.rank] = [loc for loc in locs if loc.rpartition(":")[0] in first.files] or list(locs)
-    return RaisedFacts(
-        ordered,
-        comparable_logs(ranks),
-        [entry for entry in first.entries if isinstance(entry, WrapperBegun)],
-        {rank: lines for rank, lines in at_work.items() if lines},
-        source.ask(call_of, _CHECKPOINTS, first.files),
-        [entry for entry in first.entries if isinstance(entry, ModuleChanged) and entry.what == "replaced"],
-        [wrapper for wrapper in first.wrappers if wrapper.context.sharded is not None],
-        next((entry.reply.get("clipped", ()) for entry in first.entries if isinstance(entry, RankRaised)), ()),
-    )
-
-
-_CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable")
-
-
 def _with_option_of_run(finding: Finding) -> Finding:
     advice = finding.what_to_do.replace("--timeout", "--check-timeout").replace(", --world-size 2", "")
     return finding if advice == finding.what_to_do else replace(finding, fix=advice)
 
 
-def _story(
-    ranks: Sequence[WatchedRank], ending: Ending, judged: Sequence[Finding], source: ProgramSource
-) -> list[Finding]:
+def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> EndingFacts:
+    """Return the positions of the ranks when the job stopped, and the code blocks around all lines."""
     at_end = ranks_at_end(ranks, ending, source)
-    messages = [finding.message for finding in judged if finding.code == "DDP403"][:1]
-    return [
-        replace(story, evidence=(*filter(None, story.evidence), *messages), tags=(*story.tags, *judged[0].tags))
-        for story in judge_endings(at_end, _blocks(ranks, at_end, source))
-    ]
+    lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
+    lines |= {line for rank in at_end for line in rank.lines}
+    lines |= {str(entry.location) for rank in at_end for entry in rank.passes if entry.location is not None}
+    files = {path: file for rank in ranks for path, file in rank.files.items()}
+    return EndingFacts(at_end, blocks_of_lines(lines, files, source))
 
 
 def ranks_at_end(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[RankAtEnd]:
@@ -255,31 +214,11 @@ def _with_forward(log: Sequence[Call], failure: RankFailure, lines: tuple[str, .
     return [*log, replace(backward_calls[-1], operation=DDP_FORWARD, place="", location=lines[0], callers=lines)]
 
 
-def _blocks(
-    ranks: Sequence[WatchedRank], at_end: Sequence[RankAtEnd], source: ProgramSource
-) -> dict[str, tuple[Block, ...]]:
-    lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
-    lines |= {line for rank in at_end for line in rank.lines}
-    lines |= {str(entry.location) for rank in at_end for entry in rank.passes if entry.location is not None}
-    return blocks_of_lines(lines, {path: file for rank in ranks for path, file in rank.files.items()}, source)
-
-
-def _judge_silent_mismatch(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> list[Finding]:
-    """Return DDP403 if no rank raised: the script finished, or gloo aborted on mismatched tensor sizes."""
-    unfinished = [rank.started.rank for rank in ranks if not rank.has_ended]
-    if bool(unfinished) != bool(ending.exit_code):
-        return []
-    how = "no rank failed, although calls do not match: they have the same size, do not wait, or their error was caught"
-    if unfinished:
-        how = f"{format_ranks(unfinished)} ended without a Python exception"
-    findings = judge_collectives(comparable_logs(ranks), unfinished)
-    findings = (findings and _story(ranks, Ending(), findings, source)) or findings
-    return [replace(finding, evidence=(*finding.evidence, how)) for finding in findings]
-
-
 def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailure]:
     """Return the failures of the ranks, without the ranks that torchrun ended."""
     failed, vanished = list[RankFailure](), list[RankFailure]()
+    # SIGKILL of ranks that the script started itself; torchrun reports an exit code for its own
+    is_killed = bool(ending.exit_code) and not ending.exit_codes and ending.hang is None
     for rank in ranks:
         number = rank.started.rank
         raised = [entry for entry in rank.entries if isinstance(entry, RankRaised)]
@@ -295,16 +234,15 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
             failed.append(failures.raised(number, dict(rank.exit.handled)))
         elif code is not None and not rank.has_ended:
             failed.append(_died(rank, code))
-        elif ending.exit_code and not ending.exit_codes and ending.hang is None:  # the script started the ranks itself
-            if not rank.has_ended and rank.exit is None and not rank.stack:  # as by SIGKILL
-                vanished.append(_with_last_call(failures.vanished(number), rank))
+        elif is_killed and not (rank.has_ended or rank.exit is not None or rank.stack):  # left no word
+            vanished.append(_with_last_call(failures.vanished(number), rank))
     if len(vanished) < len(ranks):  # if all ranks vanished, the first one is unknown
         failed = sorted([*failed, *vanished], key=lambda failure: failure.rank)
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
         return []  # the script ends its processes itself
     failed_ranks = {failure.rank for failure in failed}
-    only_one_died = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
-    return [failure for failure in failed if not _was_ended(failure, failed, only_one_died=only_one_died)]
+    lost_alone = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
+    return [failure for failure in failed if not _was_ended(failure, failed, lost_alone=lost_alone)]
 
 
 def _died(rank: WatchedRank, code: int) -> RankFailure:
@@ -318,6 +256,7 @@ def _died(rank: WatchedRank, code: int) -> RankFailure:
 
 
 def _with_last_call(failure: RankFailure, rank: WatchedRank) -> RankFailure:
+    """Add the last logged collective to a failure whose line is unknown."""
     if failure.location or not rank.calls:
         return failure
     return replace(failure, noticed=f"the last collective of rank {failure.rank} was {described_call(rank.calls[-1])}")
@@ -364,12 +303,15 @@ def timelines_of(
     return result if ending.hang is not None else diverging_calls(result)
 
 
-def _was_ended(failure: RankFailure, rank_failures: Sequence[RankFailure], *, only_one_died: bool) -> bool:
-    """Return True if torchrun ended a rank after the failure of another rank."""
-    killed = [other for other in rank_failures if other.kind == "died" and other.exit_code in (-9, None)]
-    others = [other for other in rank_failures if other not in killed and other.exit_code != -15]
+def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
+    """Return True if torchrun ended a rank after the failure of another rank.
+
+    `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
+    """
+    killed = [other for other in found if other.kind == "died" and other.exit_code in (-9, None)]
+    others = [other for other in found if other not in killed and other.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
         return any(not follows_from_another_rank(other) for other in others)
-    if others and only_one_died and all(map(failures.looks_fallen, others)):
-        return False  # their lost connections point to the dead rank as the first failure
+    if others and lost_alone and all(map(failures.looks_fallen, others)):
+        return False
     return failure.exit_code == -15 and len(others) + len(killed) > 0

@@ -16,7 +16,7 @@ from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.collective_log import read_log
 from ddpcheck.harness import Watch, World
-from ddpcheck.rules.collectives.rank_failure import judge_failure
+from ddpcheck.rules.collectives.diagnose import explain_by_mismatch
 from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
 from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, add_coverage
@@ -24,6 +24,7 @@ from ddpcheck.testing.rank_fixtures import RankFixture
 from ddpcheck.testing.rank_side import Ended
 from ddpcheck.testing.remote_pdb import PdbTerminal
 from ddpcheck.testing.world_pool import WorldPool
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 
@@ -152,8 +153,7 @@ def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
     if error is None or not isinstance(world, World):
         return None
     logs = [read_log(world.directory, rank) for rank in range(world.world_size)]
-    findings = judge_failure(error.failures, logs, world.world_size, error.results)
-    return next((finding for finding in findings if finding.code == "DDP403"), None)
+    return next(iter(explain_by_mismatch(FailureFacts(error.failures, logs, [*error.results]))), None)
 
 
 class WorldLease:

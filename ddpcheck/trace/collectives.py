@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 
-from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped
+from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 
 DIVERGES_AT = "parts at "
@@ -27,16 +26,6 @@ def call_signature(call: Call | None) -> tuple[str, str] | None:
 ROOTED = ("broadcast", "reduce", "gather", "scatter", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
-@dataclass(frozen=True, slots=True)
-class EndedThread:
-    """Thread, not the main thread, that ended with an exception."""
-
-    name: str
-    failure: RankFailure  # the exception, as a failure of the rank
-    # call in which the main thread waits for a thread: "get() at train.py:25", or ""
-    waits_in: str = ""
-
-
 def thread_kind(call: Call) -> str:
     """Return the thread name without numbers, which may differ between ranks."""
     return re.sub(r"[\d_-]+$|\d+", "", call.thread)
@@ -45,4 +34,29 @@ def thread_kind(call: Call) -> str:
 ON_GRADIENTS = "of gradients"  # tag: the optimizer's gradients may not be the result
 
 
-HandleEntry = WorkDropped | TensorOfWorkWritten
+_Key = tuple[str, int]  # (process group, index of the collective in it)
+
+
+def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
+    """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
+    places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
+    arrived: dict[_Key, set[int]] = defaultdict(set)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
+    ready = deque(range(len(schedules)))
+    while ready:
+        rank = ready.popleft()
+        while places[rank] < len(schedules[rank]):
+            scheduled = schedules[rank][places[rank]]
+            key = scheduled.call.group, numbers[rank][scheduled.call.group]
+            arrived[key].add(rank)
+            if scheduled.waits and len(arrived[key]) < len(scheduled.call.members):
+                waiting[key].append(rank)
+                break
+            places[rank] += 1
+            numbers[rank][scheduled.call.group] += 1
+            if len(arrived[key]) == len(scheduled.call.members):
+                ready += waiting.pop(key, ())
+    for key, blocked in waiting.items():
+        for rank in blocked:
+            call = schedules[rank][places[rank]].call
+            yield rank, (call, [member for member in call.members if member not in arrived[key]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,11 @@ from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.stacks import is_waiting
 from ddpcheck.findings.wording import agreeing, format_ranks, group_by, one_finding, phrase, unless_all
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.trace.check_context import JudgeContext
-
-RENDEZVOUS_SUBJECT = ("init_process_group",)
+from ddpcheck.trace.positions import EndingFacts
 
 
 def process_name(process: Joining) -> str:
@@ -24,13 +25,48 @@ def process_name(process: Joining) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureFacts:
-    """Failures and collective logs of a failed run."""
+class EndedThread:
+    """Thread, not the main thread, that ended with an exception."""
 
-    failures: Sequence[RankFailure]  # in order of time
-    logs: Sequence[Sequence[Call]]  # collectives of each rank up to the failure
-    world_size: int
-    finished: Collection[int]  # ranks that had finished
+    name: str
+    failure: RankFailure  # the exception, as a failure of the rank
+    # call in which the main thread waits for a thread: "get() at train.py:25", or ""
+    waits_in: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFacts:
+    """Ranks of a failed or hung run: failures, collectives, threads and related records."""
+
+    failures: Sequence[RankFailure] = ()  # ranks that failed by themselves, in order of time
+    logs: Sequence[Sequence[Call]] = ()  # collectives by rank, up to the failure
+    finished: Collection[int] = ()  # ranks that had finished
+    exit_code: int = 0  # of the whole script
+    interrupted: bool = False  # True if a signal of a user or scheduler ended the script
+    hang_seconds: float | None = None  # without progress; None if no hang was detected
+    joining: Sequence[Joining] = ()  # processes in `init_process_group`, if ranks do not meet there
+    threads: Sequence[EndedThread] = ()
+    thread_calls: Sequence[str] = ()  # evidence: collectives in which other threads wait
+    find_positions: Callable[[], EndingFacts] | None = None  # None for ranks of a check, which run no script
+    constructing: Collection[int] = ()  # ranks in the constructor of a wrapper, which raises if replicas differ
+    known: Sequence[Finding] = ()  # errors of other rules that may stop a run
+    # of the rank that failed first
+    begun: Sequence[WrapperBegun] = ()
+    replaced: Sequence[ModuleChanged] = ()  # assignments over shards
+    sharded: Sequence[WrapperMade] = ()  # `fully_shard` modules
+    clipped: Sequence[Sequence[str]] = ()  # names in clip_grad_norm_: shards, whole parameters
+    # by rank terminated while running: its program lines, innermost first
+    at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    checkpoint: Location | None = None  # line that calls activation checkpointing, if any
+
+    @property
+    def first(self) -> RankFailure:
+        return self.failures[0]
+
+    @property
+    def text(self) -> str:
+        """Message and traceback of the first failure."""
+        return f"{self.first.message}\n{self.first.traceback}"
 
     @property
     def ended(self) -> list[RankFailure]:
@@ -43,12 +79,63 @@ class FailureFacts:
         return [failure for failure in self.failures if failure.kind == "stuck"]
 
     @property
+    def ranks(self) -> list[int]:
+        """Ranks that raised the same exception type."""
+        return sorted(f.rank for f in self.failures if f.type == self.first.type and f.kind == "raised")
+
+    @property
     def evidence(self) -> list[str]:
         """Lines on the failure of each rank; equal failures share a line unless stuck."""
         groups = group_by(self.failures, lambda f: (describe_failure(f), f.rank if f.kind == "stuck" else None))
         ranks_by_text = [(text, [failure.rank for failure in failures]) for (text, _), failures in groups.items()]
         lines = [f"{format_ranks(ranks)}: {agreeing(text, ranks)}" for text, ranks in ranks_by_text]
         return lines + ([f"{format_ranks(self.finished)}: had finished"] if self.finished else [])
+
+    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
+        """Create a finding at the raising line and ranks, unless `more` overrides."""
+        first, ranks = self.first, unless_all(self.ranks, len(self.logs))
+        raised = Location.parse(first.location)
+        defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
+        return one_finding(code, subjects, message, **{**defaults, **more})
+
+    def first_ended_finding(self, code: str, **more: Any) -> list[Finding]:
+        """Create a finding on the first rank that ended, and ranks that ended alike."""
+        first = self.ended[0]
+        alike = [failure for failure in self.ended if (failure.kind, failure.type) == (first.kind, first.type)]
+        ranks, outcome = [failure.rank for failure in alike], phrase(first)
+        if any(phrase(failure) != outcome for failure in alike):  # messages differ between ranks
+            kind, colon, words = outcome.partition(":")
+            outcome = f"{kind}; on rank {first.rank}:{words}" if colon else outcome
+        if len(ranks) == len(self.logs) > 1:
+            text = f"Every rank {outcome}"
+        else:
+            text = f"{format_ranks(ranks).capitalize()} {agreeing(outcome, ranks)}"
+        evidence = [first.noticed, *(self.evidence if len(self.evidence) > 1 else [])]
+        return one_finding(
+            code,
+            (first.place or "run",),
+            f"{text.rstrip('.')}{f', in {first.place}' if first.place else ''}.",
+            ranks=unless_all(ranks, len(self.logs)),
+            location=Location.parse(first.location),
+            evidence=[*evidence, *(stack_lines([first]) if first.kind != "raised" else ())],
+            **more,
+        )
+
+
+MARKED_TWICE = "mark a variable ready only once"
+UNDEFINED_GRADIENT = "gradient which is undefined, but still allreduced"
+MODIFIED_IN_PLACE = "modified by an inplace operation"
+UNFINISHED_REDUCTION = "Expected to have finished reduction"
+GRAPH_CHANGED = "training graph has changed in this iteration"
+DDP_SENTENCES = (
+    MARKED_TWICE,
+    UNDEFINED_GRADIENT,
+    MODIFIED_IN_PLACE,
+    UNFINISHED_REDUCTION,
+    GRAPH_CHANGED,
+    "not used in producing the loss returned by training_step",  # Lightning's version of the message
+)
+"""Parts of messages of DDP and autograd that may follow from a defect of another rule."""
 
 
 _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
@@ -57,6 +144,18 @@ _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup
 def is_of_communication(message: str) -> bool:
     """Check for a backend error after peers diverged (gloo raises or aborts, nccl waits)."""
     return any(word in message.lower() for word in _COMMUNICATION_WORDS)
+
+
+def is_of_backend(failure: RankFailure) -> bool:
+    """Return True if a rank failed inside the backend, not in its own code."""
+    aborted_at_work = failure.kind == "died" and bool(failure.stack) and not is_waiting(failure)
+    return not aborted_at_work and is_of_communication(f"{failure.message}\n{failure.traceback}")
+
+
+def follows_from_another_rank(failure: RankFailure) -> bool:
+    """Check for a secondary failure: a wait, a lost peer or a DDP error."""
+    text = f"{failure.message}\n{failure.traceback}"
+    return failure.kind == "stuck" or is_of_backend(failure) or any(sentence in text for sentence in DDP_SENTENCES)
 
 
 def describe_failure(failure: RankFailure) -> str:
@@ -75,47 +174,11 @@ def stack_lines(failures: Sequence[RankFailure]) -> Iterator[str]:
             yield f"rank {failure.rank} stack: {line.strip()}"
 
 
-@dataclass(frozen=True, slots=True)
-class RaisedFacts:
-    """Failures of ranks, first failure first, and related records."""
-
-    failures: Sequence[RankFailure]  # ranks that failed by themselves
-    logs: Sequence[Sequence[Call]]  # collectives of each rank
-    begun: Sequence[WrapperBegun] = ()  # wrappers of the rank that failed first
-    # by rank terminated while running: its program lines, innermost first
-    at_work: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    checkpoint: Location | None = None  # line that calls activation checkpointing, if any
-    replaced: Sequence[ModuleChanged] = ()  # assignments over shards on the rank that failed first
-    sharded: Sequence[WrapperMade] = ()  # `fully_shard` modules of the rank that failed first
-    clipped: Sequence[Sequence[str]] = ()  # names in clip_grad_norm_: shards, whole parameters
-
-    @property
-    def first(self) -> RankFailure:
-        return self.failures[0]
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks that raised the same exception type."""
-        return sorted(f.rank for f in self.failures if f.type == self.first.type and f.kind == "raised")
-
-    def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
-        """Create a finding at the raising line and ranks, unless `more` overrides."""
-        first, ranks = self.first, unless_all(self.ranks, len(self.logs))
-        raised = Location.parse(first.location)
-        defaults = {"ranks": ranks, "location": raised, "related": {"raised": raised}, "evidence": [first.message]}
-        return one_finding(code, subjects, message, **{**defaults, **more})
-
-
-def count_forwards(facts: RaisedFacts) -> int:
+def count_forwards(facts: FailureFacts) -> int:
     """Count the wrapper forwards that broadcast buffers before the failed backward pass."""
     calls = [call.operation for call in facts.logs[facts.first.rank]]
-    if calls and calls[-1] == DDP_BACKWARD:
-        calls = calls[:-1]
-    count = 0
-    while calls and calls[-1] == DDP_FORWARD:
-        calls.pop()
-        count += 1
-    return count
+    calls = calls[:-1] if calls[-1:] == [DDP_BACKWARD] else calls
+    return sum(1 for _ in itertools.takewhile(lambda operation: operation == DDP_FORWARD, reversed(calls)))
 
 
 TIMEOUT_PATTERN = r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out after (\d+) ?ms"
@@ -144,9 +207,3 @@ class WrapperErrorFacts:
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """Create a finding on the ranks that raised, with the first message as evidence."""
         return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
-
-
-MARKED_TWICE = "mark a variable ready only once"
-
-
-MODIFIED_IN_PLACE = "modified by an inplace operation"

@@ -22,7 +22,7 @@ def backwards_of(rank: RankAtEnd) -> list[Backward]:
 class Position:
     """Position of a rank at the divergence: its collective, if any, and its lines."""
 
-    of: RankAtEnd
+    state: RankAtEnd
     call: Call | None
     lines: tuple[str, ...]
     before: Sequence[Call] = ()  # collectives common to both ranks, before the divergence
@@ -30,7 +30,7 @@ class Position:
     @property
     def is_at_work(self) -> bool:
         """Return True if the rank is running and may still reach a collective."""
-        return self.call is None and not self.of.waits and not self.of.ended
+        return self.call is None and not self.state.waits and not self.state.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class EndingFacts:
 
     ranks: Sequence[RankAtEnd]  # all ranks, in order
     blocks: Mapping[str, Sequence[Block]]  # by 'path:line': enclosing blocks, outermost first
+
+    @property
+    def states(self) -> list[str]:
+        """Evidence: what each rank does or did last."""
+        return [f"rank {rank.rank}: {rank.doing}" for rank in self.ranks]
 
     def around(self, lines: Sequence[str], *kinds: str) -> list[Block]:
         """Return the blocks of `kinds` around the lines of a stack, outermost first."""
@@ -74,8 +79,8 @@ def loops_left(facts: EndingFacts, leaver: Position, stayer: Position) -> list[B
 
 def exits_of(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[tuple[int, str]]:
     """Return (line, word) of each early exit from a loop, including enclosing `try` blocks."""
-    exited = [] if leaver.of.ended else facts.around(leaver.lines, "try")
-    tries = [] if leaver.of.ended else [block for block in facts.around(stayer.lines, "try") if block not in exited]
+    exited = [] if leaver.state.ended else facts.around(leaver.lines, "try")
+    tries = [] if leaver.state.ended else [block for block in facts.around(stayer.lines, "try") if block not in exited]
     enclosing = [b for b in tries if b.path == loop.path and b.first <= loop.first and b.last >= loop.last]
     return [*loop.exits, *((b.line, b.word) for b in enclosing)]
 
@@ -94,17 +99,17 @@ def local_branches(facts: EndingFacts, position: Position, peer: Position) -> li
     for block in dict.fromkeys(reversed(facts.around(position.lines, "branch", "rest"))):  # comprehensions have frames
         outer = facts.around(position.lines, scopes.get(block.word, "")) if block.kind == "rest" else []
         exited = [b for b in outer if b.path == block.path and b.first <= block.first and b.last >= block.last][-1:]
-        if block not in peer_blocks and not set(exited) & set(peer_blocks) and not facts.has_been_in(peer.of, block):
+        if block not in peer_blocks and not set(exited) & set(peer_blocks) and not facts.has_been_in(peer.state, block):
             branches.append(block)
     return sorted(branches, key=lambda block: block.kind == "rest")
 
 
 def described_call(call: Call) -> str:
     """Describe a call with its line."""
-    return f"{at_lines(call)}{f' at {call.location}' if call.location else ''}"
+    return f"{op_name(call)}{f' at {call.location}' if call.location else ''}"
 
 
-def at_lines(call: Call) -> str:
+def op_name(call: Call) -> str:
     """Return the display name of a call."""
     return _NAMES.get(call.operation, call.operation)
 
@@ -123,14 +128,16 @@ def doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
 
 def calls_there(position: Position, peer: Position) -> list[str]:
     """Return evidence: the diverging collective and the final state of each rank."""
-    sides = sorted((position, peer), key=lambda side: side.of.rank)
+    sides = sorted((position, peer), key=lambda side: side.state.rank)
     return [
         *(
-            f"rank {side.of.rank} reaches {side.call or 'no further collective'}"
+            f"rank {side.state.rank} reaches {side.call or 'no further collective'}"
             for side in sides
-            if side.call is not None or side.of.ended or not side.of.waits  # else it waits in an unlogged collective
+            if side.call is not None
+            or side.state.ended
+            or not side.state.waits  # else it waits in an unlogged collective
         ),
-        *(f"rank {side.of.rank}: {side.of.doing}" for side in sides),
+        *(f"rank {side.state.rank}: {side.state.doing}" for side in sides),
     ]
 
 

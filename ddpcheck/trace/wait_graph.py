@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.findings.wording import format_ranks, group_by, plural_verb
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb
 from ddpcheck.trace.collectives import ROOTED
 
 
@@ -19,6 +21,33 @@ def find_circle(stuck: Mapping[int, tuple[Call, Sequence[int]]]) -> list[tuple[i
         following = next((rank for rank in stuck[path[-1]][1] if rank in stuck), None)
     circle = path[path.index(following) :] if following is not None else []
     return list(zip(circle, [*circle[1:], *circle[:1]], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLogs:
+    """Aligned collectives of one process group."""
+
+    name: str
+    members: tuple[int, ...]  # as far as known
+    first: int  # index of the first call in the logs, from 0
+    logs: Sequence[Sequence[Call]]  # by rank, empty without a dump
+    waiting: frozenset[int]  # ranks whose last call has not ended
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSeen:
+    """State of the ranks of a job."""
+
+    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
+    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
+    # by rank: activity in words after the rank's name, if known from more than the dump
+    doing: Mapping[int, str] = field(default_factory=dict)
+    # by rank: current program lines, innermost first, if known
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
+    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
+    source: str = "dump"  # word for a dump in messages
+    is_live: bool = False  # True if the job was running when queried
 
 
 _MOST_LINES = 6  # evidence lines of one kind
@@ -130,6 +159,42 @@ class WaitGraph:
             further += new if direct else []
             direct = direct or new
             reached |= {rank for rank, *_ in new}
+
+    def circle(self) -> list[_Wait]:
+        """Return a circular wait, with the one rank that each rank waits for, or []."""
+        waits = {rank: rank_waits[0] for rank, rank_waits in self.waits.items() if rank_waits}
+        circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
+        return [(rank, waits[rank][1], frozenset({peer})) for rank, peer in circle]
+
+    def hang_finding(
+        self,
+        code: str,
+        roots: Sequence[int],
+        cause: str,
+        fix: str,
+        evidence: Sequence[str] = (),
+        call: RecordedCall | None = None,
+    ) -> list[Finding]:
+        """Create a finding on `roots`, located at `call` or a waiting call."""
+        lines, waiting = self.who_waits(roots)
+        calls = [call] if call is not None else [call for _, call, _ in self.waits_for(roots)]
+        others = "the other " if len(waiting) + len(roots) == len(self.dumps.keys() | self.missing) else ""
+        who = f"{others}{len(waiting)} ranks wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
+        return one_finding(
+            code,
+            sorted({call.call.operation.partition(" ")[0] for call in calls}),
+            f"{capitalized(cause)}{f', and {who} for that' if waiting else ''}.",
+            ranks=roots,
+            location=Location.parse(next((call.call.location for call in calls if call.call.location), "")),
+            evidence=[*first_lines(evidence), *lines],
+            fix=fix,
+        )
+
+    def circle_finding(self, code: str, circle: Sequence[_Wait], fix: str) -> list[Finding]:
+        """Create a finding on a circular wait."""
+        ranks = sorted(rank for rank, *_ in circle)
+        evidence = [f"rank {rank} waits for rank {min(peers)} in {self.words(call)}" for rank, call, peers in circle]
+        return self.hang_finding(code, ranks, f"{format_ranks(ranks)} wait for each other", fix, evidence, circle[0][1])
 
     def _lines(self, waits: Sequence[_Wait]) -> list[str]:
         """Return one line per group description and operation."""

@@ -9,7 +9,8 @@ import pytest
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.source_lines import relative_path
-from ddpcheck.rules.collectives.rank_failure import judge_failure
+from ddpcheck.rules.collectives.diagnose import diagnose
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds.failures import described, raised
 
 pytest.importorskip("torch")
@@ -60,7 +61,7 @@ def failure_of(function: Callable[[], object], rank: int = 1) -> RankFailure:
 
 
 def judged(*failures: RankFailure) -> Finding:
-    (finding,) = judge_failure(failures, [[], []], 2)
+    (finding,) = diagnose(FailureFacts(failures, [[], []]))
     return finding
 
 

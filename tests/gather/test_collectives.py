@@ -21,9 +21,10 @@ from ddpcheck.report.checking.check_worlds import CollectiveMismatchWatch
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
 from ddpcheck.rules.collectives.ddp407_payload_mismatch import judge_packing
+from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import not_waiting
-from ddpcheck.rules.collectives.rank_failure import judge_failure
 from ddpcheck.testing.fixture import DDPWorld
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
 
@@ -347,11 +348,11 @@ def failure(rank: int, kind: Any, message: str = "it failed", **more: Any) -> Ra
 
 
 def judge(*failures: RankFailure, logs: list[list[Call]] | None = None, world_size: int = 2) -> Finding:
-    return only(judge_failure(failures, logs or [[]] * world_size, world_size))
+    return only(diagnose(FailureFacts(failures, logs or [[]] * world_size)))
 
 
 def test_a_failure_without_ranks_is_no_finding() -> None:
-    assert judge_failure([], [[], []], 2) == []
+    assert diagnose(FailureFacts([], [[], []])) == []
 
 
 def test_a_rank_that_raised_is_the_cause_and_the_one_that_fell_is_evidence() -> None:
@@ -371,7 +372,7 @@ def test_the_line_of_a_failure_is_the_line_of_the_finding(kind: str) -> None:
 
 def test_a_rank_that_had_finished_is_named() -> None:
     stuck = [failure(1, "stuck", place="step 0: forward")]
-    assert "rank 0: had finished" in only(judge_failure(stuck, [[], []], 2, [0])).evidence
+    assert "rank 0: had finished" in only(diagnose(FailureFacts(stuck, [[], []], [0]))).evidence
 
 
 def test_the_same_exception_everywhere_is_every_rank() -> None:
@@ -457,5 +458,5 @@ def test_what_happened_to_several_ranks_is_said_in_the_plural(code: int, one: st
     for ranks, words in (([1], one), ([1, 2], several)):
         error = failures.error([failures.died(rank, code, 0.0) for rank in ranks])
         assert str(error).startswith(words)
-        (finding,) = judge_failure(error.failures, [[]] * 4, 4)
+        (finding,) = diagnose(FailureFacts(error.failures, [[]] * 4))
         assert finding.message.startswith(words[0].upper() + words[1:])

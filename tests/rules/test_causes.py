@@ -7,10 +7,12 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES, Severity, When
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules.causes import cause_of, find_causes, follows_from, goes_on
-from ddpcheck.rules.collectives.rank_failure import OF_A_CUT_FILE, judge_failure
-from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING
+from ddpcheck.rules.collectives.ddp401_rank_raised import OF_A_CUT_FILE
+from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
+from ddpcheck.trace.check_context import ALL_MISSING
 from ddpcheck.trace.collectives import ON_GRADIENTS
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.failures import described
@@ -82,7 +84,7 @@ def test_what_has_another_cause_stays(code, mine, other, theirs) -> None:
     ],
 )
 def test_a_file_that_is_read_too_early_explains_an_exception_of_one_that_is_cut_off(error, ranks, told) -> None:
-    raised = judge_failure([failures.raised(1, described(error, "", ""))], [[], []], 2)
+    raised = diagnose(FailureFacts([failures.raised(1, described(error, "", ""))], [[], []]))
     early = replace(finding("DDP512", "model.pt"), ranks=ranks)
     assert [one.code for one in find_causes([*raised, early]).findings] == told
 

@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.program_blocks import Block, blocks_around
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.rules.collectives.diagnose import judge_endings
+from ddpcheck.rules.collectives.diagnose import judge_positions
 from ddpcheck.stream.entries import (
     DDP_BACKWARD,
     DDP_FORWARD,
@@ -26,6 +26,7 @@ from ddpcheck.stream.entries import (
     place_of_handling,
 )
 from ddpcheck.stream.held_file import CallRing, read_calls, read_wait
+from ddpcheck.trace.positions import EndingFacts
 
 PROGRAM = """\
 def main():
@@ -220,7 +221,7 @@ def judge(*ranks: Sequence[Call] | RankAtEnd, passes: Any = None) -> list[Findin
     ]
     numbers = range(1, len(PROGRAM.splitlines()) + 1)
     blocks: dict[str, Sequence[Block]] = {f"train.py:{n}": blocks_around(str(FILE), "train.py", n) for n in numbers}
-    return judge_endings(everyone, blocks)
+    return judge_positions(EndingFacts(everyone, blocks))
 
 
 def only(found: Sequence[Finding]) -> Finding:
@@ -671,16 +672,18 @@ ENDED = RankAtEnd(1, [], doing="has run to its end", waits=False, ended=True)
     ],
 )
 def test_ranks_that_wait_for_each_other_in_point_to_point_calls(ranks: list[RankAtEnd], message: str, fix: str) -> None:
-    (found,) = judge_endings(ranks, {})
+    (found,) = judge_positions(EndingFacts(ranks, {}))
     assert (found.code, found.location) == ("DDP402", Location("a.py", 10))
     assert found.message.startswith(message) and fix in found.fix
 
 
 def test_a_circle_of_some_ranks_is_told_and_who_waits_for_one_of_them_is_not() -> None:
     ring = [waiting(rank, "send", peer, 10) for rank, peer in ((0, 1), (1, 2), (2, 3), (3, 1))]
-    (found,) = judge_endings(ring, {})
+    (found,) = judge_positions(EndingFacts(ring, {}))
     assert found.ranks == (1, 2, 3)
-    assert not judge_endings([waiting(0, "recv", -1, 10), waiting(1, "recv", -1, 10)], {})  # from any rank
+    assert not judge_positions(
+        EndingFacts([waiting(0, "recv", -1, 10), waiting(1, "recv", -1, 10)], {})
+    )  # from any rank
 
 
 def test_what_a_rank_waits_for_is_read_again(tmp_path: Path) -> None:

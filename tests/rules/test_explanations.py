@@ -12,8 +12,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.collectives.ddp402_hang import explain_by_hang
+from ddpcheck.rules.collectives.ddp404_rank_died import explain_by_death
 from ddpcheck.rules.collectives.ddp406_marked_ready_twice import judge_hidden_parameters, judge_repeated_arrival
-from ddpcheck.rules.collectives.rank_failure import EXPLANATIONS, explain_by_collectives, explain_by_first_failure
+from ddpcheck.rules.collectives.diagnose import diagnose, explain_by_mismatch
 from ddpcheck.rules.gradients.ddp301_not_synchronised import explain_by_missing_reduction
 from ddpcheck.rules.gradients.ddp302_reducer_mismatch import judge_unexplained_mismatch
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_wrap_hooks
@@ -187,25 +188,25 @@ REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)")
 
 def test_collectives_that_do_not_match_are_the_cause_of_errors_of_communication_only() -> None:
     logs = [[REDUCE], []]
-    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs, 2, ())
-    assert codes(explain_by_collectives(closed)) == ["DDP403"]
-    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs, 2, ())
-    assert explain_by_collectives(own) == []
-    assert codes(first_explanation(EXPLANATIONS, own)) == ["DDP401"]
+    closed = FailureFacts([failure("rank 1 raised RuntimeError: Connection closed")], logs)
+    assert codes(explain_by_mismatch(closed)) == ["DDP403"]
+    own = FailureFacts([failure("rank 1 raised ValueError: no")], logs)
+    assert explain_by_mismatch(own) == []
+    assert codes(diagnose(own)) == ["DDP401"]
 
 
 def test_ranks_that_hang_are_told_where_no_rank_failed() -> None:
-    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []], 2, ())
+    stuck = FailureFacts([failure("", kind="stuck", place="step 0: forward")], [[], []])
     assert codes(explain_by_hang(stuck)) == ["DDP402"]
-    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []], 2, ())
+    died = FailureFacts([failure("rank 1 was killed", kind="died")], [[], []])
     assert explain_by_hang(died) == []
-    assert codes(explain_by_first_failure(died)) == ["DDP404"]
+    assert codes(explain_by_death(died)) == ["DDP404"]
 
 
 @pytest.mark.parametrize(("code", "advice"), [(3, "os._exit"), (-9, "Use less memory"), (-10, "Read the signal")])
 def test_a_process_that_has_ended_is_advised_by_its_exit_code(code: int, advice: str) -> None:
-    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []], 2, ())
-    (found,) = explain_by_first_failure(died)
+    died = FailureFacts([failure("rank 1 ended", kind="died", exit_code=code, location="train.py:3")], [[], []])
+    (found,) = explain_by_death(died)
     assert advice in found.what_to_do
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from ddpcheck.findings.evidence.endings import Joining
 from ddpcheck.findings.replace import replace
-from ddpcheck.rules.collectives.ddp401_rank_raised import judge_unmet
+from ddpcheck.rules.collectives.ddp401_rank_raised import explain_by_rendezvous
 from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
+from ddpcheck.trace.failures import FailureFacts
 
 AT = "node:29500"
 
@@ -60,6 +61,6 @@ TIMED_OUT = "DistStoreError: wait timeout after 5000ms"
     ],
 )
 def test_what_is_raised_in_init_process_group(error: str, started: int, code: str, words: str) -> None:
-    (finding,) = judge_unmet([replace(waits(0), error=error, started=started)])
+    (finding,) = explain_by_rendezvous(FailureFacts(joining=[replace(waits(0), error=error, started=started)]))
     assert (finding.code, str(finding.location)) == (code, "train.py:7") and finding.message.endswith(words)
-    assert judge_unmet([waits(0)]) == judge_unmet([]) == []
+    assert explain_by_rendezvous(FailureFacts(joining=[waits(0)])) == explain_by_rendezvous(FailureFacts()) == []

@@ -7,7 +7,7 @@ import pytest
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.rules.collectives.async_handles import judge_async_handles
+from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
 
 LINE, OTHER = Location("train.py", 10), Location("train.py", 20)
 

@@ -14,17 +14,21 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.stacks import collectives_of_threads, lock_waited_for, own_stack, program_threads
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.rules.collectives.rank_failure import (
-    judge_interleaving,
-    judge_left_by_thread,
-    judge_threads,
-    told_of_threads,
+from ddpcheck.rules.collectives.ddp401_rank_raised import (
+    describe_threads,
+    explain_by_awaited_thread,
+    explain_by_ended_thread,
 )
-from ddpcheck.trace.collectives import EndedThread
+from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_interleaving
+from ddpcheck.trace.failures import EndedThread, FailureFacts
 from ddpcheck.worlds import failures
 from ddpcheck.worlds.failures import described
 
 OTHER = failures.stuck(0, 0.0, "", "", "barrier at train.py:41")
+
+
+def hung(*threads: EndedThread) -> FailureFacts:
+    return FailureFacts([OTHER], [[], []], hang_seconds=9.0, threads=threads)
 
 
 def ended(error: Exception, waits_in: str = "get() at train.py:25", rank: int = 1) -> EndedThread:
@@ -33,31 +37,33 @@ def ended(error: Exception, waits_in: str = "get() at train.py:25", rank: int = 
 
 
 def test_an_exception_in_a_thread_for_which_its_rank_waits_is_the_cause() -> None:
-    (finding,) = judge_threads([ended(ValueError("bad sample"))], [OTHER], 2)
+    (finding,) = explain_by_awaited_thread(hung(ended(ValueError("bad sample"))))
     assert (finding.code, finding.ranks, finding.location) == ("DDP401", (1,), Location("data.py", 7))
     assert "(producer)" in finding.message and finding.message.endswith("another thread in get() at train.py:25.")
     assert "rank 0: waits in barrier at train.py:41" in finding.evidence
-    (both,) = judge_threads([ended(ValueError("bad sample"), rank=rank) for rank in (0, 1)], [OTHER], 2)
+    (both,) = explain_by_awaited_thread(hung(*(ended(ValueError("bad sample"), rank=rank) for rank in (0, 1))))
     assert both.ranks == () and both.message.startswith("Ranks 0 and 1 raised ValueError: bad sample")
 
 
 def test_one_that_its_rank_does_not_wait_for_is_evidence_only() -> None:
     logger = ended(ValueError("no disk"), "")
-    assert judge_threads([logger], [OTHER], 2) == []
-    assert told_of_threads([logger]) == [
+    assert explain_by_awaited_thread(hung(logger)) == []
+    assert describe_threads(hung(logger)) == [
         "before that, rank 1 raised ValueError: no disk in a thread (producer) at data.py:7"
     ]
     lost = ended(RuntimeError("Connection closed by peer"))  # another rank is the cause
-    assert judge_threads([lost], [OTHER], 2) == told_of_threads([lost]) == []
+    assert explain_by_awaited_thread(hung(lost)) == describe_threads(hung(lost)) == []
 
 
 def test_a_line_at_which_a_thread_was_left_is_no_skipped_step() -> None:
     (skipped,) = one_finding("DDP508", ("backward",), "Rank 1 skips.", ranks=[1], location=Location("data.py", 7))
-    (cause,) = judge_left_by_thread([ended(ValueError("bad sample"), "")], skipped)
+    (cause,) = explain_by_ended_thread(hung(ended(ValueError("bad sample"), "")), skipped)
     assert (cause.code, cause.ranks, cause.location) == ("DDP401", (1,), Location("data.py", 7))
     assert "Rank 1 skips." in cause.evidence and cause.message.endswith("has ended a thread (producer).")
-    assert not judge_left_by_thread([ended(ValueError("bad sample"), "")], replace(skipped, ranks=(0,)))
-    assert not judge_left_by_thread([ended(ValueError(""), "")], replace(skipped, location=Location("data.py", 8)))
+    assert not explain_by_ended_thread(hung(ended(ValueError("bad sample"), "")), replace(skipped, ranks=(0,)))
+    assert not explain_by_ended_thread(
+        hung(ended(ValueError(""), "")), replace(skipped, location=Location("data.py", 8))
+    )
 
 
 IN_QUEUE = f"""Current thread 0x1 (most recent call first):

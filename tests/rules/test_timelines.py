@@ -8,6 +8,7 @@ from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CollectiveTimeline
 from ddpcheck.rules.collectives.timelines import timelines, timelines_of_failure
+from ddpcheck.trace.failures import FailureFacts
 
 
 def logs_of(*programs: str, group: str = "0") -> list[list[Call]]:
@@ -63,14 +64,14 @@ def test_groups_in_which_ranks_part_come_first() -> None:
 
 def test_ranks_that_failed_in_step_have_none() -> None:
     failed = [RankFailure(rank, "raised", f"rank {rank} raised E", 0.0) for rank in (0, 1)]
-    assert timelines_of_failure(failed, logs_of("AB", "AB")) == ()
-    assert len(timelines_of_failure(failed, logs_of("AB", "A"))) == 1
+    assert timelines_of_failure(FailureFacts(failed, logs_of("AB", "AB"))) == ()
+    assert len(timelines_of_failure(FailureFacts(failed, logs_of("AB", "A")))) == 1
 
 
 def test_a_failed_world_says_what_each_rank_did() -> None:
     stuck = RankFailure(0, "stuck", "rank 0 did not finish", 0.0, collective="barrier() at train.py:66")
     failed = [RankFailure(1, "raised", "rank 1 raised ValueError: no", 0.0), stuck]
-    (timeline,) = timelines_of_failure(failed, logs_of("AB", "A", "AB"), [2])
+    (timeline,) = timelines_of_failure(FailureFacts(failed, logs_of("AB", "A", "AB"), [2]))
     assert [one.at_end for one in timeline.ranks] == [
         "waits in barrier() at train.py:66",
         "raised ValueError: no",

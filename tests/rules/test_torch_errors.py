@@ -15,10 +15,10 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
-from ddpcheck.rules.collectives.rank_failure import judge_torch_errors
+from ddpcheck.rules.collectives.diagnose import explain_by_torch_error
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.stream.rank_report import WatchContext
-from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.failures import FailureFacts
 
 LINE = "train.py:30"
 
@@ -45,7 +45,9 @@ def wrapper(parameters: Sequence[tuple[int, ...]], buffers: Sequence[tuple[int, 
 
 def judged(text: str, log: Sequence[str] = STEP, *begun: WrapperBegun, **more: Any) -> Any:
     failures = [raised(rank, text, traceback=more.pop("traceback", "")) for rank in (0,)]
-    (found,) = judge_torch_errors(RaisedFacts([*failures, raised(1, text)], [calls(*log)] * 2, begun, **more))
+    (found,) = explain_by_torch_error(
+        FailureFacts([*failures, raised(1, text)], [calls(*log)] * 2, begun=begun, **more)
+    )
     return found
 
 
@@ -130,7 +132,7 @@ def test_whole_tensors_that_are_given_to_shards_are_no_call_past_forward() -> No
     assert (found.code, found.subjects, found.location) == ("DDP503", ("head.weight",), Location("train.py", 9))
     assert [*map(str, found.related)] == [f"raised at {LINE}"]
     assert str(judged(lost, (), traceback=inside).location) == LINE
-    assert not judge_torch_errors(RaisedFacts([raised(0, lost)], [calls()] * 2))  # of the script's own
+    assert not explain_by_torch_error(FailureFacts([raised(0, lost)], [calls()] * 2))  # of the script's own
 
 
 @pytest.mark.parametrize(
@@ -150,23 +152,23 @@ def test_a_layer_that_gets_another_dtype_than_its_parameters(policies: dict[str,
     text = "mat1 and mat2 must have the same dtype, but got Float and BFloat16"
     found = judged(text, (), sharded=[made(ShardedFacts(policies=policies))])
     assert (found.code, found.location) == ("DDP401", Location("train.py", 9)) and words in found.message
-    assert not judge_torch_errors(RaisedFacts([raised(0, text)], [calls()] * 2, sharded=[made(ShardedFacts())]))
+    assert not explain_by_torch_error(FailureFacts([raised(0, text)], [calls()] * 2, sharded=[made(ShardedFacts())]))
 
 
 def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
     waited = raised(1, "Timed out waiting 4000ms for recv operation to complete.", when=10.0)
     lost = raised(0, "Connection closed by peer", when=15.0)
     logs = [calls(*STEP, *STEP)] * 2
-    (finding,) = judge_torch_errors(RaisedFacts([waited, lost], logs))
+    (finding,) = explain_by_torch_error(FailureFacts([waited, lost], logs))
     assert (finding.code, finding.ranks) == ("DDP402", (0,)) and "came to it 5 s after" in finding.message
     working = {0: ("evaluate.py:7", "train.py:40")}
-    (finding,) = judge_torch_errors(RaisedFacts([waited], [logs[0][:-1], logs[0]], at_work=working))
+    (finding,) = explain_by_torch_error(FailureFacts([waited], [logs[0][:-1], logs[0]], at_work=working))
     assert "still at work at evaluate.py:7" in finding.message and finding.location == Location("evaluate.py", 7)
-    assert not judge_torch_errors(RaisedFacts([waited], [logs[0][:-1], logs[0]]))  # it may wait elsewhere
-    assert not judge_torch_errors(RaisedFacts([waited, lost], [calls("barrier"), logs[0]]))  # another collective
-    assert not judge_torch_errors(RaisedFacts([waited, lost], [logs[0][:-1], logs[0]]))  # it has never come to it
+    assert not explain_by_torch_error(FailureFacts([waited], [logs[0][:-1], logs[0]]))  # it may wait elsewhere
+    assert not explain_by_torch_error(FailureFacts([waited, lost], [calls("barrier"), logs[0]]))  # another collective
+    assert not explain_by_torch_error(FailureFacts([waited, lost], [logs[0][:-1], logs[0]]))  # it has never come to it
 
 
 def test_an_exception_of_the_script_is_not_torchs() -> None:
-    assert not judge_torch_errors(RaisedFacts([raised(0, "CUDA out of memory")], [calls(*STEP)] * 2))
-    assert not judge_torch_errors(RaisedFacts([], []))
+    assert not explain_by_torch_error(FailureFacts([raised(0, "CUDA out of memory")], [calls(*STEP)] * 2))
+    assert not explain_by_torch_error(FailureFacts([], []))

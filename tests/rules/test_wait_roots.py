@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.endings import RankDump, RecordedCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding
-from ddpcheck.rules.collectives.wait_roots import judge_waits
+from ddpcheck.rules.collectives.diagnose import judge_waits
 from ddpcheck.trace.wait_graph import WaitGraph
 
 WORLD = ("0", (0, 1, 2, 3))

@@ -22,9 +22,10 @@ from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.checking.judging import judge_wrapper_failure
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import judge_empty_shards
-from ddpcheck.rules.collectives.first_divergence import not_waiting
-from ddpcheck.rules.collectives.rank_failure import judge_failure
+from ddpcheck.rules.collectives.diagnose import diagnose
+from ddpcheck.rules.collectives.first_divergence import first_divergence, not_waiting
 from ddpcheck.rules.collectives.timelines import timelines_of_failure
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.launchers.leader import Leader
 
@@ -243,9 +244,9 @@ class CheckWorlds:
             self.state.add(empty)
             self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
             return
-        self.state.timelines = timelines_of_failure(error.failures, self._logs(), error.results)
-        findings = judge_wrapper_failure(self.state, error)
-        findings = findings or judge_failure(error.failures, self._logs(), self.asked.world_size, error.results)
+        facts = FailureFacts(error.failures, self._logs(), [*error.results])
+        self.state.timelines = timelines_of_failure(facts)
+        findings = judge_wrapper_failure(self.state, error) or diagnose(facts)
         if first is not None and isinstance(first.exception, errors.DDPCheckError):
             everywhere = len({f.rank for f in error.failures if f.kind == "raised"}) == self.asked.world_size
             self.state.add([] if everywhere else findings)
@@ -255,7 +256,7 @@ class CheckWorlds:
             self.state.log.error = ReportError(f"{prefix}{first.exception}", errors.EXIT_TARGET, detail)
         else:
             self.state.add(findings)
-            is_hang = isinstance(error, errors.HangError) or any(finding.code == "DDP403" for finding in findings)
+            is_hang = isinstance(error, errors.HangError) or any(first_divergence(f) is not None for f in findings)
             self.state.log.error = ReportError(
                 str(error), errors.EXIT_HANG if is_hang else errors.EXIT_TARGET, error.detail
             )

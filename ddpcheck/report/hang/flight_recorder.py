@@ -13,7 +13,6 @@ import json
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, relative_path
 from ddpcheck.findings.wording import join_names
+from ddpcheck.trace.wait_graph import GroupLogs
 
 _UNRECORDED = "unrecorded"  # gloo's monitored_barrier takes numbers without a dump entry
 _MOST_MISSING = 1000  # consecutive calls absent from a dump
@@ -47,17 +47,6 @@ _OF_LIBRARIES = re.compile(  # standard library and torch, on the job's machine
 )
 CALL_KEY = "ddpcheck"
 """Key, in entries written by ddpcheck, of operation and payload without loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLogs:
-    """Aligned collectives of one process group."""
-
-    name: str
-    members: tuple[int, ...]  # as far as known
-    first: int  # index of the first call in the logs, from 0
-    logs: Sequence[Sequence[Call]]  # by rank, empty without a dump
-    waiting: frozenset[int]  # ranks whose last call has not ended
 
 
 def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:

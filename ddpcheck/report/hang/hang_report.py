@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 from ddpcheck import __version__, load_extra
 from ddpcheck.findings.errors import EXIT_TARGET
-from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankAtEnd, RankDump, RecordedCall
+from ddpcheck.findings.evidence.endings import DEFAULT_GROUP, RankDump, RecordedCall
 from ddpcheck.findings.figures import CollectiveTimeline
-from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, ReportError
 from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_ranks, group_by, plural_verb, told_together
 from ddpcheck.report.hang import flight_recorder
 from ddpcheck.report.settings import Settings
-from ddpcheck.rules.collectives.diagnose import judge_endings
-from ddpcheck.rules.collectives.first_divergence import judge_divergences
+from ddpcheck.rules.collectives.diagnose import diagnose_dumps
 from ddpcheck.rules.collectives.timelines import timelines
-from ddpcheck.rules.collectives.wait_roots import judge_waits
-from ddpcheck.trace.positions import lines_of
-from ddpcheck.trace.wait_graph import WaitGraph
+from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen
 
 _MOST_TIMELINES = 8  # process groups
 
 _USUAL = Settings()
-
-
-@dataclass(frozen=True, slots=True)
-class RanksSeen:
-    """State of the ranks of a job."""
-
-    dumps: Mapping[int, RankDump]  # recorder contents by rank, if recorded
-    at_work: frozenset[int] = frozenset()  # running ranks that may still reach a collective
-    # by rank: activity in words after the rank's name, if known from more than the dump
-    doing: Mapping[int, str] = field(default_factory=dict)
-    # by rank: current program lines, innermost first, if known
-    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    over: frozenset[int] = frozenset()  # ranks whose program has run to its end
-    missing: Mapping[int, str] = field(default_factory=dict)  # by rank: reason for a missing dump
-    source: str = "dump"  # word for a dump in messages
-    is_live: bool = False  # True if the job was running when queried
 
 
 def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
@@ -61,7 +40,10 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
     dumps = seen.dumps
     groups = list(flight_recorder.line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
-    findings = _judge(groups, at_end, seen)
+    findings = diagnose_dumps(groups, at_end, seen)
+    if missing := set(range(flight_recorder.world_size_of(dumps))) - dumps.keys():
+        unknown = f"{format_ranks(missing)}: no {seen.source}"
+        findings = [replace(finding, evidence=(*finding.evidence, unknown)) for finding in findings]
     causes = {rank for finding in findings for rank in finding.ranks}
     chosen = sort_out(findings, source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
     report = Report(
@@ -94,68 +76,8 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _judge(groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: mismatched groups, then root ranks of the waits."""
-    by_key = {(group.name, group.members): group for group in groups}
-    graph = WaitGraph(seen.dumps, by_key)
-    findings, explained = list[Finding](), set(seen.at_work)
-    if seen.is_live:  # a device may need longer than the time between two looks
-        explained |= {rank for rank in graph.stopped | graph.devices.keys() if graph.open_calls[rank]}
-    for group in groups:
-        if group_findings := _judge_group(group, range(len(group.logs)), at_end, seen, graph):
-            findings += group_findings
-            explained.update(group.members)
-    while stopped := graph.stopped - explained:  # explained by program lines, if the group has lines
-        awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-        for rank, call, peers in graph.waits_for(stopped):  # earliest first
-            awaited.setdefault(graph.group(rank, call), set()).update(peers)
-        best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
-        if best is None or not (story := _judge_group(by_key[best], graph.dumps.keys() - stopped, at_end, seen, graph)):
-            break  # sends and receives only, or no explanation by lines
-        findings += story
-        explained |= awaited[best]
-    findings += judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
-    missing = set(range(flight_recorder.world_size_of(seen.dumps))) - seen.dumps.keys()
-    unknown = [f"{format_ranks(missing)}: no {seen.source}"] if missing else []
-    return [replace(finding, evidence=(*finding.evidence, *unknown)) for finding in findings]
-
-
-def _judge_group(
-    group: flight_recorder.GroupLogs,
-    coming: Collection[int],
-    at_end: Mapping[int, str],
-    seen: RanksSeen,
-    graph: WaitGraph,
-) -> list[Finding]:
-    """Explain mismatched calls of a group by program lines, else report DDP403."""
-    if not (findings := judge_divergences(group.logs, coming, {group.name: group.first})):
-        return []
-    members = tuple(sorted({*group.members} & at_end.keys()))
-    ranks = [
-        RankAtEnd(
-            rank,
-            [replace(call, members=members) for call in group.logs[rank]],
-            group.first,
-            at_end[rank],
-            seen.lines.get(rank, ()),
-            waits=rank not in seen.at_work,
-            ended=rank in seen.over,
-        )
-        for rank in members
-    ]
-    lines = {line for rank in ranks for call in rank.calls for line in lines_of(call)}
-    numbers = [finding.message for finding in findings]
-    stories = judge_endings(ranks, blocks_of_lines(lines))
-    stories = [replace(story, evidence=(*story.evidence, *numbers), tags=findings[0].tags) for story in stories]
-    if not stories and all(graph.open_calls.get(rank) for rank in set(group.members).difference(coming)):
-        stories = findings
-    which = [f"process group {group.name}"] if group.name != DEFAULT_GROUP else []
-    waits, _ = graph.who_waits(group.members)
-    return [replace(story, evidence=(*which, *story.evidence, *waits)) for story in stories]
-
-
 def _timelines(
-    groups: Sequence[flight_recorder.GroupLogs], at_end: Mapping[int, str], causes: Set[int]
+    groups: Sequence[GroupLogs], at_end: Mapping[int, str], causes: Set[int]
 ) -> tuple[CollectiveTimeline, ...]:
     """Return timelines of process groups, groups of the root-cause ranks first."""
     figures = list[CollectiveTimeline]()
@@ -202,7 +124,7 @@ def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
 
 
 def _collectives(
-    seen: RanksSeen, groups: Sequence[flight_recorder.GroupLogs], findings: Sequence[Finding], kept: Sequence[Finding]
+    seen: RanksSeen, groups: Sequence[GroupLogs], findings: Sequence[Finding], kept: Sequence[Finding]
 ) -> CheckResult:
     if findings:
         worst = min(findings, key=Finding.sort_key)

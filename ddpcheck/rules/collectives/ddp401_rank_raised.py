@@ -8,6 +8,8 @@ Fix: Fix the exception shown. The ranks that are listed below it failed as a con
 Detected: ddpcheck records when each rank ends. It reports the first exception that is not a consequence of another
     rank's failure, with its traceback.
 Ignore: Never.
+Line: The innermost line of the program in the traceback of the first exception. For input dtypes under mp_policy, the
+    call of fully_shard.
 Checks: run collectives
 Example:
     def loss(model, batch):
@@ -18,13 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.endings import Joining
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import format_ranks, one_finding, phrase, unless_all
+from ddpcheck.findings.errors import RankFailure
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.stacks import program_lines
+from ddpcheck.findings.wording import format_ranks, group_by, one_finding, phrase, unless_all
 from ddpcheck.rules.collectives.ddp402_hang import judge_meeting
 from ddpcheck.stream.entries import handled_in
-from ddpcheck.trace.collectives import EndedThread
-from ddpcheck.trace.failures import RENDEZVOUS_SUBJECT, RaisedFacts, is_of_communication, process_name
+from ddpcheck.trace.failures import (
+    EndedThread,
+    FailureFacts,
+    describe_failure,
+    follows_from_another_rank,
+    is_of_communication,
+    process_name,
+)
 from ddpcheck.trace.positions import EndingFacts, Position, calls_there, described_call, doing
 
 
@@ -37,14 +46,13 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
     if peer.call is not None and (peer_error := handled_in(peer.call)) is not None and peer_error[:2] == (kind, where):
         return []
     summary = f"{kind}{f': {text}' if text else ''}"
-    others = [rank.rank for rank in facts.ranks if rank is not raiser.of]
+    others = [rank.rank for rank in facts.ranks if rank is not raiser.state]
     return one_finding(
         "DDP401",
         ("run",),
-        f"Rank {raiser.of.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
+        f"Rank {raiser.state.rank} raised {summary.rstrip('.')}{f', at {where}' if where else ''}, and reaches "
         f"{described_call(raiser.call)} in the `finally` or `except` that handles it; {doing(facts, others)}.",
-        severity=Severity.ERROR,
-        ranks=[raiser.of.rank],
+        ranks=[raiser.state.rank],
         location=Location.parse(where or raiser.call.location),
         evidence=calls_there(raiser, peer),
         fix=f"Fix the exception{f' at {where}' if where else ''}. Call no collective in a `finally` or `except` that a "
@@ -53,12 +61,13 @@ def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -
     )
 
 
-def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
-    """DDP402 if the errors come from an incomplete rendezvous, else DDP401."""
-    raised = [p for p in waiting if p.error]
+def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
+    """DDP402 if `init_process_group` hangs or its errors come from an incomplete rendezvous, else DDP401."""
+    raised = [p for p in facts.joining if p.error]
     others = [p for p in raised if not (is_of_communication(p.error) or p.error.startswith("DistStoreError"))]
-    if raised and not others and all(p.started for p in waiting):  # single-node job
-        return judge_meeting(waiting, 0.0)
+    is_incomplete = raised and not others and all(p.started for p in facts.joining)  # single-node job
+    if is_incomplete or facts.hang_seconds is not None:
+        return judge_meeting(facts.joining, facts.hang_seconds or 0.0)
     if not (others := others or raised):
         return []
     first = others[0]
@@ -66,16 +75,79 @@ def judge_unmet(waiting: Sequence[Joining]) -> list[Finding]:
     who = format_ranks(ranks) if ranks else process_name(first)
     return one_finding(
         "DDP401",
-        RENDEZVOUS_SUBJECT,
+        ("init_process_group",),
         f"{who.capitalize()} raised {first.error.rstrip('.')}, in init_process_group.",
-        severity=Severity.ERROR,
         ranks=unless_all(ranks, first.world_size),
         location=Location.parse(first.location),
         evidence=[f"{process_name(p)}: raised {p.error}" for p in raised if p is not first][:8],
     )
 
 
-def thread_finding(
+def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
+    """DDP401: first rank that raised, and similar exceptions. Runs last."""
+    if not facts.ended or facts.ended[0].kind != "raised":
+        return []
+    first, fix = facts.ended[0], ""
+    if facts.finished and all(map(follows_from_another_rank, facts.failures)):
+        fix = (
+            f"The line that raised was still waiting for a call of {format_ranks(facts.finished)}, which had ended the "
+            "script: find the call that is missing there. Let every send have its recv, and every rank make the same "
+            "calls."
+        )
+    elif all((failure.kind, failure.type) == ("raised", first.type) for failure in facts.failures):
+        fix = "Fix the exception shown."
+    return facts.first_ended_finding("DDP401", fix=fix, tags=tags_of_exception(first))
+
+
+def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
+    """Return the tag of an exception that is typical of a truncated file, if it is."""
+    is_typical = failure.type.rpartition(".")[2] in _ERRORS_OF_CUT_FILES or _ERROR_OF_CUT_ARCHIVE in failure.message
+    return (OF_A_CUT_FILE,) if is_typical else ()
+
+
+OF_A_CUT_FILE = "of a cut file"
+"""Tag of a finding whose exception is typical of a truncated file."""
+
+_ERRORS_OF_CUT_FILES = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
+_ERROR_OF_CUT_ARCHIVE = "PytorchStreamReader"  # RuntimeError on a truncated torch.save file
+
+
+def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
+    """DDP401: exception in a thread while the main thread of a running rank waits for a thread."""
+    threads = [thread for thread in _raised_threads(facts) if thread.waits_in]
+    if not threads or not (facts.interrupted or facts.hang_seconds is not None):
+        return []
+    first, *_ = threads = next(iter(group_by(threads, lambda t: (t.failure.location, t.waits_in)).values()))
+    ranks = sorted({thread.failure.rank for thread in threads})
+    others = [f"rank {f.rank}: {describe_failure(f)}" for f in facts.failures if f.rank not in ranks]
+    waits = f", and the main thread waits for another thread in {first.waits_in}"
+    return _thread_finding(first, ranks, unless_all(ranks, len(facts.logs)), waits, others)
+
+
+def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
+    """DDP401: divergence at a line where an exception ended a thread of the rank."""
+    for thread in _raised_threads(facts):
+        lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
+        if thread.failure.rank in finding.ranks and str(finding.location) in lines:
+            evidence = [finding.message, *finding.evidence]
+            return _thread_finding(thread, [thread.failure.rank], finding.ranks, "", evidence)
+    return []
+
+
+def describe_threads(facts: FailureFacts) -> list[str]:
+    """Return evidence: exceptions that ended threads before ranks failed."""
+    return [
+        f"before that, rank {thread.failure.rank} {phrase(thread.failure)} in a thread ({thread.name})"
+        f"{f' at {thread.failure.location}' if thread.failure.location else ''}"
+        for thread in _raised_threads(facts)
+    ]
+
+
+def _raised_threads(facts: FailureFacts) -> list[EndedThread]:
+    return [thread for thread in facts.threads if not follows_from_another_rank(thread.failure)]
+
+
+def _thread_finding(
     thread: EndedThread, raised: Sequence[int], ranks: Sequence[int], suffix: str, evidence: Sequence[str]
 ) -> list[Finding]:
     outcome, where = phrase(thread.failure).rstrip("."), thread.failure.location
@@ -84,7 +156,6 @@ def thread_finding(
         ("thread",),
         f"{format_ranks(raised).capitalize()} {outcome}{f', at {where}' if where else ''}, which has ended a thread "
         f"({thread.name}){suffix}.",
-        severity=Severity.ERROR,
         ranks=ranks,
         location=Location.parse(where or thread.waits_in.rpartition(" ")[2]),
         evidence=evidence,
@@ -99,7 +170,7 @@ _CASTS = {
 }
 
 
-def explain_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
+def explain_dtype(facts: FailureFacts) -> list[Finding]:
     """DDP401: input dtype that differs from the `mp_policy` parameters of `fully_shard`."""
     for wrapper in facts.sharded:
         policies = wrapper.context.sharded.policies if wrapper.context.sharded is not None else {}
@@ -126,3 +197,15 @@ def explain_dtype(facts: RaisedFacts, _text: str) -> list[Finding]:
             "cast_forward_inputs at its default; or cast the inputs of the layer.",
         )
     return []
+
+
+def explain_dtensor_parameters(facts: FailureFacts) -> list[Finding]:
+    """DDP401: parameters split by tensor parallelism in the constructor of DDP."""
+    return facts.one_finding(
+        "DDP401",
+        ("DistributedDataParallel",),
+        "DistributedDataParallel is given DTensor parameters, as parallelize_module creates them, and no dimension "
+        "of their mesh to average over.",
+        fix='Give it device_mesh=mesh["dp"], the dimension of replicas: init_device_mesh(..., '
+        'mesh_dim_names=("dp", "tp")).',
+    )

@@ -14,6 +14,8 @@ Detected: DDP402 is reported if no rank has failed and some ranks do not finish 
     rank for which the others wait. It also says why: this rank stopped calling collectives, came late, left no dump,
     or its GPU has not completed a collective that others have completed.
 Ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
+Line: The line at which the rank that others wait for is. For a send or recv without a partner, and in Flight Recorder
+    dumps, the call that waits. In init_process_group, the call of a process that differs from the others.
 Checks: run collectives
 Reports: Lightning-AI/pytorch-lightning#10947
 Example:
@@ -24,10 +26,10 @@ Example:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.errors import RankFailure
-from ddpcheck.findings.evidence.endings import Joining, PeerWait, RankAtEnd, RecordedCall
+from ddpcheck.findings.evidence.endings import Joining, PeerWait, RankAtEnd
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.stacks import is_waiting
@@ -40,19 +42,18 @@ from ddpcheck.findings.wording import (
     join_names,
     one_finding,
     plural_verb,
+    told_together,
     unless_all,
 )
 from ddpcheck.trace.failures import (
-    RENDEZVOUS_SUBJECT,
     TIMEOUT_PATTERN,
     FailureFacts,
-    RaisedFacts,
     describe_failure,
     process_name,
     stack_lines,
 )
 from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, calls_there, doing
-from ddpcheck.trace.wait_graph import WaitGraph, first_lines
+from ddpcheck.trace.wait_graph import WaitGraph
 
 
 def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
@@ -68,7 +69,7 @@ def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
     first = next((p for p in waiting if p.rank in ranks), waiting[0])
     return one_finding(
         "DDP402",
-        RENDEZVOUS_SUBJECT,
+        ("init_process_group",),
         message,
         ranks=ranks,
         location=Location.parse(first.location),
@@ -131,16 +132,20 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
     """DDP402: hang without a failed rank; blames ranks that do not wait for others."""
     stuck = facts.stuck
-    if facts.ended:
+    if facts.ended or facts.interrupted:
         return []
     busy = [f for f in stuck if not is_waiting(f)] or [f for f in stuck if not f.collective]
     lead = (busy or stuck or list(facts.failures))[0]
-    ranks = format_ranks(failure.rank for failure in stuck)
+    ranks = [failure.rank for failure in stuck]
+    state = describe_failure(lead)
+    if len(stuck) > 1:
+        is_same = all(describe_failure(failure) == state for failure in stuck)
+        state = f"all {agreeing(state, ranks)}" if is_same else f"rank {lead.rank} {state}"
     return one_finding(
         "DDP402",
         (lead.place or "run",),
-        f"{ranks.capitalize()} did not finish {lead.place or 'the run'}: {_all_or_one(stuck, lead)}.",
-        ranks=unless_all([failure.rank for failure in busy or stuck], facts.world_size),
+        f"{format_ranks(ranks).capitalize()} did not finish {lead.place or 'the run'}: {state}.",
+        ranks=unless_all([failure.rank for failure in busy or stuck], len(facts.logs)),
         location=Location.parse(lead.location),
         evidence=[*facts.evidence, *stack_lines(stuck)],
         fix=_fix_of_hang(stuck, lead),
@@ -169,15 +174,30 @@ def _fix_of_hang(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
     )
 
 
-def _all_or_one(stuck: Sequence[RankFailure], lead: RankFailure) -> str:
-    """Describe what all stuck ranks do, or only `lead` if the ranks differ."""
-    text = describe_failure(lead)
-    if len(stuck) > 1 and all(describe_failure(failure) == text for failure in stuck):
-        return f"all {agreeing(text, [failure.rank for failure in stuck])}"
-    return f"rank {lead.rank} {text}" if len(stuck) > 1 else text
-
-
 _PARTNER = "Let every send have its recv on the other rank: of the same two ranks, group and tag, in the same order."
+
+
+def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
+    """DDP402: circular point-to-point wait. Runs first: its ranks reach no collective."""
+    by_rank = {rank.rank: rank for rank in ranks}
+    for rank in ranks:
+        circle = [rank.rank]
+        while (wait := by_rank[circle[-1]].waits_for) is not None and wait.peer in by_rank and wait.peer not in circle:
+            circle.append(wait.peer)
+        waits = [wait for number in circle if (wait := by_rank[number].waits_for) is not None]
+        if len(waits) == len(circle) > 1 and waits[-1].peer == rank.rank:
+            return missing_peer_finding(by_rank, circle, waits, ": each waits for the next one")
+    return []
+
+
+def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
+    """DDP402: point-to-point wait for a rank that is in no such call."""
+    by_rank = {rank.rank: rank for rank in ranks}
+    for rank in ranks:
+        wait = rank.waits_for
+        if wait is not None and wait.peer in by_rank and by_rank[wait.peer].waits_for is None:
+            return missing_peer_finding(by_rank, [rank.rank, wait.peer], [wait], "")
+    return []
 
 
 def missing_peer_finding(
@@ -211,13 +231,13 @@ def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) ->
         fix="The worker waits for a lock that is never released, as happens if a process is forked while a thread "
         "holds it. Create locks, files and clients in the worker and not before, or give the loader "
         'multiprocessing_context="forkserver"; num_workers=0 shows if this is the cause.'
-        if running.of.for_worker
+        if running.state.for_worker
         else "If the work there takes long, give the others more time: init_process_group(timeout=...). If not, end "
         "the wait or the loop there, so that this rank reaches the collective that the others wait in.",
     )
 
 
-def explain_timeout(facts: RaisedFacts, text: str) -> list[Finding]:
+def explain_timeout(facts: FailureFacts) -> list[Finding]:
     """DDP402: process group timeout while waiting for a rank that was running."""
     waited = [f.rank for f in facts.failures if re.search(TIMEOUT_PATTERN, f"{f.message}\n{f.traceback}")]
     log = facts.logs[facts.first.rank]
@@ -228,7 +248,7 @@ def explain_timeout(facts: RaisedFacts, text: str) -> list[Finding]:
     if any(len(facts.logs[rank]) < len(log) if rank in arrived else rank not in facts.at_work for rank in late):
         return []  # the late rank waits or failed elsewhere
     rank, call = late[0], log[-1]
-    milliseconds = next((int(n) for n in re.search(TIMEOUT_PATTERN, text).groups() if n), 0)  # type: ignore[union-attr]
+    milliseconds = next((int(n) for n in re.search(TIMEOUT_PATTERN, facts.text).groups() if n), 0)  # type: ignore[union-attr]
     limit = f" of {milliseconds / 1000:g} s" if milliseconds else ""
     of_group, where_set = " of the process group", "init_process_group"
     if call.operation == "monitored_barrier":
@@ -265,26 +285,79 @@ def _is_behind(log: Sequence[Call], other_log: Sequence[Call]) -> bool:
     return is_prefix and len(other_log) - 1 <= len(log) <= len(other_log)
 
 
-def hang_finding(
-    graph: WaitGraph,
-    roots: Sequence[int],
-    cause: str,
-    fix: str,
-    evidence: Sequence[str] = (),
-    call: RecordedCall | None = None,
-    code: str = "DDP402",
-) -> list[Finding]:
-    """Create a finding on `roots`, located at `call` or a waiting call."""
-    lines, waiting = graph.who_waits(roots)
-    calls = [call] if call is not None else [call for _, call, _ in graph.waits_for(roots)]
-    others = "the other " if len(waiting) + len(roots) == len(graph.dumps.keys() | graph.missing) else ""
-    who = f"{others}{len(waiting)} ranks wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
-    return one_finding(
-        code,
-        sorted({call.call.operation.partition(" ")[0] for call in calls}),
-        f"{capitalized(cause)}{f', and {who} for that' if waiting else ''}.",
-        ranks=roots,
-        location=Location.parse(next((call.call.location for call in calls if call.call.location), "")),
-        evidence=[*first_lines(evidence), *lines],
-        fix=fix,
+def explain_by_circle_of_sends(graph: WaitGraph) -> list[Finding]:
+    """DDP402: circular wait of ranks in sends and receives."""
+    circle = graph.circle()
+    is_of_sends = circle and all(call.between_two for _, call, _ in circle)
+    return graph.circle_finding("DDP402", circle, SEND_ORDER) if is_of_sends else []
+
+
+def explain_by_stopped_ranks(graph: WaitGraph, ranks: Sequence[int], doing: Mapping[int, str]) -> list[Finding]:
+    """DDP402: ranks that others wait for, and that wait for no rank."""
+    fix = (
+        f"Inspect the stacks of {format_ranks(ranks)} (py-spy dump --native --pid PID): a lock, native code that "
+        "holds the GIL, data loading, a file system, or a branch that other ranks do not take. If a process is "
+        "gone, its log says why."
     )
+    evidence = told_together((rank, doing[rank]) for rank in ranks)
+    return graph.hang_finding("DDP402", ranks, f"{format_ranks(ranks)} stopped calling collectives", fix, evidence)
+
+
+def explain_by_missing_dumps(graph: WaitGraph) -> list[Finding]:
+    """DDP402: ranks that others wait for, without a dump."""
+    ranks, who = sorted(graph.missing), format_ranks(graph.missing)
+    fix = f"Find out from the log of {who} why there is no dump: the process may have ended or been killed."
+    return graph.hang_finding("DDP402", ranks, f"{who} left no dump", fix)
+
+
+def explain_by_device(graph: WaitGraph, ranks: Sequence[int]) -> list[Finding]:
+    """DDP402: device that completes nothing, while its rank still enqueues calls."""
+    evidence = []
+    for rank in ranks:
+        call = graph.devices[rank]
+        peers, completed = graph.furthest(rank, call)
+        last = max(open_call.number for open_call in graph.open_calls[rank] if open_call.group == call.group)
+        evidence.append(
+            f"rank {rank} has enqueued calls up to number {last} and not completed {graph.words(call)}; "
+            f"{format_ranks(peers)} completed {completed}"
+        )
+    fix = (
+        f"Look at the devices and machines of {format_ranks(ranks)}: Xid errors in dmesg, ECC errors in nvidia-smi -q, "
+        "NVLink and network adapters. The collectives match, so that no line of the program is to be changed."
+    )
+    cause = f"the device stopped on {format_ranks(ranks)}: peers completed collectives that it did not complete"
+    return graph.hang_finding("DDP402", ranks, cause, fix, evidence, graph.devices[ranks[0]])
+
+
+def explain_by_late_rank(graph: WaitGraph) -> list[Finding]:
+    """DDP402: rank that reached a call long after the other ranks."""
+    calls = [
+        (rank, call) for rank, calls in graph.open_calls.items() for call in calls if call.created and call.timeout
+    ]
+    for entries in group_by(calls, lambda item: (graph.group(*item), item[1].between_two, item[1].number)).values():
+        first = min((call for _, call in entries), key=lambda call: call.created)
+        delays = {rank: call.created - first.created for rank, call in entries if not call.between_two}
+        if late := sorted(rank for rank, seconds in delays.items() if seconds >= first.timeout / 2):
+            who = format_ranks(late)
+            fix = (
+                f"Check what {who} did before (loading data, saving a checkpoint, evaluating, compiling), and split "
+                "the work equally over all ranks; or increase the timeout: init_process_group(timeout=...)."
+            )
+            cause = f"{who} came {delays[late[0]]:.0f} s late to {graph.words(first)} (timeout: {first.timeout:.0f} s)"
+            return graph.hang_finding("DDP402", late, cause, fix, call=first)
+    return []
+
+
+def explain_by_endless_call(graph: WaitGraph) -> list[Finding]:
+    """DDP402: call that all its ranks entered and that does not end."""
+    waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
+    idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
+    first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)
+    rank_call = next((item for item in first if item[0] in idle or len(graph.group(*item)[1]) == 1), None)
+    if rank_call is None:
+        return []
+    rank, call = rank_call
+    ranks = sorted({rank, call.peer} if call.between_two else graph.group(rank, call)[1])
+    fix = f"Look at the devices of {format_ranks(ranks)} and at the network between them (NCCL_DEBUG=INFO)."
+    cause = f"{format_ranks(ranks)} entered {graph.words(call)}, which does not end"
+    return graph.hang_finding("DDP402", ranks, cause, fix if len(ranks) > 1 else "", call=call)

@@ -10,6 +10,9 @@ Detected: Each rank logs every collective before the call, with its operation, s
     the logs of each process group by sequence number. It reports the first collective that differs. `ddpcheck hang`
     does the same with Flight Recorder dumps.
 Ignore: Never, if the operations differ. A difference in lines alone is reported only if a rank hangs because of it.
+Line: The branch that only some ranks take, or the collective that only some ranks call. If the logs tell only that
+    operations differ, the call of a rank in the minority. For wrappers in a different order, the constructor on a rank
+    that differs.
 Checks: report parameters; run collectives
 Reports: alan-turing-institute/autocast#386
 Example:
@@ -20,8 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.endings import RankAtEnd, ScheduledCall
 from ddpcheck.findings.evidence.replicas import WrapperBegun
@@ -40,12 +42,11 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.rules.collectives.ddp402_hang import missing_peer_finding
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, JOINED, JOINING, SHARD_FORWARD
-from ddpcheck.trace.collectives import DIVERGES_AT, call_signature, first_unequal_call, thread_kind
+from ddpcheck.trace.collectives import DIVERGES_AT, blocked_calls, call_signature, first_unequal_call, thread_kind
 from ddpcheck.trace.positions import (
     GROUP_ORDER,
     EndingFacts,
     Position,
-    at_lines,
     call_sequence,
     calls_there,
     described_call,
@@ -53,8 +54,9 @@ from ddpcheck.trace.positions import (
     has_joined,
     lines_of,
     local_branches,
+    op_name,
 )
-from ddpcheck.trace.wait_graph import find_circle
+from ddpcheck.trace.wait_graph import WaitGraph, find_circle
 
 
 def in_words(branch: Block) -> str:
@@ -66,11 +68,11 @@ def in_words(branch: Block) -> str:
 def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Position, block: Block) -> list[Finding]:
     call = stayer.call
     assert call is not None
-    number = next(index for index, other_call in enumerate(stayer.of.calls) if other_call is call)
+    number = next(index for index, other_call in enumerate(stayer.state.calls) if other_call is call)
     matching = [rank.rank for rank in facts.ranks if _makes_call(rank.calls, number, call)]
-    calling = sorted({*matching, stayer.of.rank} - {leaver.of.rank})
+    calling = sorted({*matching, stayer.state.rank} - {leaver.state.rank})
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
-    arms = {branch.head for branch in facts.around(leaver.lines, "branch") if not leaver.of.ended}
+    arms = {branch.head for branch in facts.around(leaver.lines, "branch") if not leaver.state.ended}
     is_arm = block.kind == "branch"
     instead = ", in the other branch of it" if block.head in arms else ""
     reason = f"each rank decides separately at {block.head}"
@@ -78,16 +80,16 @@ def explain_by_local_condition(facts: EndingFacts, stayer: Position, leaver: Pos
         f"Make the same decision on all ranks at {block.head}: all_reduce its input (the metric, the loss, a flag) "
         "before the test, or broadcast the decision of rank 0. "
         + (
-            f"Or take {at_lines(call)} out of the branch."
+            f"Or take {op_name(call)} out of the branch."
             if is_arm and call.operation != DDP_BACKWARD
-            else f"Or reach {at_lines(call)} on every rank."
+            else f"Or reach {op_name(call)} on every rank."
         )
     )
     if block.kind == "try":
         reason = f"the `{block.word}` at {block.head} may have caught an exception that is not known, and skipped it"
         fix = (
             f"Have the `{block.word}` at {block.head} print the traceback and raise the exception again: torchrun then "
-            f"ends all ranks. Or catch it at the raising line, so that this rank reaches {at_lines(call)} nevertheless."
+            f"ends all ranks. Or catch it at the raising line, so that this rank reaches {op_name(call)} nevertheless."
         )
     return one_finding(
         "DDP403",
@@ -153,14 +155,9 @@ def judge_collectives(
                 f"{format_ranks(rank for rank, _ in pairs)}, collective number {place}: {text}"
                 for text, pairs in group_by(zip(ranks, words, strict=True), lambda pair: pair[1]).items()
             ],
-            tags=tags_of_parting(place),
+            tags=(f"{DIVERGES_AT}{place}",),
         )
     return findings
-
-
-def tags_of_parting(number: int) -> tuple[str, ...]:
-    """Return the tag of a finding on the collective with this number."""
-    return (f"{DIVERGES_AT}{number}",)
 
 
 def mismatch_finding(
@@ -178,7 +175,7 @@ def mismatch_finding(
         location=Location.parse(extra.location),
         evidence=[*(f"rank {rank}, collective number {number}: {call}" for rank, call in calls.items()), *last_calls],
         fix=f"Call {extra.operation} at {extra.location} on every rank, equally often, or on none.",
-        tags=tags_of_parting(number),
+        tags=(f"{DIVERGES_AT}{number}",),
     )
 
 
@@ -214,17 +211,21 @@ def _extra_calls(rank: RankAtEnd) -> list[Call]:
     ]
 
 
-_Key = tuple[str, int]  # (process group, index of the collective in it)
+def explain_by_circle_of_groups(graph: WaitGraph) -> list[Finding]:
+    """DDP403: circular wait of ranks across process groups."""
+    circle = graph.circle()
+    return graph.circle_finding("DDP403", circle, GROUP_ORDER) if circle else []
 
 
 def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
     """Detect circular waits across process groups whose calls match."""
-    stuck = dict(_simulate(schedules))
+    stuck = dict(blocked_calls(schedules))
     if not stuck:
         return []
     circle = find_circle(stuck)
-    texts = [f"{format_ranks([rank])} in {_words(stuck[rank][0])} for {format_ranks([peer])}" for rank, peer in circle]
-    waits = group_by(stuck, lambda rank: (_words(stuck[rank][0]), format_ranks(stuck[rank][1])))
+    words = {rank: f"{call} of {format_ranks(call.members)}" for rank, (call, _) in stuck.items()}
+    texts = [f"{format_ranks([rank])} in {words[rank]} for {format_ranks([peer])}" for rank, peer in circle]
+    waits = group_by(stuck, lambda rank: (words[rank], format_ranks(stuck[rank][1])))
     first = stuck[circle[0][0]][0]
     return one_finding(
         "DDP403",
@@ -238,35 +239,6 @@ def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[F
         ],
         fix=GROUP_ORDER,
     )
-
-
-def _words(call: Call) -> str:
-    return f"{call} of {format_ranks(call.members)}"
-
-
-def _simulate(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tuple[int, tuple[Call, Sequence[int]]]]:
-    """Simulate all ranks; yield each blocked rank with its call and the missing ranks."""
-    places, numbers = [0] * len(schedules), [Counter[str]() for _ in schedules]
-    arrived: dict[_Key, set[int]] = defaultdict(set)
-    waiting: dict[_Key, list[int]] = defaultdict(list)
-    ready = deque(range(len(schedules)))
-    while ready:
-        rank = ready.popleft()
-        while places[rank] < len(schedules[rank]):
-            scheduled = schedules[rank][places[rank]]
-            key = scheduled.call.group, numbers[rank][scheduled.call.group]
-            arrived[key].add(rank)
-            if scheduled.waits and len(arrived[key]) < len(scheduled.call.members):
-                waiting[key].append(rank)
-                break
-            places[rank] += 1
-            numbers[rank][scheduled.call.group] += 1
-            if len(arrived[key]) == len(scheduled.call.members):
-                ready += waiting.pop(key, ())
-    for key, blocked in waiting.items():
-        for rank in blocked:
-            call = schedules[rank][places[rank]].call
-            yield rank, (call, [member for member in call.members if member not in arrived[key]])
 
 
 def explain_by_construction(facts: EndingFacts) -> list[Finding]:
@@ -284,7 +256,7 @@ def explain_by_construction(facts: EndingFacts) -> list[Finding]:
         "run to the end of the script without it.",
         ranks=finished,
         location=Location.parse(constructing[0].lines[0]),
-        evidence=[f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks],
+        evidence=facts.states,
         fix="Construct the wrapper on every rank of its process group, or leave the script on all of them before that.",
     )
 
@@ -298,12 +270,11 @@ def lone_call_finding(
         if any(where in lines_of(call) for call in rank.calls) or where in facts.now(rank)
     ]
     missing = [rank.rank for rank in facts.ranks if rank.rank not in calling]
-    if side.call is None and (wait := side.of.waits_for) is not None:
+    if side.call is None and (wait := side.state.waits_for) is not None:
         by_rank = {rank.rank: rank for rank in facts.ranks}
-        return missing_peer_finding(by_rank, [side.of.rank, *({wait.peer} & by_rank.keys())], [wait], "")
-    name = (
-        at_lines(side.call) if side.call is not None else side.of.doing.partition(" at ")[0].removeprefix("waits in ")
-    )
+        return missing_peer_finding(by_rank, [side.state.rank, *({wait.peer} & by_rank.keys())], [wait], "")
+    waits_in = side.state.doing.partition(" at ")[0].removeprefix("waits in ")
+    name = op_name(side.call) if side.call is not None else waits_in
     test = f", {in_words(branch)}" if branch is not None else ""
     instead, fix, place = "", _fix_of_call(side.call, name, where, branch), where
     if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
@@ -358,9 +329,9 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
     """DDP403: calls in a different order, or in different branches of one `if`."""
     if position.call is None or peer.call is None:
         return []
-    first, second = (position, peer) if position.of.rank < peer.of.rank else (peer, position)
+    first, second = (position, peer) if position.state.rank < peer.state.rank else (peer, position)
     assert first.call is not None and second.call is not None
-    ranks = [r.rank for r in facts.ranks if call_sequence(r) == call_sequence(second.of)]
+    ranks = [r.rank for r in facts.ranks if call_sequence(r) == call_sequence(second.state)]
     heads = {block.head for block in facts.around(first.lines, "branch")} & {
         block.head for block in facts.around(second.lines, "branch") if block not in facts.around(first.lines, "branch")
     }
@@ -370,7 +341,7 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
     return one_finding(
         "DDP403",
         sorted({first.call.operation, second.call.operation}),
-        f"{format_ranks([first.of.rank]).capitalize()} reaches {first.call}{group if differs else ''}, and "
+        f"{format_ranks([first.state.rank]).capitalize()} reaches {first.call}{group if differs else ''}, and "
         f"{format_ranks(ranks)} {plural_verb('reaches', 'reach', ranks)} {second.call}{other_group if differs else ''}"
         + (f", in the other branch of the `if` at {min(heads)}" if heads else "")
         + ".",
@@ -379,6 +350,36 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
         evidence=calls_there(first, second),
         fix=GROUP_ORDER if differs else "",
     )
+
+
+def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
+    """DDP403: collectives of several threads in one process group, ordered differently on each rank.
+
+    Each thread made the same calls on all ranks. Logs are in the order in which calls began. If the order is equal, two
+    threads of a rank must still wait: an object collective is several collectives to the backend.
+    """
+    for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
+        by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}
+        logs = list(filter(None, by_rank.values()))
+        for kind in {thread_kind(call) for log in logs for call in log}:
+            sequences = [[_key(call) for call in log if thread_kind(call) == kind] for log in logs]
+            if any(sequence != max(sequences, key=len)[: len(sequence)] for sequence in sequences):
+                break  # calls of this thread differ between ranks
+        else:
+            last = next((tuple(by_rank[rank.rank]) for rank in ranks if rank.in_threads), ())
+            index, mismatch = first_unequal_call(logs) or (0, last)
+            calls = [call for call in mismatch if call is not None]
+            # last call of each kind of thread, then the last two calls
+            pair = [
+                call for after, call in enumerate(calls, 1) if thread_kind(call) not in map(thread_kind, calls[after:])
+            ][-2:]
+            if len(pair) == 2 and all({_key(call) for call in log[index:]} >= set(map(_key, pair)) for log in logs):
+                return interleaving_finding(ranks, *sorted(pair, key=lambda call: call.thread))
+    return []
+
+
+def _key(call: Call) -> tuple[str, str, str]:
+    return thread_kind(call), call.operation, call.payload
 
 
 def interleaving_finding(ranks: Sequence[RankAtEnd], call: Call, rival: Call) -> list[Finding]:

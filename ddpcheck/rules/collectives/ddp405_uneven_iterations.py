@@ -9,6 +9,8 @@ Fix: Use DistributedSampler (it pads) or drop_last=True, or enter `with ddp.join
 Detected: ddpcheck compares which ranks have samples in a step, and how many batches the loader of each rank has. A
     difference is reported if ranks hang or fail because of it.
 Ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
+Line: The `break` or `return` that leaves the loop, if it is the only one. Otherwise the loop, or the line that
+    iterates over the data loader.
 Checks: report parameters; run collectives
 Explains: DDP507
 Reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
@@ -34,18 +36,18 @@ from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, Ba
 from ddpcheck.trace.positions import (
     EndingFacts,
     Position,
-    at_lines,
     backwards_of,
     calls_there,
     count_visits,
     doing,
     exits_of,
     has_joined,
+    op_name,
     shard_in_words,
 )
 
 
-def and_told(facts: EndingFacts, ranks: Sequence[int]) -> str:
+def _and_doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
     """Return the end of a sentence on `ranks` with what each rank does."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     return f" and {agreeing(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
@@ -74,7 +76,7 @@ def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) ->
             location=first.location,
             evidence=[
                 *(f"rank {rank}: {shard_in_words(loader_pass)}" for rank, loader_pass in passes.items()),
-                *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+                *facts.states,
             ],
             fix=_fix_of_loader(facts),
         )
@@ -115,41 +117,41 @@ def _visits_in_words(rank: RankAtEnd, call: Call) -> str:
     """Describe how often a rank reached a call, with the counted unit."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
-        return f"{counted(times, 'call')} of {at_lines(call)}"
+        return f"{counted(times, 'call')} of {op_name(call)}"
     is_forward = call.operation != DDP_BACKWARD and any(logged.operation == call.operation for logged in rank.calls)
     return counted(times, f"{'forward' if is_forward else 'backward'} pass")
 
 
 def uneven_loop_finding(facts: EndingFacts, loop: Block, leaver: Position, stayer: Position) -> list[Finding]:
     assert stayer.call is not None
-    most = count_visits(stayer.of, stayer.call)
+    most = count_visits(stayer.state, stayer.call)
     leavers = [
         rank.rank
         for rank in facts.ranks
-        if rank is leaver.of
+        if rank is leaver.state
         or (
             loop not in facts.loops(facts.now(rank))
             and count_visits(rank, stayer.call) < most  # a rank that caught the error of its last call has left, too
         )
     ]
     others = [rank.rank for rank in facts.ranks if rank.rank not in leavers]
-    times = count_visits(leaver.of, stayer.call)
-    passes = [p for p in leaver.of.passes if str(p.location) == loop.head]
+    times = count_visits(leaver.state, stayer.call)
+    passes = [p for p in leaver.state.passes if str(p.location) == loop.head]
     exits = exits_of(facts, loop, leaver, stayer)
     innermost = facts.loops(stayer.lines)[-1:] == [loop]  # each iteration makes the call once
-    limit = loop.times if loop.times is not None and innermost and not leaver.of.earlier else 0.0
+    limit = loop.times if loop.times is not None and innermost and not leaver.state.earlier else 0.0
     by_exit = loop.times == ENDLESS or times < limit or any(not p.exhausted for p in passes[-1:])
     if not exits and times < limit:
         return fewer_backwards_finding(facts, loop, leavers, times, stayer)
     where = Location(loop.path, exits[0][0]) if len(exits) == 1 else None
     cause = f" by the `{exits[0][1]}` at {where}" if where is not None and by_exit else ""
-    after = f" after {_visits_in_words(leaver.of, stayer.call)}" if not leaver.of.earlier else ""
+    after = f" after {_visits_in_words(leaver.state, stayer.call)}" if not leaver.state.earlier else ""
     exit_lines = [f"the `{word}` at {loop.path}:{line} may end it" for line, word in exits] if not cause else []
     return one_finding(
         "DDP405",
-        (at_lines(stayer.call),),
-        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}{and_told(facts, leavers)}; "
-        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{and_told(facts, others)}.",
+        (op_name(stayer.call),),
+        f"{format_ranks(leavers).capitalize()} left the loop at {loop.head}{cause}{after}{_and_doing(facts, leavers)}; "
+        f"{format_ranks(others)} {plural_verb('continues', 'continue', others)} it{_and_doing(facts, others)}.",
         ranks=leavers if len(leavers) <= len(others) else others,
         location=where or Location(loop.path, loop.line),
         evidence=[
@@ -220,7 +222,7 @@ def dropped_backward_finding(
         evidence=[
             *(f"the `{word}` at {loops[0].path}:{line} may end it" for line, word in exits if loops and not cause),
             *(f"rank {rank}: then {b.call.place}" for rank, b in by_rank.items()),
-            *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks),
+            *facts.states,
         ],
         fix=FIX_OF_EXIT,
     )

@@ -10,6 +10,8 @@ Fix: Use checkpoint(..., use_reentrant=False), call shared modules inside forwar
 Detected: ddpcheck counts how often the gradient of each parameter arrives in one backward pass. If DDP raises, the
     names of the parameters come from its message.
 Ignore: If static_graph=True is set: DDP then handles a second arrival.
+Line: In `run`, the backward pass that raised; for a re-entrant checkpoint, the call of checkpoint. In `report`, the
+    line that makes the first parameter.
 Checks: report parameters; run collectives
 Explains: DDP301 DDP302
 Reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
@@ -24,13 +26,13 @@ import re
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names
-from ddpcheck.trace.failures import RaisedFacts, count_forwards
+from ddpcheck.trace.failures import FailureFacts, count_forwards
 from ddpcheck.trace.parameters import ParameterFacts
 
 
-def explain_marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
+def explain_marked_twice(facts: FailureFacts) -> list[Finding]:
     """DDP406: gradient of a parameter marked ready twice in one backward pass."""
-    reentrant = "torch/utils/checkpoint.py" in text  # re-entrant backward of a checkpoint
+    reentrant = "torch/utils/checkpoint.py" in facts.text  # re-entrant backward of a checkpoint
     unused = any(wrapper.options.get("find_unused_parameters") == "True" for wrapper in facts.begun)
     forwards = count_forwards(facts)
     where, cause, fix = Location.parse(facts.first.location), "", ""
@@ -46,7 +48,7 @@ def explain_marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
     elif unused:
         cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
-    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
+    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
     return facts.one_finding(
         "DDP406",
         names or ("backward",),

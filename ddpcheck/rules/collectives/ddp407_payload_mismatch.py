@@ -7,7 +7,8 @@ Fix: Pack in one order on every rank: sort the names before flattening, and send
 Detected: `ddpcheck report` repeats the step with the same samples on every rank. DDP407 is reported if the ranks then
     put the same numbers into a reduction, but in a different order.
 Ignore: Never.
-Checks: report parameters; run collectives
+Line: The reduction, on a rank of the minority.
+Checks: report parameters
 Example:
     flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
     dist.all_reduce(flat)                    # right: for name in sorted(losses)

@@ -13,6 +13,7 @@ Detected: ddpcheck follows the handles that the script's own calls return. It re
     it as a gradient. It also reports a tensor that the program writes before wait() returns. For tensors on a GPU,
     unused handles are not reported. For views, writes are not reported.
 Ignore: If nothing ever reads the tensor.
+Line: The call that starts the asynchronous collective.
 Checks: run collectives
 Explains: DDP208 DDP301 DDP306 DDP501 if of gradients
 Example:
@@ -23,15 +24,38 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding, unless_all
-from ddpcheck.trace.collectives import ON_GRADIENTS, HandleEntry
+from ddpcheck.trace.collectives import ON_GRADIENTS
+
+HandleEntry = WorkDropped | TensorOfWorkWritten
 
 
-def unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: int) -> Finding:
+def judge_async_handles(
+    dropped: Sequence[Sequence[WorkDropped]],
+    used: Sequence[Iterable[WorkUsed]],
+    written: Sequence[Sequence[TensorOfWorkWritten]],
+) -> list[Finding]:
+    """DDP408: one finding per line; each argument by rank.
+
+    Ignores lines where any handle was waited on: the last handle may be left over at the end of a loop.
+    """
+    waited = {use.location for uses in used for use in uses}
+    lines: dict[Location, list[tuple[int, HandleEntry]]] = {}
+    for rank, (works, changed) in enumerate(zip(dropped, written, strict=True)):
+        entries: list[HandleEntry] = [
+            *changed,
+            *(work for work in works if work.location not in waited),
+        ]
+        for entry in entries:
+            lines.setdefault(entry.location, []).append((rank, entry))
+    return [_unawaited_finding(by_rank, len(dropped)) for by_rank in lines.values()]
+
+
+def _unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: int) -> Finding:
     _, entry = entries[0]
     call = f"{entry.operation}(async_op=True)"
     if isinstance(entry, TensorOfWorkWritten):

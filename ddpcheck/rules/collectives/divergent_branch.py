@@ -38,7 +38,7 @@ def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> l
     """Return blocks that `stayer` is in and `leaver` was in earlier, innermost first."""
     leaver_blocks = facts.around(leaver.lines, "branch", "rest", "try")
     stayer_blocks = reversed(facts.around(stayer.lines, "branch", "rest", "try"))
-    return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.of, block)]
+    return [block for block in stayer_blocks if block not in leaver_blocks and facts.has_been_in(leaver.state, block)]
 
 
 def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from ddpcheck.findings.evidence.endings import RankAtEnd
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.program_blocks import Block
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import format_ranks, one_finding, plural_verb
+from ddpcheck.findings.report import Finding
 from ddpcheck.rules.collectives.ddp405_uneven_iterations import dropped_backward_finding, uneven_loop_finding
 from ddpcheck.rules.collectives.divergent_branch import runs_of, split_line
+from ddpcheck.rules.gradients.ddp502_no_sync_misuse import uneven_no_sync_finding
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import skipped_pass_finding
 from ddpcheck.stream.entries import DDP_FORWARD, Backward, backward_of
 from ddpcheck.trace.positions import (
     EndingFacts,
     Position,
     backwards_of,
     count_visits,
-    doing,
     exits_of,
     lines_of,
     local_branches,
@@ -33,10 +33,12 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 
     Runs before extra calls of a rank, because the others would call the collectives after the loop, too.
     """
-    if stayer.call is None or not count_visits(leaver.of, stayer.call):
+    if stayer.call is None or not count_visits(leaver.state, stayer.call):
         return []
     loops = loops_left(facts, leaver, stayer)
-    if not loops or not (_is_same_pass(leaver.of, stayer.of, loops[-1]) or not local_branches(facts, leaver, stayer)):
+    if not loops:
+        return []
+    if not _is_same_pass(leaver.state, stayer.state, loops[-1]) and local_branches(facts, leaver, stayer):
         return []
     places = [loop for loop, inner in itertools.pairwise(loops) if _may_be_left(facts, loop, inner, leaver, stayer)]
     return uneven_loop_finding(facts, (places or loops[-1:])[0], leaver, stayer)
@@ -47,7 +49,7 @@ def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position
 
     Compares the number of runs of the inner loop; if unknown, a `for` over a range ends alike on all ranks.
     """
-    runs = [len(runs_of(facts, inner, side.of.calls)) for side in (leaver, stayer)]
+    runs = [len(runs_of(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
         return runs[0] < runs[1]
     return not loop.over.startswith("range(") or bool(exits_of(facts, loop, leaver, stayer))
@@ -91,14 +93,21 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
             ahead = [rank for rank, value in values.items() if value > least]
             if ahead and all(counts[rank] < most for rank in ahead):
                 behind = next(b for rank, b in by_rank.items() if rank not in ahead)
-                if kind == "batch" and not _went_through(backwards, ahead, by_rank, behind):
-                    continue
+                if kind == "batch" and not all(
+                    by_rank[rank].loader == behind.loader
+                    and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
+                    for rank in ahead
+                ):
+                    continue  # a rank has not trained on this loader pass
                 numbers = [f"rank {rank}, backward pass {number + 1}: of {b.call.place}" for rank, b in by_rank.items()]
                 block, reasons = _left_out_at(facts, behind, kind)
                 reasons = [*reasons, "from then on, backward passes of different batches are averaged with each other"]
-                return dropped_backward_finding(facts, ahead, by_rank, behind) or _skip_finding(
-                    facts, kind, ahead, list(by_rank), behind, block, [*numbers, *reasons]
-                )
+                if findings := dropped_backward_finding(facts, ahead, by_rank, behind):
+                    return findings
+                others = [rank for rank in by_rank if rank not in ahead]
+                if kind == "unsynced":
+                    return uneven_no_sync_finding(facts, ahead, others, behind, [*numbers, *reasons])
+                return skipped_pass_finding(facts, kind, ahead, others, behind, block, [*numbers, *reasons])
     return []
 
 
@@ -106,57 +115,6 @@ def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
     """Count the backward passes of a rank, plus a forward without backward."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
-
-
-def _went_through(
-    backwards: Mapping[int, Sequence[Backward]], ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward
-) -> bool:
-    """Return True if the `ahead` ranks trained on the loader pass of `behind`."""
-    return all(
-        by_rank[rank].loader == behind.loader and any(b.batch[0] == behind.batch[0] for b in backwards[rank])
-        for rank in ahead
-    )
-
-
-def _skip_finding(
-    facts: EndingFacts,
-    kind: str,
-    ahead: Sequence[int],
-    ranks: Sequence[int],
-    behind: Backward,
-    block: Block | None,
-    reasons: Sequence[str],
-) -> list[Finding]:
-    others = [rank for rank in ranks if rank not in ahead]
-    who, rest = format_ranks(ahead).capitalize(), format_ranks(others)
-    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
-    line = behind.line if kind == "batch" else behind.call.location
-    where = None if block is None else Location(block.path, block.line)
-    evidence = [*reasons, *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)]
-    if kind == "unsynced":
-        return one_finding(
-            "DDP502",
-            ("no_sync",),
-            f"{who} {plural_verb('runs', 'run', ahead)} {batch} under no_sync, and {rest} "
-            f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its "
-            f"gradients, {format_ranks(ahead)} {plural_verb('does', 'do', ahead)} not.",
-            ranks=ahead,
-            location=Location.parse(behind.line or line),
-            evidence=evidence,
-            fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
-        )
-    noun = "the backward pass" if kind == "forward" else "the forward pass"
-    by = f" (`{block.word}` at {block.head})" if block is not None else ""
-    skipped = f"{noun} of {batch}" if behind.loader >= 0 else (noun if kind == "batch" else f"{noun} of {batch}")
-    return one_finding(
-        "DDP508",
-        ("backward",),
-        f"{who} skipped {skipped}{f' at {line}' if line else ''}{by}; {rest} did not. The ranks are then out of step: "
-        f"{doing(facts, ahead)}, {doing(facts, others)}.",
-        ranks=ahead,
-        location=where or Location.parse(line),
-        evidence=evidence,
-    )
 
 
 def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
@@ -188,16 +146,19 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
     kind = "" if pending is None else _left_out_by(facts, leaver, stayer, pending)
     if pending is None or not kind:
         return []
-    length, others = len(leaver.before), [rank for rank in facts.ranks if rank not in (leaver.of, stayer.of)]
+    length, others = len(leaver.before), [rank for rank in facts.ranks if rank not in (leaver.state, stayer.state)]
     sides = [Position(rank, None, facts.now(rank), rank.calls[:length]) for rank in others]
-    ahead = sorted([leaver.of.rank, *(side.of.rank for side in sides if _left_out_by(facts, side, stayer, pending))])
+    ahead = sorted(
+        [leaver.state.rank, *(side.state.rank for side in sides if _left_out_by(facts, side, stayer, pending))]
+    )
     part = "batch" if kind == "batch" else "forward"
     block, reasons = _left_out_at(facts, pending, part)
     passes = {rank.rank: _loader_pass_of(rank, pending) for rank in facts.ranks}
     batches = [f"rank {rank}: {shard_in_words(taken)}" for rank, taken in passes.items() if taken is not None]
     forwards = [f"rank {rank}: as many forward passes at {pending.line}" for rank in ahead if kind == "forward"]
     block = None if kind == "unknown" else block
-    return _skip_finding(facts, part, ahead, list(passes), pending, block, [*batches, *forwards, *reasons])
+    not_ahead = [rank for rank in passes if rank not in ahead]
+    return skipped_pass_finding(facts, part, ahead, not_ahead, pending, block, [*batches, *forwards, *reasons])
 
 
 def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
@@ -207,7 +168,7 @@ def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
     if stayer.call.operation != DDP_FORWARD:
         return backward_of(stayer.call)
     heads = {loop.head for loop in facts.loops(stayer.lines)}
-    passes = [loader_pass for loader_pass in stayer.of.passes if str(loader_pass.location) in heads]
+    passes = [loader_pass for loader_pass in stayer.state.passes if str(loader_pass.location) in heads]
     if not passes:
         return None
     last = passes[-1]  # begun last, of any loader: one loop may iterate several loaders
@@ -226,13 +187,13 @@ def _left_out_by(facts: EndingFacts, leaver: Position, stayer: Position, pending
     have left the loop before.
     """
     loops = loops_left(facts, leaver, stayer)
-    if not loops or _has_as_many(leaver.of, stayer) or not (leaver.lines or leaver.of.ended):
+    if not loops or _has_as_many(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
         return ""
     last, peer_last = next(_last_common(leaver, stayer, pending), (None, None))
     lead = 0 if last is None or peer_last is None else last.forward - peer_last.forward
-    forwards = leaver.of.forwards.get(split_line(pending.line)[1]) if pending.forward >= 0 else -1
+    forwards = leaver.state.forwards.get(split_line(pending.line)[1]) if pending.forward >= 0 else -1
     has_forward = forwards is not None and 0 <= pending.forward <= forwards - lead
-    taken = _loader_pass_of(leaver.of, pending)
+    taken = _loader_pass_of(leaver.state, pending)
     is_same_pass = last is None or peer_last is None or (last.loader, last.batch) == (peer_last.loader, peer_last.batch)
     has_batch = is_same_pass and taken is not None and taken.batches >= pending.batch[1]
     if taken is None or all(loop.head != str(taken.location) for loop in loops):  # may not be a loop over the loader
@@ -251,7 +212,7 @@ def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
     """Return True if `leaver` made as many backward passes as `stayer`."""
     if stayer.call is None or (backward := backward_of(stayer.call)) is None:
         return False
-    count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.of))
+    count, stayer_count = (sum(b.line == backward.line for b in backwards_of(rank)) for rank in (leaver, stayer.state))
     return count >= stayer_count
 
 

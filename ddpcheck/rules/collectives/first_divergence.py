@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
@@ -13,7 +14,7 @@ from ddpcheck.rules.collectives.ddp403_collective_mismatch import (
     judge_schedule_waits,
     mismatch_finding,
 )
-from ddpcheck.trace.collectives import DIVERGES_AT, ROOTED, call_signature, first_unequal_call
+from ddpcheck.trace.collectives import DIVERGES_AT, ROOTED, first_unequal_call
 
 
 def not_waiting(logs: Sequence[Sequence[Call]], inside: Mapping[int, str]) -> set[int]:
@@ -36,15 +37,8 @@ def first_divergence(finding: Finding) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-def same_signature(call: Call, other_call: Call) -> bool:
-    """Return True if two calls have the same operation and payload."""
-    return call_signature(call) == call_signature(other_call)
-
-
-_LONGEST = 64  # longest run of extra calls to try
-
-
-_TRIES = 50  # mismatched call sites to examine
+_MAX_RUN = 64  # longest run of extra calls to try
+_MAX_TRIES = 50  # mismatched call sites to examine
 
 
 def judge_divergences(
@@ -63,19 +57,24 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
     """DDP403: first extra call of a rank, paired with another call site."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
-    parting = _divergence(logs, ranks)
-    if parting is None:
+    divergence = _divergence(logs, ranks)
+    if divergence is None:
         return []
-    index, coded, *sides = parting
+    index, coded, *sides = divergence
     calls = {rank: logs[rank][index] for rank in ranks if index < len(logs[rank])}
     calling, missing = ([rank for rank in calls if coded[rank][index] == coded[side][index]] for side in sides)
-    return mismatch_finding(index + first, calls, calling, missing, _last_calls(logs, ranks, first))
+    last_calls = [
+        f"rank {rank}, its last one, after {counted(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
+        for rank in ranks
+        if logs[rank]
+    ]
+    return mismatch_finding(index + first, calls, calling, missing, last_calls)
 
 
 def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
     """Return the index of the first extra call, by call sites, or None."""
-    parting = _divergence(logs, range(len(logs)))
-    return None if parting is None else parting[0]
+    divergence = _divergence(logs, range(len(logs)))
+    return None if divergence is None else divergence[0]
 
 
 def _divergence(
@@ -85,47 +84,35 @@ def _divergence(
     mismatch = first_unequal_call([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
-    place, calls = mismatch
-    end = None if None in calls else place + 1  # nothing pairs up after operations differ
-    table = _CallTable()
-    coded = {rank: table.coded(logs[rank][:end]) for rank in ranks}
+    index, calls = mismatch
+    end = None if None in calls else index + 1  # nothing pairs up after operations differ
+    codes: dict[_CallSite, int] = {}  # integers, for fast comparison of long logs
+    coded = {
+        rank: tuple(
+            codes.setdefault(_CallSite(call.operation, call.payload, call.location), len(codes))
+            for call in logs[rank][:end]
+        )
+        for rank in ranks
+    }
+    sites = list(codes)
     classes = sorted(group_by(ranks, lambda rank: coded[rank]).values(), key=lambda group: (-len(group), group))
-    partings = []
+    candidates = []
     for group in classes[1:]:
         for calling, missing in ((classes[0], group), (group, classes[0])):
             extra, without = coded[calling[0]], coded[missing[0]]
             if len(extra) > len(without) or end is not None:  # the rank with more calls waits
-                index = _Comparison(table, extra, without).parting(place)
-                partings += [] if index is None else [(index, calling[0], missing[0])]
-    if not partings:
+                extra_at = _Comparison(sites, extra, without).first_extra_call(index)
+                candidates += [] if extra_at is None else [(extra_at, calling[0], missing[0])]
+    if not candidates:
         return None
-    index, calling_rank, missing_rank = min(partings)
+    index, calling_rank, missing_rank = min(candidates)
     return index, coded, calling_rank, missing_rank
 
 
-def _last_calls(logs: Sequence[Sequence[Call]], ranks: Sequence[int], first: int) -> list[str]:
-    return [
-        f"rank {rank}, its last one, after {counted(first + len(logs[rank]) - 1, 'other')}: {logs[rank][-1]}"
-        for rank in ranks
-        if logs[rank]
-    ]
-
-
-class _CallTable:
-    """Integer codes of calls by (operation, payload, line), for fast comparison of long logs."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self._numbers: dict[tuple[str, str, str], int] = {}
-
-    def coded(self, log: Sequence[Call]) -> tuple[int, ...]:
-        return tuple(map(self._number, log))
-
-    def _number(self, call: Call) -> int:
-        number = self._numbers.setdefault((call.operation, call.payload, call.location), len(self.calls))
-        if number == len(self.calls):
-            self.calls.append(call)
-        return number
+class _CallSite(NamedTuple):
+    operation: str
+    payload: str
+    location: str
 
 
 class _Comparison:
@@ -136,84 +123,82 @@ class _Comparison:
     (sender and receivers use different lines, and ranks may take turns).
     """
 
-    def __init__(self, table: _CallTable, extra: Sequence[int], without: Sequence[int]) -> None:
-        self._calls = table.calls
+    def __init__(self, sites: Sequence[_CallSite], extra: Sequence[int], without: Sequence[int]) -> None:
+        self._sites = sites
         self._extra = extra
         self._without = without
-        self._own = {table.calls[number].location for number in set(extra)}
-        self._others = {table.calls[number].location for number in set(without)}
+        self._locations = {sites[code].location for code in set(extra)}
+        self._peer_locations = {sites[code].location for code in set(without)}
         self._known: set[tuple[int, int]] = set()  # accepted pairs of different lines so far
         self._in_step: set[int] = set()  # calls that paired up with an equal call so far
 
-    def parting(self, end: int) -> int | None:
+    def first_extra_call(self, end: int) -> int | None:
         """Return the index of the first extra call before `end`, or None."""
         tries = 0
-        for place, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
+        for index, pair in enumerate(zip(self._extra[:end], self._without[:end], strict=False)):
             if pair[0] == pair[1]:
                 self._in_step.add(pair[0])
             elif pair not in self._known:
                 if not self._are_pair(*pair):
                     tries += 1
-                    if tries <= _TRIES and (self._lines_of_its_own(place) or self._one_run(place)):
-                        return place
+                    if tries <= _MAX_TRIES and (self._has_extra_lines(index) or self._has_extra_run(index)):
+                        return index
                 self._known.add(pair)
         return None
 
-    def _may_be_any(self, code: int, other_code: int) -> bool:
-        """Return True if the lines of two paired calls are inconclusive."""
-        call, other_call = self._calls[code], self._calls[other_code]
-        rooted = call.operation in ROOTED and "root" not in call.payload
-        return same_signature(call, other_call) and (rooted or not (call.location and other_call.location))
-
     def _are_pair(self, code: int, other_code: int) -> bool:
         """Return True if two calls of different ranks may belong together."""
-        if code == other_code or (code, other_code) in self._known or self._may_be_any(code, other_code):
+        if code == other_code or (code, other_code) in self._known:
             return True
-        call, other_call = self._calls[code], self._calls[other_code]
+        call, other_call = self._sites[code], self._sites[other_code]
+        if call[:2] != other_call[:2]:
+            return False
+        is_rooted = call.operation in ROOTED and "root" not in call.payload
+        if is_rooted or not (call.location and other_call.location):  # the lines are inconclusive
+            return True
         return (
-            same_signature(call, other_call)
-            and call.location not in self._others
-            and other_call.location not in self._own
+            call.location not in self._peer_locations
+            and other_call.location not in self._locations
             and not any(code == known_code or other_code == known_other for known_code, known_other in self._known)
         )
 
-    def _lines_of_its_own(self, start: int) -> bool:
+    def _has_extra_lines(self, start: int) -> bool:
         """Return True if calls match from `start` on, except for lines of one rank."""
         index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
         while index < len(self._extra) and other_index < len(self._without):
             code, other_code = self._extra[index], self._without[other_index]
-            location = self._calls[code].location
+            location = self._sites[code].location
             if index > start and self._are_pair(code, other_code):
                 if location and code == other_code:
                     matched += 1
                     confirmed += waiting
                     waiting = []
                 other_index += 1
-            elif location and location not in self._others:
+            elif location and location not in self._peer_locations:
                 waiting.append(code)
             else:
                 return False
             index += 1
         return 0 < len(confirmed) <= matched and (other_index == len(self._without) or set(waiting) <= set(confirmed))
 
-    def _one_run(self, start: int) -> bool:
+    def _has_extra_run(self, start: int) -> bool:
         """Return True if calls match from `start` on, after one run of extra calls.
 
         Ranks that take turns look the same, but then no line has paired up with itself before.
         """
-        for length in range(1, _LONGEST + 1):
+        for length in range(1, _MAX_RUN + 1):
             after = zip(self._extra[start + length :], self._without[start:], strict=False)
             matched = []
             for code, other_code in after:
                 if not self._are_pair(code, other_code):
                     break
-                matched += [code] if code == other_code and self._calls[code].location else []
+                matched += [code] if code == other_code and self._sites[code].location else []
             else:
                 to_the_end = len(self._extra) - length == len(self._without)
                 if len(matched) >= (1 if to_the_end else length):
                     run = self._extra[start : start + length]
-                    has_own_lines = all(self._calls[extra_code].location not in self._others for extra_code in run)
+                    has_own_lines = self._peer_locations.isdisjoint(self._sites[code].location for code in run)
                     return has_own_lines or bool({*run, *matched} & self._in_step) or len(set(matched)) > 2
         return False
 

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.figures import CalledCollective, CollectiveTimeline, RankCollectives
-from ddpcheck.rules.collectives.first_divergence import first_divergence, judge_divergences, same_signature
-from ddpcheck.trace.failures import describe_failure
+from ddpcheck.rules.collectives.first_divergence import first_divergence, judge_divergences
+from ddpcheck.trace.collectives import call_signature
+from ddpcheck.trace.failures import FailureFacts, describe_failure
 
 _BEFORE = 20  # calls before the mismatch, or before the end of the shortest log
-
-
 _MOST = 60  # calls per rank
-
-
 _MOST_GROUPS = 8
 
 
-def timelines_of_failure(
-    failures: Sequence[RankFailure], logs: Sequence[Sequence[Call]], finished: Collection[int] = ()
-) -> tuple[CollectiveTimeline, ...]:
+def timelines_of_failure(facts: FailureFacts) -> tuple[CollectiveTimeline, ...]:
     """Return the timelines of ranks that failed or did not finish."""
-    stuck = {failure.rank: bool(failure.collective) for failure in failures if failure.kind == "stuck"}
-    at_end = {failure.rank: describe_failure(failure) for failure in failures}
-    waiting = {(logs[rank][-1].group, rank) for rank, waits in stuck.items() if waits and logs[rank]}
-    at_work = {rank for rank, waits in stuck.items() if not waits}
-    drawn = timelines(logs, waiting, at_end | dict.fromkeys(finished, "had finished"), at_work)
-    return drawn if stuck else diverging_calls(drawn)
+    waiting = {failure.rank for failure in facts.stuck if failure.collective and facts.logs[failure.rank]}
+    at_work = {failure.rank for failure in facts.stuck if not failure.collective}
+    at_end = {failure.rank: describe_failure(failure) for failure in facts.failures}
+    open_calls = {(facts.logs[rank][-1].group, rank) for rank in waiting}
+    drawn = timelines(facts.logs, open_calls, at_end | dict.fromkeys(facts.finished, "had finished"), at_work)
+    return drawn if facts.stuck else diverging_calls(drawn)
 
 
 def diverging_calls(drawn: Sequence[CollectiveTimeline]) -> tuple[CollectiveTimeline, ...]:
@@ -91,4 +85,4 @@ def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...
     absent = tuple(peer for peer, log in logs.items() if len(log) <= place)
     if absent:
         return absent
-    return tuple(peer for peer, log in logs.items() if not same_signature(log[place], logs[rank][place]))
+    return tuple(peer for peer, log in logs.items() if call_signature(log[place]) != call_signature(logs[rank][place]))

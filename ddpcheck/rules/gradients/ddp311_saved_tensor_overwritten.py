@@ -28,13 +28,13 @@ import re
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import join_names
-from ddpcheck.trace.failures import MODIFIED_IN_PLACE, RaisedFacts, WrapperErrorFacts, count_forwards
+from ddpcheck.trace.failures import MODIFIED_IN_PLACE, FailureFacts, WrapperErrorFacts, count_forwards
 from ddpcheck.trace.gradients import ReducerFacts
 
 
-def explain_overwritten(facts: RaisedFacts, text: str) -> list[Finding]:
+def explain_overwritten(facts: FailureFacts) -> list[Finding]:
     """DDP311: tensor needed by backward overwritten in place; cause by shape and forward count."""
-    match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", text)
+    match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", facts.text)
     shape = tuple(int(size) for size in match[1].split(",") if size.strip()) if match else None
     buffers, parameters = (
         [

@@ -28,7 +28,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, unless_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
-from ddpcheck.trace.failures import WrapperErrorFacts
+from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, VALUES_DIVERGED, Steps, are_near
@@ -66,6 +66,19 @@ def explain_by_shards_in_the_loss(facts: WrapperErrorFacts) -> list[Finding]:
         location=Location.parse(facts.failures[0].location),
         fix="Call the module, not its forward or another of its methods; or register that method with "
         "torch.distributed.fsdp.register_fsdp_forward_method(module, name).",
+    )
+
+
+def explain_shard_outside_forward(facts: FailureFacts) -> list[Finding]:
+    """DDP501: operation on a shard outside of forward, where the parameter is not gathered."""
+    return facts.one_finding(
+        "DDP501",
+        ("forward",),
+        "An operation mixes a plain tensor and a shard (DTensor): outside of the forward of a module that fully_shard "
+        "was called on, each rank has only its shards of the parameters.",
+        fix="Call the module, not its forward or another of its methods; or register that method with "
+        "torch.distributed.fsdp.register_fsdp_forward_method(module, name). Other computations on parameters use "
+        "parameter.full_tensor(), before forward.",
     )
 
 

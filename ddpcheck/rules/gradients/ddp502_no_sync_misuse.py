@@ -28,9 +28,11 @@ from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, Loop
 from ddpcheck.findings.program_blocks import blocks_of_lines
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, one_finding, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb, unless_all
+from ddpcheck.stream.entries import Backward
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, contribution_ranks, contribution_steps
+from ddpcheck.trace.positions import EndingFacts
 from ddpcheck.trace.script_facts import ScriptFacts
 
 _SWITCHES = {
@@ -170,3 +172,22 @@ def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
                 severity=Severity.WARNING,
             )
     return []
+
+
+def uneven_no_sync_finding(
+    facts: EndingFacts, ranks: Sequence[int], others: Sequence[int], behind: Backward, evidence: Sequence[str]
+) -> list[Finding]:
+    """DDP502: micro-batch that only some ranks run under no_sync."""
+    who, rest = format_ranks(ranks), format_ranks(others)
+    batch = f"batch {behind.batch[1]}" if behind.loader >= 0 else f"forward pass {behind.forward}"
+    return one_finding(
+        "DDP502",
+        ("no_sync",),
+        f"{who.capitalize()} {plural_verb('runs', 'run', ranks)} {batch} under no_sync, and {rest} "
+        f"{plural_verb('does', 'do', others)} not: {rest} {plural_verb('averages', 'average', others)} its gradients, "
+        f"{who} {plural_verb('does', 'do', ranks)} not.",
+        ranks=ranks,
+        location=Location.parse(behind.line or behind.call.location),
+        evidence=[*evidence, *facts.states],
+        fix="Enter no_sync for the same micro-batches on every rank: decide it by the number of the step.",
+    )

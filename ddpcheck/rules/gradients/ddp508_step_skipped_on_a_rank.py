@@ -31,8 +31,9 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, group_by_value, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.comparisons import IN_STEP, divergence_finding
+from ddpcheck.stream.entries import Backward
 from ddpcheck.trace.loop import Loop
-from ddpcheck.trace.positions import EndingFacts, Position, at_lines, doing, may_leave_out
+from ddpcheck.trace.positions import EndingFacts, Position, doing, may_leave_out, op_name
 from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
@@ -51,11 +52,40 @@ def fewer_backwards_finding(
     return one_finding(
         "DDP508",
         ("backward",),
-        f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {at_lines(stayer.call)} in {times} "
+        f"{format_ranks(ranks).capitalize()} {plural_verb('calls', 'call', ranks)} {op_name(stayer.call)} in {times} "
         f"of the {loop.times:.0f} passes of the loop at {loop.head}, the others in more passes: {doing(facts, ranks)}.",
         ranks=ranks,
         location=where or Location.parse(stayer.lines[0]),
-        evidence=[*map(may_leave_out, blocks), *(f"rank {rank.rank}: {rank.doing}" for rank in facts.ranks)],
+        evidence=[*map(may_leave_out, blocks), *facts.states],
+    )
+
+
+def skipped_pass_finding(
+    facts: EndingFacts,
+    kind: str,
+    ranks: Sequence[int],
+    others: Sequence[int],
+    skipped: Backward,
+    block: Block | None,
+    evidence: Sequence[str],
+) -> list[Finding]:
+    """DDP508: skipped backward pass (`kind` "forward": its forward pass was made) or batch."""
+    line = skipped.line if kind == "batch" else skipped.call.location
+    words = "the backward pass" if kind == "forward" else "the forward pass"
+    if skipped.loader >= 0:
+        words += f" of batch {skipped.batch[1]}"
+    elif kind == "forward":
+        words += f" of forward pass {skipped.forward}"
+    by = f" (`{block.word}` at {block.head})" if block is not None else ""
+    return one_finding(
+        "DDP508",
+        ("backward",),
+        f"{format_ranks(ranks).capitalize()} skipped {words}{f' at {line}' if line else ''}{by}; "
+        f"{format_ranks(others)} did not. The ranks are then out of step: {doing(facts, ranks)}, "
+        f"{doing(facts, others)}.",
+        ranks=ranks,
+        location=Location.parse(line) if block is None else Location(block.path, block.line),
+        evidence=[*evidence, *facts.states],
     )
 
 

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.trace.failures import MARKED_TWICE, RaisedFacts, WrapperErrorFacts
+from ddpcheck.trace.failures import MARKED_TWICE, FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers
 
 
-def explain_undefined_gradient(facts: RaisedFacts, _text: str) -> list[Finding]:
+def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
     """DDP509: gradient after the end of a reduction, which DDP counts for the next."""
     return facts.one_finding(
         "DDP509",

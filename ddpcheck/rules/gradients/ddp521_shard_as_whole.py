@@ -36,7 +36,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.entries import ReplicaCaptured
-from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
@@ -65,7 +65,7 @@ def judge_shards_saved(program: Program) -> list[Finding]:
     )
 
 
-def explain_mixed_norms(facts: RaisedFacts) -> list[Finding]:
+def explain_mixed_norms(facts: FailureFacts) -> list[Finding]:
     """DDP521: one norm over sharded (DTensor) and whole gradients."""
     shards, whole = facts.clipped if len(facts.clipped) == 2 else ((), ())
     split, others = (f" ({join_names(names)})" if names else "" for names in (shards, whole))
@@ -79,7 +79,7 @@ def explain_mixed_norms(facts: RaisedFacts) -> list[Finding]:
     )
 
 
-def explain_whole_into_shards(facts: RaisedFacts, verb: str) -> list[Finding]:
+def explain_whole_into_shards(facts: FailureFacts, verb: str) -> list[Finding]:
     return facts.one_finding(
         "DDP521",
         ("parameters",),
@@ -87,6 +87,19 @@ def explain_whole_into_shards(facts: RaisedFacts, verb: str) -> list[Finding]:
         fix="Load whole values before fully_shard; or after it, on all ranks, by set_model_state_dict(model, values, "
         "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them. For "
         "a single parameter: distribute_tensor(value, parameter.device_mesh, parameter.placements).",
+    )
+
+
+def explain_mixed_state(facts: FailureFacts) -> list[Finding]:
+    """DDP521: plain optimizer state of sharded (DTensor) parameters."""
+    return facts.one_finding(
+        "DDP521",
+        ("state",),
+        "The optimizer's state has plain tensors for parameters that are shards (DTensor): it belongs to whole "
+        "parameters, or was created before fully_shard was called.",
+        fix="Load the state of whole parameters on all ranks by set_optimizer_state_dict(model, optimizer, state, "
+        "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict; and construct "
+        "the optimizer after fully_shard.",
     )
 
 

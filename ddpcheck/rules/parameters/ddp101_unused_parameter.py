@@ -33,12 +33,12 @@ import re
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names
-from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.failures import FailureFacts
 
 
-def explain_unfinished_reduction(facts: RaisedFacts, text: str) -> list[Finding]:
+def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:
     """DDP101: gradients missing since the previous backward, by the indices in the message."""
-    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", facts.text)
     numbers = [int(number) for number in match[1].split()] if match else []
     trained = [[param.name for param in begun.description.parameters if param.requires_grad] for begun in facts.begun]
     candidates = {tuple(row[index] for index in numbers) for row in trained if numbers and max(numbers) < len(row)}

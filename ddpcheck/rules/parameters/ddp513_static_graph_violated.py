@@ -18,10 +18,10 @@ Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#228
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.failures import FailureFacts
 
 
-def explain_graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
+def explain_graph_changed(facts: FailureFacts) -> list[Finding]:
     """DDP513: graph that differs from the first step under static_graph=True."""
     return facts.one_finding(
         "DDP513",
