@@ -69,10 +69,7 @@ def _lacking() -> Iterator[tuple[str, tuple[str, ...]]]:
             "own_part_that_is_put_back",
             "judge_own_parts",
         )
-        yield (
-            "the shapes of a graph's nodes",
-            (*in_gathers, "how_many_elements_a_mean_is_over", "without_the_judge[script_gathers.judge_gathers]"),
-        )
+        yield "the shapes of a graph's nodes", (*in_gathers, "how_many_elements_a_mean_is_over")
     if not hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph"):
         second = ("pass_through_another_output_is_told", "test_of_three_backward_passes_the_one")
         yield "answer whether a graph is kept", ("test_a_hook_is_told_whether_the_graph_is_kept", *second)

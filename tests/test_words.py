@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ddpcheck.findings.rules import RULES, sections_of
 from tests.readme import DOCS, README, ROOT
 
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 MODULES = sorted((ROOT / "ddpcheck").rglob("*.py"))
+RULE_FILES = {*(ROOT / "ddpcheck" / "rules").glob("*/ddp[0-9]*.py")}  # their docstrings document rules
 
 
 def word_list() -> dict[str, str]:
@@ -67,6 +69,12 @@ def test_a_page_has_plain_words(page: Path) -> None:
     assert found_in(prose(page)) == []
 
 
+def test_rules_have_plain_words() -> None:
+    found = {code: found_in("\n".join(text for _, text in sections_of(rule))) for code, rule in RULES.items()}
+    assert {code: phrases for code, phrases in found.items() if phrases} == {}
+    assert [code for code, rule in RULES.items() if found_in(rule.summary)] == []
+
+
 def test_messages_have_plain_words() -> None:
     found = {path.relative_to(ROOT).as_posix(): [*chain(*map(found_in, texts(path)))] for path in MODULES}
     assert {path: phrases for path, phrases in found.items() if phrases} == {}
@@ -77,10 +85,11 @@ NO_BEGINNING = {"Whether", "What", "Those", "Of", "How", "Where", "That"}
 
 
 def docstrings(module: Path) -> Iterator[str]:
-    """Yield each docstring of a module, its classes and functions."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    """Yield each docstring of a module, its classes and functions; not the documentation of a rule."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+            yield "" if node is tree and module in RULE_FILES else ast.get_docstring(node) or ""
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from ddpcheck import rules
@@ -20,13 +20,14 @@ _NOTHING: dict[str, Callable[..., Any]] = {
     "list[Finding]": lambda *_given, **_named: [],
     "list[Finding] | None": lambda *_given, **_named: None,
     "Finding | None": lambda *_given, **_named: None,
-    "Finding": lambda *_given, **_named: "another finding",
+    "Finding": lambda *_given, **_named: _ANOTHER,
     "tuple[str, tuple[int, ...], str]": lambda *_given, **_named: ("DDP306", (), ""),  # the code where nothing is known
     "Causes": lambda findings: Causes(list(findings), list(findings)),  # none has a cause
 }
 """Stands for a judge, by the annotation of what that returns."""
 
 
+@functools.cache
 def judges() -> dict[str, FunctionType]:
     """The functions of `ddpcheck.rules` that come to findings, by module and name; not those that reword findings."""
     found = {}
@@ -42,15 +43,25 @@ def judges() -> dict[str, FunctionType]:
 
 
 @contextlib.contextmanager
-def finding_nothing(function: FunctionType) -> Iterator[None]:
-    """In the block `function` finds nothing, or another finding where it has to return one, wherever it is called."""
-    code = _NOTHING[function.__annotations__["return"]].__code__
-    constants = tuple(_ANOTHER if one == "another finding" else one for one in code.co_consts)
+def _behaving(function: FunctionType, behaviour: Callable[..., Any]) -> Iterator[None]:
+    """In the block a call of `function` is one of `behaviour`, whatever name it is called by."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        behaviour = "behaviour"
+        return behaviour(*args, **named)  # type: ignore[operator]
+
+    code = call.__code__
+    constants = tuple(behaviour if constant == "behaviour" else constant for constant in code.co_consts)
     kept, function.__code__ = function.__code__, code.replace(co_consts=constants)
     try:
         yield
     finally:
         function.__code__ = kept
+
+
+def finding_nothing(judge: FunctionType) -> contextlib.AbstractContextManager[None]:
+    """In the block the judge finds nothing, or another finding where it has to return one."""
+    return _behaving(judge, _NOTHING[judge.__annotations__["return"]])
 
 
 def _has_found(value: Any) -> bool:
@@ -60,18 +71,23 @@ def _has_found(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def seeing(functions: dict[str, FunctionType]) -> Iterator[set[str]]:
-    """The names of the functions that have found something in the block."""
-    names = {id(function.__code__): name for name, function in functions.items()}  # a hash of code takes its time
-    found: set[str] = set()
+def seeing(functions: Mapping[str, FunctionType]) -> Iterator[set[str]]:
+    """The names of the judges that have found something in the block."""
+    seen: set[str] = set()
 
-    def see(frame: FrameType, event: str, value: Any) -> None:
-        if event == "return" and id(frame.f_code) in names and _has_found(value):
-            found.add(names[id(frame.f_code)])
+    def noting(name: str, function: FunctionType) -> Callable[..., Any]:
+        own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
+        own.__kwdefaults__ = function.__kwdefaults__
 
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        yield found
-    finally:
-        sys.setprofile(before)
+        def note(*args: Any, **named: Any) -> Any:
+            value = own(*args, **named)
+            if _has_found(value):
+                seen.add(name)
+            return value
+
+        return note
+
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(_behaving(function, noting(name, function)))
+        yield seen

@@ -4,13 +4,13 @@ import pytest
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import RULES, Severity, When
+from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules.causes import cause_of, find_causes, follows_from, goes_on
 from ddpcheck.rules.collectives.ddp401_rank_raised import OF_A_CUT_FILE
 from ddpcheck.rules.collectives.diagnose import diagnose
+from ddpcheck.rules.loss.ddp307_nothing_compared import ALL_MISSING
 from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORWARD
-from ddpcheck.trace.check_context import ALL_MISSING
 from ddpcheck.trace.collectives import ON_GRADIENTS
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
@@ -18,7 +18,7 @@ from ddpcheck.worlds import failures
 from ddpcheck.worlds.failures import described
 
 RELATIONS = [(rule.code, one, code) for rule in RULES.values() for one in rule.explains for code in one.codes]
-APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+APART: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "same subjects": (("head.weight", "head.bias"), ("head.bias",), ()),
     "only the loss": (("head.weight",), ("loss",), ()),
     "of gradients": (("all_reduce",), ("head.weight",), (ON_GRADIENTS,)),
@@ -29,6 +29,8 @@ APART: dict[When, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "an error": (("no_sync",), ("head.weight",), ()),
     "a note": (("head.weight",), ("hook",), ()),
     "of a cut file": (("model.pt",), ("run",), (OF_A_CUT_FILE,)),
+    "of graphs": (("parameter",), ("forward",), ("of graphs",)),
+    "of a copy": (("head.weight",), ("teacher",), ("of a copy",)),
     "none is there": (("head.weight",), ("loss",), (ALL_MISSING,)),
 }
 """By case: the subjects of the cause and of its consequence, and the tags of one of them."""

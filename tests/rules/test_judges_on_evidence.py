@@ -7,17 +7,14 @@ import copy
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from ddpcheck.findings.errors import EmptyShardError, HangError, OptionsDifferError, RankFailure, TargetError
 from ddpcheck.findings.evidence.gradients import Difference
@@ -29,7 +26,6 @@ from ddpcheck.findings.rules import RULES, Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.rules.parameters.contribution import judge_parameters
-from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.cases import ROOT, Case, all_cases
 from tests.faultsuite.evidence import Encoder, EvidenceError, decode, dumped, fields_that_differ, plain, with_fields
 from tests.faultsuite.recorded import (
@@ -43,108 +39,10 @@ from tests.faultsuite.recorded import (
 )
 from tests.faultsuite.runs import faults_in, faults_in_twin
 from tests.reports import shown
-from tests.tiers import first_of_each, one_of, share
+from tests.tiers import first_of_each, share
 
 CASES = all_cases()
 ONE_OF_EACH_CODE = first_of_each(CASES, lambda case: [case.expected.code])
-_BY_LINES = "test_hang::test_where_operations_part_after_lines_the_lines_are_the_reason"
-_BY_LOOKS = "test_script_statistics::test_a_statistic_that_differs_between_ranks_at_each_look"
-_TEST_OF_SCRIPT = {
-    "script_draws.judge_shared_draws": "test_script_judges",
-    "script_losses.judge_accumulated": "test_script_steps",
-    "script_optimizers.judge_schedule": "test_script_changes",
-    "script_changes.judge_ignored": "test_script_changes",
-    "script_changes.judge_replaced": "test_script_changes",
-    "script_changes.judge_written_alone": "test_script_changes",
-    "script_changes.replaced_after_sharding": "test_script_changes",
-    "script_clips.judge_changed": "test_script_steps",
-    "script_clips.judge_hooked": "test_script_steps",
-    "script_clips.judge_scaled_by_hooks": "test_script_steps",
-    "script_clips._finding_of_hooks": "test_script_steps",
-    "script_clips._hooked_in_modules": "test_script_steps",
-    "script_alone.judge_taken": "test_script_taken",
-    "script_states._finding_of_statistics": "test_script_states",
-    "script_states.judge_uses": "test_script_states",
-    "script_states._finding_of_use": "test_script_states",
-    "script_states.judge_loads": "test_script_states",
-    "script_states.judge_statistics": _BY_LOOKS,
-    "script_states._finding_of_statistic": _BY_LOOKS,
-    "script_order.judge_sums_again": "test_script_sums",
-    "script_order._told": "test_script_sums",
-}
-
-
-_OWN = ("compilations", "draws", "evaluation", "gathers", "parity", "rows", "steps", "works")
-
-
-def _test_of(judge: str) -> str:
-    """The tests of a judge of scripts, by its module."""
-    module = judge.partition(".")[0].removeprefix("script_")
-    own = {"order": "evaluation", "pace": "steps", "shares": "evaluation"}.get(module, module)
-    return f"test_script_{own}" if own in _OWN else "test_script_judges"
-
-
-ON_RECORDS = ("script_table.", "optimizer_lines.", "script_wrappers.", "script_replicas.", "watched_steps.")
-"""Judges of loops, which test_scripts_on_records.py disables one by one."""
-
-NO_FAULT_NEEDS = {
-    # what only `ddpcheck run` gathers has scripts in examples/scripts, and no recorded evidence
-    **{
-        name: _TEST_OF_SCRIPT.get(name, _test_of(name))
-        for name in judges()
-        if name.startswith("script_") and not name.startswith(ON_RECORDS)
-    },
-    **{name: "test_loss_normalisation" for name in judges() if name.startswith("target_weights.")},
-    **{name: "test_meetings" for name in judges() if name.startswith("meetings.")},
-    **{name: "test_threads" for name in judges() if name.startswith("threads.")},
-    **{name: "test_wait_roots" for name in judges() if name.startswith("wait_roots.")},
-    **{name: "test_endings" for name in judges() if name.partition(".")[0].endswith(("endings", "stories"))},
-    "hand_sums.judge_sums": "test_script_judges::test_gradients_that_are_summed_by_hand",
-    "hand_sums.judge_summed_again": "test_script_judges::test_gradients_that_are_summed_by_hand_after_the_average",
-    "skipped_endings.explain_by_skipped_end": "test_skipped_endings",
-    **{name: "test_wrapper_construction" for name in judges() if name.startswith("wrapper_construction.")},
-    **{name: "test_torch_errors" for name in judges() if name.startswith("torch_errors.")},
-    **{name: "test_sharded" for name in judges() if name.startswith("sharded.")},
-    "schedules.judge_schedules": "test_schedules",
-    "schedules._judge_waits": "test_schedules",
-    **{name: "test_model_parts" for name in judges() if name.startswith("model_parts.")},
-    **{name: "test_model_parts" for name in judges() if name.startswith("hand_split.")},
-    "reducer.explain_by_parts_of_models": "test_model_parts",
-    "reducer.explain_by_losses_of_parts": "test_model_parts",
-    "descriptions._judge_compiled": "test_consistency::test_a_module_that_is_compiled_on_one_rank_only_is_told_as_that",
-    "descriptions.judge_values_before_sharding": "test_sharded",
-    "wrapper_errors.explain_by_shards_in_the_loss": "test_sharded",
-    "wrapper_errors.explain_by_replaced_shards": "test_sharded",
-    "wrapper_errors.explain_by_second_backward": (
-        "test_explanations::test_a_gradient_that_the_second_of_two_backward_passes_brings_again_is_told_as_that"
-    ),
-    "replica_state.judge_repeated": "test_sharded",
-    "rank_failure.judge_undefined_losses": "test_tensor_kinds::test_a_loss_that_only_some_ranks_cannot_compute",
-    "training_loop._judge_bypassed": "test_run_backward_inside::test_how_a_wrapper_is_bypassed_is_said",
-    "replica_state.judge_never_averaged": (
-        "test_comm_hooks::test_parameters_that_nothing_averages_under_post_local_sgd_are_told"
-    ),
-    "collective_order.judge_call_sites": _BY_LINES,
-    "collective_order._finding": _BY_LINES,
-    "reducer.judge_compiled": "test_compiled::test_gradients_that_differ_between_ranks_under_compilation_alone",
-    "missing_parameters.judge_hidden_parameters": (
-        "test_judges_on_evidence::test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told"
-    ),
-    "loss_terms._normalising_line": ("test_parity::test_a_line_that_only_scales_what_it_makes_of_a_sample_normalises"),
-    "loss_terms._chosen_by_batch": "test_parity::test_a_batch_that_decides_which_parameters_take_part_explains_it_all",
-    "loss_terms._weighed_by_others": "test_parity::test_samples_that_are_not_coupled_are_weighed_otherwise",
-    "loss_terms.judge_unexplained": ("test_parity::test_a_difference_that_nothing_explains_is_an_error_that_says_so"),
-    "single_process._explain_by_statistics": (
-        "test_parity::test_batch_statistics_of_each_shard_explain_what_ranks_exchange_beside_them"
-    ),
-    "single_process._explain_by_factors_of_terms": (
-        "test_parity::test_one_term_of_two_that_is_scaled_by_the_world_size"
-    ),
-}
-"""Judges without which every fault is found all the same, and the test on evidence made by hand that is red then.
-
-Without a name of a test: one of those in the module.
-"""
 
 
 def report_of(case: Case, twin: str) -> Report:
@@ -194,110 +92,28 @@ def test_torch_is_not_needed() -> None:
     assert done.stdout.split() == [str(2 * len(names)), "False"], done.stderr
 
 
-# --- A break in a judge is seen --------------------------------------------------------------------------------------
-
-
-@functools.cache
-def finding_in(case: Case) -> set[str]:
-    """The judges that find something in the evidence of a fault."""
-    with seeing(judges()) as found:
-        replay(case, "broken", read_evidence(case))
-    return found
-
-
 def is_missed(case: Case) -> bool:
     """Whether the fault is not found as expected, or the check goes on to other phases, or raises."""
     try:
-        return bool(faults_in(case, replay(case, "broken", read_evidence(case))))
+        return bool(faults_in(case, replay(case, "broken", read(case))))
     except Exception:
         return True
 
 
-def misses_one(name: str, cases: Iterable[Case]) -> bool:
-    """Whether one of the faults is not found as expected when a judge finds nothing."""
-    for case in cases:
-        if name in finding_in(case):
-            with finding_nothing(judges()[name]):
-                if is_missed(case):
-                    return True
-    return False
-
-
-@pytest.mark.slow
-def test_a_fault_is_missed_without_any_one_of_the_judges() -> None:
-    others = [case for case in CASES if case not in ONE_OF_EACH_CODE]
-    needed = [name for name in judges() if name not in NO_FAULT_NEEDS and not name.startswith(ON_RECORDS)]
-    idle = [name for name in needed if not misses_one(name, ONE_OF_EACH_CODE)]
-    idle = [name for name in idle if not misses_one(name, others)]
-    assert idle == [], "each needs a fault in examples/faults, or a test on evidence made by hand in NO_FAULT_NEEDS"
-
-
 @pytest.mark.exhaustive
 def test_a_fault_is_told_otherwise_without_any_one_of_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_hand = {"DDP111", "DDP112", "DDP309", "DDP406", "DDP518"}  # in test_parity.py
-    by_hand |= {
-        "DDP310",
-        "DDP501",
-        "DDP502",
-    }  # in test_script_changes.py, test_script_taken.py; each relation in test_causes.py
-    by_hand |= {"DDP101", "DDP102", "DDP103", "DDP105", "DDP202", "DDP209", "DDP301", "DDP303", "DDP306", "DDP507"}
-    by_hand |= {"DDP108", "DDP405", "DDP408", "DDP508", "DDP512"}
-    merging = [case for case in CASES if "causes.find_causes" in finding_in(case)]
+    by_hand = """
+        DDP101 DDP102 DDP103 DDP105 DDP108 DDP111 DDP112 DDP202 DDP209 DDP301 DDP303 DDP306 DDP309 DDP310 DDP405 DDP406
+        DDP408 DDP501 DDP502 DDP507 DDP508 DDP512 DDP518
+    """  # in test_parity.py, test_script_changes.py, test_script_taken.py; each relation in test_causes.py
     idle = set()
     for code, rule in RULES.items():
         if rule.explains:
             with monkeypatch.context() as patch:
                 patch.setitem(RULES, code, replace(rule, explains=()))
-                if not any(is_missed(case) for case in merging):
+                if not any(map(is_missed, CASES)):
                     idle.add(code)
-    assert idle <= by_hand
-
-
-def called(reference: str) -> Iterator[Callable[[], None]]:
-    """The tests that `module::test` names, or all of `module`, with each of their arguments."""
-    name, _, one = reference.partition("::")
-    (file,) = (ROOT / "tests").rglob(f"{name}.py")
-    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    for test in (
-        [getattr(module, one)] if one else [vars(module)[key] for key in vars(module) if key.startswith("test_")]
-    ):
-        given: list[dict[str, object]] = [{}]
-        for mark in (one for one in getattr(test, "pytestmark", ()) if one.name == "parametrize"):
-            names = [mark.args[0]] if isinstance(mark.args[0], str) else mark.args[0]
-            sets = [ParameterSet.extract_from(value, force_tuple=len(names) == 1).values for value in mark.args[1]]
-            given = [dict(zip(names, values, strict=True)) for values in sets]
-        if given[0].keys() == inspect.signature(test).parameters.keys():  # and no fixture is wanted
-            yield from (functools.partial(test, **named) for named in given)
-
-
-def is_red(test: Callable[[], None]) -> bool:
-    try:
-        test()
-    except (AssertionError, ValueError):
-        return True
-    return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", one_of(2, NO_FAULT_NEEDS))
-def test_the_test_on_evidence_made_by_hand_is_red_without_the_judge(name: str) -> None:
-    tests = list(called(NO_FAULT_NEEDS[name]))
-    for test in tests:
-        test()
-    with finding_nothing(judges()[name]):
-        assert any(map(is_red, tests))
-
-
-def test_judges_are_found_and_broken_in_the_block_alone() -> None:
-    from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
-
-    assert len(judges()) > 60 and judges()["missing_parameters.judge_uninitialised"] is judge_uninitialised
-    with finding_nothing(judges()["missing_parameters.judge_uninitialised"]):
-        assert judge_uninitialised([("a",)]) == []
-    with seeing(judges()) as found:
-        assert judge_uninitialised([("a",)])
-        assert not judge_uninitialised([()])
-    assert found == {"missing_parameters.judge_uninitialised"}
+    assert idle <= set(by_hand.split())
 
 
 def test_a_parameter_that_the_search_for_unused_ones_does_not_find_is_told() -> None:

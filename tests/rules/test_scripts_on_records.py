@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
+from ddpcheck.findings.rules import rules_of_check
 from ddpcheck.render import FORMATS, renderer_for
 from ddpcheck.rules.script_table import ROWS
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
-from tests.faultsuite.breaking import finding_nothing, judges, seeing
 from tests.faultsuite.evidence import EvidenceError
 from tests.faultsuite.recorded_scripts import FOLDER, Run, assert_as_expected, left_by, report_on, runs
 from tests.faultsuite.scripts_page import SCRIPTS, expected_of
@@ -35,82 +34,6 @@ def path_of(run: Run) -> Path:
 RUNS = runs()
 FAULTS = [run for run in RUNS if run.has_fault]
 ONE_OF_EACH_CODE = first_of_each(FAULTS, lambda run: [expected_of(path_of(run))["code"]])
-OF_SCRIPTS = (
-    "script_",
-    "optimizer_lines",
-    "watched_steps",
-    "stories",
-    "loop_endings",
-    "branch_endings",
-    "wrapper_construction",
-)
-
-BY_HAND = frozenset(
-    {
-        "branch_endings._decided_alone",
-        "branch_endings.explain_by_branch",
-        "branch_endings.explain_by_exception",
-        "stories._different",
-        "stories._of_exit",
-        "stories._of_peers",
-        "stories.explain_by_exit",
-        "stories.explain_by_exit_alone",
-        "stories.explain_by_construction",  # test_endings.py
-        "stories.explain_by_work",
-        "stories.judge_circle",
-        "stories.judge_missing_peer",
-        "loop_endings._fewer",
-        "loop_endings.explain_by_join",
-        "script_alone._averaged_late",
-        "script_alone._in_no_group",
-        "script_alone._parted_for_good",
-        "script_alone.judge_parts_reduced",
-        "script_alone.judge_reduced_alike",
-        "script_gathers.judge_own_parts",
-        "script_states._finding_of_statistics",
-        "script_changes.judge_ignored",
-        "script_changes.judge_replaced",
-        "script_changes.judge_written_alone",
-        "script_clips.judge_scaled_by_hand",
-        "script_clips._finding_of_hooks",
-        "script_clips.judge_hooked",
-        "script_clips._hooked_in_modules",
-        "script_changes.replaced_after_sharding",
-        "script_compilations._other_graphs",
-        "script_compilations.judge_compilations",
-        "script_compilations.judge_graphs",
-        "script_data.judge_later_overlap",
-        "script_draws.judge_behind",
-        "script_draws.judge_step_draws",
-        "script_draws.judge_same_targets",
-        "script_files._judge_devices",
-        "script_losses._judge_counted_again",
-        "script_losses._judge_shared",
-        "script_losses.judge_summed_again",
-        "script_pace.judge_unmoved",
-        "script_shares.judge_lone_share",
-        "script_optimizers._loaded_on_some",
-        "script_optimizers._out_of_step",
-        "script_optimizers._skipped",
-        "script_optimizers.judge_parts",
-        "script_optimizers.judge_shard_states",
-        "script_optimizers.judge_stale",
-        "script_rows.judge_labels",
-        "script_rows.judge_other_values",
-        "script_order._told",
-        "script_order.judge_sums_again",
-        "script_rows.judge_restarted",
-        "script_rows.judge_workers",
-        "script_states._finding_of_use",
-        "script_states.judge_uses",
-        "script_weights.judge_own_weights",
-        "script_wrappers.judge_local_sgd",  # test_comm_hooks.py
-        "script_wrappers.judge_apart_meshes",  # test_sharded.py
-        "script_wrappers.judge_meshes",  # likewise
-        "watched_steps.judge_events",
-    }
-)
-"""Judges without which the fault of each script is found all the same; test_judges_on_evidence.py names their tests."""
 
 
 def of(run: Run) -> Report:
@@ -146,7 +69,8 @@ def test_each_row_of_the_table_finds_what_it_says_that_it_finds(run: Run) -> Non
     facts = ScriptFacts(left_by(run)[1], ended=True)
     for row in ROWS:
         for heading, verdict in row.judge(facts).items():
-            assert heading in row.headings and {one.code for one in verdict.findings} <= {*row.codes}, heading
+            codes = {finding.code for finding in verdict.findings}
+            assert heading in row.headings and codes <= {*rules_of_check("run", heading)}, heading
 
 
 LINES_OF_SOURCE = ("norm_at", "rate")
@@ -179,33 +103,6 @@ def test_parameters_that_no_line_writes_are_told_at_the_step_of_their_optimizer(
     (found,) = report_on_script(run.script, ending, unseen).findings
     assert found.code == "DDP306" and found.location is not None
     assert found.location in {step.location for step in entries_of(ranks[0], OptimizerStep)}
-
-
-@functools.cache
-def finding_in(run: Run) -> frozenset[str]:
-    """The judges that find something in what the ranks of a run have left."""
-    with seeing(judges()) as found:
-        of(run)
-    return frozenset(found)
-
-
-def is_missed(run: Run) -> bool:
-    try:
-        assert_as_expected(run, report_on(run))
-    except Exception:
-        return True
-    return False
-
-
-@pytest.mark.slow
-def test_a_fault_of_a_script_is_missed_without_any_one_of_the_judges() -> None:
-    found = {run: finding_in(run) for run in FAULTS}
-    idle = set()
-    for name, judge in judges().items():
-        with finding_nothing(judge):
-            if name.startswith(OF_SCRIPTS) and not any(name in found[run] and is_missed(run) for run in FAULTS):
-                idle.add(name)
-    assert idle <= BY_HAND, "each needs a script in examples/scripts, or a test on evidence made by hand"
 
 
 @pytest.mark.slow

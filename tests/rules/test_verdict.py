@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import RULES
+from ddpcheck.findings.rules import rules_of_check
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules.script_table import HEADINGS, ROWS
 from ddpcheck.rules.verdict import Judged, Row, Verdict, Verdicts, judge_all, status_of
@@ -17,11 +18,8 @@ def finding(code: str, *subjects: str) -> Finding:
     return make_finding(code, subjects, f"What {code} says.")
 
 
-def row(
-    heading: str, *found: Finding, held: str = "", yields: tuple[str, ...] = (), unless: tuple[str, ...] = ()
-) -> Row[None]:
-    codes = tuple(one.code for one in found)
-    return Row(lambda _: {heading: Verdict(found, held)}, (heading,), codes, yields, unless)
+def row(heading: str, *found: Finding, held: str = "") -> Row[None]:
+    return Row(lambda _: {heading: Verdict(found, held)}, (heading,))
 
 
 def fails(_: None) -> Verdicts:
@@ -43,7 +41,7 @@ def test_a_check_line_says_what_was_compared_under_its_heading() -> None:
 
 
 def test_what_yields_to_an_earlier_finding_is_crossed_under_its_own_heading_too() -> None:
-    rows = (row("loop", finding("DDP301", "a")), row("data", finding("DDP301", "b"), held="2", yields=("DDP301",)))
+    rows = (row("loop", finding("DDP301", "a")), row("data", finding("DDP301", "b"), held="2"))
     judged = judge_all(None, rows)
     assert [one.subjects for one in judged.findings] == [("a",)]
     assert lines(judged)["data"] == ("failed", "DDP301")
@@ -68,32 +66,33 @@ def test_what_was_found_before_may_come_of_what_is_found_at_the_end() -> None:
     assert lines(judged)["loop"] == ("failed", "DDP507, which comes with DDP405")
 
 
-def test_what_an_earlier_row_says_better_is_left_out() -> None:
+def test_the_first_row_that_finds_a_rule_keeps_it() -> None:
     weights, sums = finding("DDP305", "targets"), finding("DDP305", "loss")
-    yields = row("loss", sums, finding("DDP303", "loss"), yields=("DDP305", "DDP514"))
-    assert [one.code for one in judge_all(None, (row("loop", weights), yields)).findings] == ["DDP305", "DDP303"]
-    assert judge_all(None, (row("loop", finding("DDP514", "loss")), yields)).findings[1].code == "DDP303"
-    assert [one.code for one in judge_all(None, (row("loop"), yields)).findings] == ["DDP305", "DDP303"]
+    later = row("loss", sums, finding("DDP303", "loss"))
+    assert [one.subjects for one in judge_all(None, (row("loop", weights), later)).findings] == [
+        ("targets",),
+        ("loss",),
+    ]
+    assert [one.code for one in judge_all(None, (row("loop"), later)).findings] == ["DDP305", "DDP303"]
 
 
-def test_a_row_is_not_asked_where_its_cause_is_known() -> None:
-    copies = row("data", finding("DDP214", "teacher"), held="1 copy", unless=("DDP301",))
-    judged = judge_all(None, (row("loop", finding("DDP301", "a")), copies))
-    assert [one.code for one in judged.findings] == ["DDP301"] and lines(judged)["data"] is None
-    assert len(judge_all(None, (row("loop", finding("DDP303", "a")), copies)).findings) == 2
+def test_a_copy_is_left_out_if_the_cause_is_known() -> None:
+    teacher = replace(finding("DDP214", "teacher"), tags=("of a copy",))
+    for cause, is_alone in (("DDP301", True), ("DDP303", False)):
+        judged = judge_all(None, (row("loop", finding(cause, "a")), row("data", teacher, held="1 copy")))
+        assert ([one.code for one in judged.findings] == [cause]) is is_alone
 
 
 def test_a_judge_that_raises_leaves_the_others_be() -> None:
-    judged = judge_all(None, (Row(fails, ("loss", "data"), ()), row("loop", finding("DDP502", "no_sync"))))
+    judged = judge_all(None, (Row(fails, ("loss", "data")), row("loop", finding("DDP502", "no_sync"))))
     assert [one.code for one in judged.findings] == ["DDP502"]
     assert {name: str(error) for name, error in judged.errors.items()} == {"loss": "a bug", "data": "a bug"}
 
 
 @pytest.mark.parametrize("one", ROWS, ids=lambda one: "-".join(one.headings))
-def test_a_row_of_the_table_names_rules_and_check_lines_that_there_are(one: Row[object]) -> None:
+def test_a_row_of_the_table_has_check_lines_with_rules(one: Row[object]) -> None:
     assert set(one.headings) <= set(HEADINGS)
-    assert {*one.codes, *one.yields, *one.unless} <= RULES.keys()
-    assert set(one.yields) <= set(one.codes) and len(set(one.codes)) == len(one.codes)
+    assert all(rules_of_check("run", heading) for heading in one.headings)
 
 
 def test_what_held_names_no_buffers_if_they_differ() -> None:

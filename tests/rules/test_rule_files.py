@@ -1,0 +1,49 @@
+"""A rule is one file: its documentation, and the judge of its code alone."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ddpcheck
+from ddpcheck.findings.rules import RULES, parse_rule
+
+PACKAGE = Path(ddpcheck.__file__).parent
+FILES = sorted((PACKAGE / "rules").glob("*/ddp[0-9]*.py"))
+
+FOREIGN_CODES = {"rules": 285, "report": 112, "trace": 26, "run": 14, "testing": 12, "monitor": 1}
+"""How often each package names a code outside of the files of rules: lower it when it falls, and never raise it."""
+
+
+def codes_in(path: Path) -> list[str]:
+    """Return the strings of a module that are a code and nothing else."""
+    source = path.read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse(source)) if '"DDP' in source else ()
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in strings if re.fullmatch(r"DDP\d{3}", text)]
+
+
+def test_each_rule_has_one_file() -> None:
+    assert len(FILES) == len(RULES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_docstring_of_a_rule_begins_with_the_code_and_the_name_of_its_file(file: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")), clean=False)
+    assert docstring is not None
+    code, _, name = file.stem.partition("_")
+    assert docstring.startswith(f"{code.upper()} {name.replace('_', '-')}: ")
+    assert parse_rule(docstring) == RULES[code.upper()]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_file_of_a_rule_names_no_other_code(file: Path) -> None:
+    assert {*codes_in(file)} <= {file.stem[:6].upper()}
+
+
+def test_codes_are_named_in_the_files_of_their_rules() -> None:
+    others = {*PACKAGE.rglob("*.py")} - {*FILES}
+    foreign = Counter(path.relative_to(PACKAGE).parts[0] for path in others for _ in codes_in(path))
+    assert {package: count for package, count in foreign.items() if count > FOREIGN_CODES.get(package, 0)} == {}
