@@ -15,6 +15,7 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.rules.replicas.ddp206_requires_grad import judge_layouts
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
+from tests.reports import only
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -38,11 +39,6 @@ WHOLE = ModuleDescription(
 
 def judge(*others: ModuleDescription) -> list[Finding]:
     return judge_descriptions([WHOLE, *others])
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 def with_parameters(*records: TensorRecord) -> ModuleDescription:

@@ -39,6 +39,7 @@ from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_
 from ddpcheck.rules.evaluation.ddp802_own_shard_metric import judge_evaluations as judge_groups
 from ddpcheck.rules.evaluation.results import judge_targets
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, evaluations_of
+from tests.reports import codes
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
 
@@ -67,10 +68,6 @@ def judged(
     loaders = [[LoaderPass(3, 0, LOOP, "Photos", size, indices=of_rank, **more)] for of_rank in indices]
     passes = [[EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE})] for held in numbers]
     return judge_evaluations(loaders, passes, given, shown)
-
-
-def codes(findings: Sequence[Finding]) -> list[str]:
-    return [finding.code for finding in findings]
 
 
 def call(*numbers: float, operation: str = "all_reduce", rows: Sequence[int] = (), **more: Any) -> ResultExchanged:

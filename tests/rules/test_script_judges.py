@@ -62,12 +62,9 @@ from ddpcheck.rules.replicas.watched_steps import without_alike_later, without_r
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.trace.unwrapped_params import are_close, are_near
+from tests.reports import codes
 
 LINE = Location("train.py", 30)
-
-
-def codes(findings: Sequence[Finding]) -> list[str]:
-    return [finding.code for finding in findings]
 
 
 def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:
