@@ -1,9 +1,10 @@
 """Looking at reports in tests."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from ddpcheck.findings.report import Report
+from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import Severity
 
 
@@ -12,6 +13,16 @@ def shown(report: Report) -> str:
     lines = [f"{f.code} {f.severity.value} {f.subjects} ranks {f.ranks}: {f.message}" for f in report.findings]
     lines += [f"{c.name}: {c.status} {c.detail}" for c in report.checks]
     return "\n".join([report.status, *lines, str(report.error)])
+
+
+def only(findings: Sequence[Finding]) -> Finding:
+    """The one finding that there is."""
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
 
 
 REFERENCES = {"reducer": "local", "parity": "single-process"}

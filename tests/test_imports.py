@@ -267,7 +267,7 @@ def test_the_package_travels_to_ranks_by_name() -> None:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_modules_that_texts_name_are_there(module: str) -> None:
-    """`judge.gradients.reducer` in a docstring or a comment: a module of ours, or a name in one."""
+    """`rules.gradients.reducer` in a docstring or a comment: a module of ours, or a name in one."""
     known, tops = modules(), "|".join(sorted({top(name) for name in modules()} - {"__init__", "rank", "report"}))
     text = modules()[module].read_text(encoding="utf-8")
     for named in re.findall(rf"`(?:ddpcheck\.)?((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)[`(. ]", text):

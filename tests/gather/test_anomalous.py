@@ -32,6 +32,7 @@ from ddpcheck.gather.phases import model_build, rank_state, repeated_step  # noq
 from ddpcheck.recipe.recipe import Recipe  # noqa: E402
 from ddpcheck.report.checking.check import check  # noqa: E402
 from ddpcheck.testing.fixture import DDPWorld  # noqa: E402
+from tests.reports import only  # noqa: E402
 
 PLAIN = WrapperFacts()
 FINDS_UNUSED = WrapperFacts(find_unused_parameters=True)
@@ -59,11 +60,6 @@ def two_ranks(steps: int = 3, **of_all: Any) -> list[StepEvidence]:
 
 def judge(evidence: list[StepEvidence], wrapper: WrapperFacts = PLAIN, **more: Any) -> list[Finding]:
     return judge_parameters(evidence, wrapper, more.pop("names", Names()), **more)
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 @pytest.mark.parametrize("wrapper", [PLAIN, STATIC, WrapperFacts(is_ddp=False)], ids=["plain", "static", "other"])

@@ -27,14 +27,10 @@ from ddpcheck.testing.fixture import DDPWorld
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.worlds import failures
 from ddpcheck.worlds import rank as this_rank
+from tests.reports import only
 
 REDUCE = Call("all_reduce", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:5")
 GATHER = Call("all_gather", "0", (0, 1), "float32 of shape (3,)", "step 0: forward", "model.py:9")
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 # --- Matching ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import Severity
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
 from ddpcheck.trace.replicas import differing_names
+from tests.reports import only
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -37,11 +38,6 @@ WHOLE = ModuleDescription(
 
 def judge(*others: ModuleDescription) -> list[Finding]:
     return judge_descriptions([WHOLE, *others])
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 def with_parameters(*records: TensorRecord) -> ModuleDescription:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ddpcheck import cli
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Report
+from ddpcheck.findings.report import Location, Report
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.report.hang.hang_report import report_on_hang
 from ddpcheck.report.settings import Settings
@@ -30,6 +30,7 @@ from ddpcheck.run.hang_watch import Hang
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
 from ddpcheck.testing.fixture import DDPWorld
+from tests.reports import only
 
 # Logs: each letter is a barrier, and the line that calls it
 
@@ -43,11 +44,6 @@ def logs_of(*programs: str, operation: str = "barrier") -> list[list[Call]]:
 
 def line(letter: str) -> Location:
     return Location("train.py", ord(letter))
-
-
-def only(findings: Sequence[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.collectives.ddp402_hang import explain_by_hang
 from ddpcheck.rules.collectives.ddp404_rank_died import explain_by_death
@@ -40,14 +40,11 @@ from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import ReducerFacts
 from ddpcheck.trace.parameters import ParameterFacts
 from ddpcheck.trace.replicas import ReplicaFacts
+from tests.reports import codes
 
 KNOWN = JudgeContext(Names(), WrapperFacts(), world_size=2)
 HALVED = Difference("a", 0.5, 1e-6, ratio=0.5, residual=1e-9)
 WRONG = Difference("a", 0.5, 1e-6, ratio=0.8, residual=0.4)
-
-
-def codes(found: list[Finding]) -> list[str]:
-    return [finding.code for finding in found]
 
 
 def step(rank: int, gradient: int = 1, **more: Any) -> DdpStepEvidence:

@@ -22,6 +22,8 @@ from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORW
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
+from ddpcheck.trace.parameters import MADE_IN_FORWARD
+from tests.reports import only
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))
 NAMES = ("a", "b", "c")
@@ -63,11 +65,6 @@ def ddp_step(rank: int, step: int = 0, **more: Any) -> DdpStepEvidence:
 
 def two_ranks(steps: int = 2, **of_rank_1: Any) -> list[DdpStepEvidence]:
     return [ddp_step(rank, step, **(of_rank_1 if rank else {})) for step in range(steps) for rank in range(2)]
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
 
 
 # --- The reducer ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.rules.collectives.first_divergence import judge_schedules
+from tests.reports import only
 
 
 def call(*members: int, waits: bool = True, payload: str = "float32 of shape (1,)") -> ScheduledCall:
@@ -15,17 +16,12 @@ def call(*members: int, waits: bool = True, payload: str = "float32 of shape (1,
     return ScheduledCall(Call("all_reduce", group, members, payload, location=line), waits=waits)
 
 
-def only_one(findings):
-    (finding,) = findings
-    return finding
-
-
 def judged(*ranks: list[ScheduledCall]):
     return judge_schedules({str(rank): calls for rank, calls in enumerate(ranks)}, [str(n) for n in range(len(ranks))])
 
 
 def test_groups_that_two_ranks_come_to_in_another_order_are_a_circle() -> None:
-    finding = only_one(judged([call(0, 1), call(0, 2)], [call(1, 2), call(0, 1)], [call(0, 2), call(1, 2)]))
+    finding = only(judged([call(0, 1), call(0, 2)], [call(1, 2), call(0, 1)], [call(0, 2), call(1, 2)]))
     assert (finding.code, finding.ranks) == ("DDP403", (0, 1, 2))
     assert finding.message == (
         "Ranks wait for each other in different process groups: rank 0 in all_reduce(float32 of shape (1,)) at "
@@ -36,7 +32,7 @@ def test_groups_that_two_ranks_come_to_in_another_order_are_a_circle() -> None:
 
 def test_a_rank_behind_a_circle_is_no_part_of_it() -> None:
     ab, bc, all_of_them = call(0, 1), call(1, 2), call(0, 1, 2, 3)
-    finding = only_one(judged([ab, all_of_them], [bc, ab, all_of_them], [all_of_them, bc], [all_of_them]))
+    finding = only(judged([ab, all_of_them], [bc, ab, all_of_them], [all_of_them, bc], [all_of_them]))
     assert finding.ranks == (0, 1, 2)
     assert any(line.startswith("ranks 2 and 3 wait in") for line in finding.evidence)
 
@@ -61,7 +57,7 @@ def test_of_16384_ranks_with_three_lists_a_report_has_three_lines() -> None:
     shapes = {name: f"float32 of shape ({name},)" for name in "123"}
     schedules = {name: [call(*ranks), call(*ranks, payload=shape)] for name, shape in shapes.items()}
     of_ranks = ["1" if rank % 8 else "2" if rank else "3" for rank in ranks]
-    finding = only_one(judge_schedules(schedules, of_ranks))
+    finding = only(judge_schedules(schedules, of_ranks))
     assert len(finding.evidence) == 3 and max(map(len, finding.evidence)) < 250
     assert "rank 0, collective number 1: all_reduce(float32 of shape (3,))" in finding.evidence[0]
     assert judge_schedules(schedules, ["1"] * len(ranks)) == []

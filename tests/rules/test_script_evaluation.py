@@ -40,6 +40,7 @@ from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_target
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, evaluations_of
+from tests.reports import codes
 
 LOOP, LINE, REDUCE = Location("train.py", 30), Location("train.py", 34), Location("train.py", 33)
 
@@ -68,10 +69,6 @@ def judged(
     loaders = [[LoaderPass(3, 0, LOOP, "Photos", size, indices=of_rank, **more)] for of_rank in indices]
     passes = [[EvaluationPass(0, 3, 0, held, references or {}, {"evaluate": LINE})] for held in numbers]
     return judge_evaluations(loaders, passes, given, shown)
-
-
-def codes(findings: Sequence[Finding]) -> list[str]:
-    return [finding.code for finding in findings]
 
 
 def call(*numbers: float, operation: str = "all_reduce", rows: Sequence[int] = (), **more: Any) -> ResultExchanged:

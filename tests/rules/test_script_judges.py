@@ -66,12 +66,9 @@ from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
+from tests.reports import codes
 
 LINE = Location("train.py", 30)
-
-
-def codes(findings: Sequence[Finding]) -> list[str]:
-    return [finding.code for finding in findings]
 
 
 def test_buffers_that_differ_later_than_the_ones_that_were_told() -> None:

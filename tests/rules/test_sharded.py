@@ -29,6 +29,7 @@ from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.script_facts import WatchedWrapper
+from tests.reports import only
 
 SHARDED = ShardedFacts(is_ddp=False)
 KNOWN = JudgeContext(Names(), SHARDED, world_size=2)
@@ -44,11 +45,6 @@ def steps(*gradients: int, found: Difference = EQUAL, events: tuple[LoopEvent, .
         DdpStepEvidence(rank, 0, gradients={"w": gradient}, against_local=(found,), events=events)
         for rank, gradient in enumerate(gradients)
     ]
-
-
-def only(found: list[Finding]) -> Finding:
-    (finding,) = found
-    return finding
 
 
 def test_gradients_that_are_the_average_are_no_finding_whatever_was_switched() -> None:

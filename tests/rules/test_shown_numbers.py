@@ -14,6 +14,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import evaluations_of, table_metrics
+from tests.reports import codes
 
 LOOP, LINE, REDUCE, CALL = (Location("eval.py", line) for line in (10, 20, 30, 15))
 SHARES = [range(0, 200, 2), range(1, 200, 2)]
@@ -46,10 +47,6 @@ def prints(*texts: str, number: int = 0) -> MetricShown:
 
 def counted(*of_ranks: float, name: str = "evaluate.hits") -> Rounds:
     return [[{"numbers": {name: count}}] for count in of_ranks]
-
-
-def codes(findings: Sequence[Finding]) -> list[str]:
-    return [finding.code for finding in findings]
 
 
 def test_a_small_integer_is_no_evidence_and_a_sum_of_losses_is() -> None:

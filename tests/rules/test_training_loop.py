@@ -15,18 +15,14 @@ from ddpcheck.findings.evidence.steps import (
     StepEvidence,
 )
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from ddpcheck.rules.gradients.training_loop import judge_loop, judge_samples
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, findings
-    return findings[0]
+from tests.reports import only
 
 
 def event(kind: str, line: int = 0, **more: Any) -> LoopEvent:
