@@ -22,7 +22,6 @@ from ddpcheck.rules.parameters.ddp106_unregistered_parameter import MADE_IN_FORW
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts
 from ddpcheck.trace.losses import BY_NORMALISATION
-from ddpcheck.trace.parameters import MADE_IN_FORWARD
 from tests.reports import only
 
 KNOWN = JudgeContext(names=Names(), wrapper=WrapperFacts(), world_size=2, local=LocalFacts(shard_sizes=(4, 4)))

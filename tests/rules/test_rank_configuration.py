@@ -14,7 +14,6 @@ from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_changing_data
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts
-from ddpcheck.trace.replicas import judge_options
 from tests.reports import only
 
 torch = pytest.importorskip("torch")
