@@ -25,7 +25,7 @@ from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.gradients.wrapper_lines import not_here
-from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain, judge_parity
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.script_table import HEADINGS, rows_of
 from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
@@ -36,7 +36,7 @@ from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import own_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
-from ddpcheck.trace.divergences import codes_that_explain, confirmed, lacking, what_held
+from ddpcheck.trace.divergences import confirmed, lacking, what_held
 from ddpcheck.trace.failures import describe_failure
 from ddpcheck.trace.parity import Comparison
 from ddpcheck.trace.parity_curves import curves

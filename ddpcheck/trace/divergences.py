@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
-from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import counted, group_by, join_names
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.parity import (
@@ -324,23 +324,6 @@ def depends_on_rank(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]
     """Check if training diverges, perhaps because the script uses the rank number."""
     comparison = Comparison(ranks, singles[0], next(iter(noise), None))
     return any(divergence.kind in TRAINING_QUANTITIES for divergence in divergences(comparison))
-
-
-_OF_EVALUATIONS = ("DDP801", "DDP802", "DDP803", "DDP805", "DDP806")
-
-
-_OF_GRADIENTS = ("DDP1", "DDP30", "DDP506", "DDP514")  # cannot explain shown numbers if gradients are equal
-
-
-# Rules that change no gradients or numbers if samples and random numbers are replayed.
-_BESIDE = ("DDP4", "DDP6", "DDP7", "DDP510", "DDP512", "DDP520", "DDP522")
-
-
-def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
-    """Return rules that may explain the divergence; in training, no evaluation rules."""
-    ignored = (*_BESIDE, *(_OF_EVALUATIONS if finding.severity is Severity.ERROR else _OF_GRADIENTS))
-    codes = {f.code for f in others if f.severity is not Severity.NOTE and not f.code.startswith(ignored)}
-    return sorted(codes - {finding.code})
 
 
 def what_held(comparison: Comparison) -> str:

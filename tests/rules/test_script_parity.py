@@ -21,10 +21,10 @@ from ddpcheck.findings.evidence.parity import (
 )
 from ddpcheck.findings.evidence.script import GradientsClipped, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain, judge_parity
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.divergences import codes_that_explain, confirmed, is_equal, lacking, what_held
+from ddpcheck.trace.divergences import confirmed, is_equal, lacking, what_held
 from ddpcheck.trace.parity import Comparison
 
 LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))

@@ -1,4 +1,4 @@
-"""DDP801 padded-evaluation: warning
+"""DDP801 padded-evaluation: warning, keeps_gradients
 
 A sampler gave some samples to two ranks, and a metric counts these samples twice.
 

@@ -1,4 +1,4 @@
-"""DDP802 own-shard-metric: warning
+"""DDP802 own-shard-metric: warning, keeps_gradients
 
 One rank shows a metric of its shard, or decides by it, as if it covered all samples.
 

@@ -1,4 +1,4 @@
-"""DDP803 order-of-gathered-results: warning
+"""DDP803 order-of-gathered-results: warning, keeps_gradients
 
 Results are gathered rank by rank, and compared with labels in the order of the dataset.
 

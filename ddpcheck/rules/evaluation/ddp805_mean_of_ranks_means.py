@@ -1,4 +1,4 @@
-"""DDP805 mean-of-ranks-means: warning
+"""DDP805 mean-of-ranks-means: warning, keeps_gradients
 
 A metric is the mean of the ranks' metrics, which differs from the metric over all samples.
 

@@ -1,4 +1,4 @@
-"""DDP806 sum-reduced-again: warning
+"""DDP806 sum-reduced-again: warning, keeps_gradients
 
 A running sum is all_reduced after each batch, and the reduced sum is used in the next one.
 

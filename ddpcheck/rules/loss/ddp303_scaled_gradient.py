@@ -1,4 +1,4 @@
-"""DDP303 scaled-gradient: error, spreads
+"""DDP303 scaled-gradient: error, spreads, keeps_results
 
 Every gradient is the reference gradient times a constant, such as the world size or its inverse.
 

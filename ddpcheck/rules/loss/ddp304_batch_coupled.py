@@ -1,4 +1,4 @@
-"""DDP304 batch-coupled: warning
+"""DDP304 batch-coupled: warning, keeps_results
 
 Gradients differ from the single process because samples of a batch influence each other.
 

@@ -1,4 +1,4 @@
-"""DDP305 loss-normalisation: error
+"""DDP305 loss-normalisation: error, keeps_results
 
 Gradients differ from the single process because the loss is a sum, or a mean over a count that differs between ranks.
 

@@ -1,4 +1,4 @@
-"""DDP307 nothing-compared: error
+"""DDP307 nothing-compared: error, keeps_results
 
 Nothing was compared: every gradient was zero or missing.
 

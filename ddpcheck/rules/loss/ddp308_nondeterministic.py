@@ -1,4 +1,4 @@
-"""DDP308 nondeterministic: warning
+"""DDP308 nondeterministic: warning, keeps_results
 
 The same run twice, from the same state and seed, differs by more than rounding.
 

@@ -1,4 +1,4 @@
-"""DDP309 collective-without-gradient: error
+"""DDP309 collective-without-gradient: error, keeps_results
 
 A collective that autograd does not differentiate is on the path from parameters to the loss.
 

@@ -28,7 +28,10 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.trace.divergences import TRAINING_QUANTITIES, divergences
 from ddpcheck.trace.parity import Comparison
@@ -69,3 +72,11 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
         if first.kind in (*TRAINING_QUANTITIES, "steps", "schedule", "samples")
         else Severity.WARNING,
     )
+
+
+def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
+    """Return the rules of `others` that may explain the divergence."""
+    codes = {other.code for other in others if other.severity is not Severity.NOTE} - {finding.code}
+    if finding.severity is Severity.ERROR:
+        return sorted(code for code in codes if not RULES[code].keeps_gradients)
+    return sorted(code for code in codes if not RULES[code].keeps_results)

@@ -1,4 +1,4 @@
-"""DDP514 accumulation-scale: error
+"""DDP514 accumulation-scale: error, keeps_results
 
 Accumulated gradients are not scaled by the number of micro-steps, or by the number of tokens in each.
 
