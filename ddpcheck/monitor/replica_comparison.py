@@ -24,9 +24,10 @@ from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.record.loop.step_recorder import StepRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
-from ddpcheck.rules.replicas.watched_steps import averages_elsewhere, judge_replica_states
+from ddpcheck.rules.replicas.watched_steps import judge_replica_states
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
+from ddpcheck.trace.captured import averages_elsewhere
 
 
 @dataclass

@@ -20,23 +20,18 @@ from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import ju
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
 from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
-from ddpcheck.rules.loss.losses import are_for_sums
-from ddpcheck.rules.loss.target_weights import severity_of_targets
+from ddpcheck.rules.loss.ddp305_loss_normalisation import severity_of_targets
 from ddpcheck.rules.replicas.changes import judge_replaced, locate_change
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_apart
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
-from ddpcheck.rules.replicas.watched_steps import (
-    against_average,
-    judge_captured,
-    judge_reports,
-    without_alike_later,
-    without_rounding,
-)
+from ddpcheck.rules.replicas.watched_steps import judge_captured, judge_reports
 from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
+from ddpcheck.trace.captured import without_alike_later, without_rounding
+from ddpcheck.trace.losses import are_for_sums, sums_rightly
 from ddpcheck.trace.replicas import judge_options
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import gradients_differ
@@ -76,22 +71,6 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     for wrappers in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
         all_findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
     return all_findings
-
-
-def sums_rightly(wrapper: WatchedWrapper) -> bool:
-    """Return True if a wrapper sums gradients and the loss is scaled for sums.
-
-    An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
-    """
-    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
-    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
-    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
-    wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
-    if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
-        return False
-    if any(loss.terms for losses in wrapper.losses for loss in losses):
-        return are_for_sums(wrapper.losses, wrapper.number)
-    return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:

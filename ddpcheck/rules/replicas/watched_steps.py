@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import mul
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.gradients import Difference, relative
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, format_steps, group_by, join_names, plain_name, plural_verb
+from ddpcheck.findings.wording import counted, format_steps, group_by, join_names, plural_verb
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.gradients.training_loop import judge_loop
-from ddpcheck.rules.loss.target_weights import judge_normalisation
+from ddpcheck.rules.loss.losses import judge_targets
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp306_state_diverged import NEVER_AVERAGED
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_values_after_wrapping
 from ddpcheck.rules.replicas.values import judge_state
-from ddpcheck.stream.entries import ReplicaCaptured, Sketch, WrapperMade
+from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
 from ddpcheck.stream.rank_report import RankReport, ReplicaState, WatchContext, is_probed
+from ddpcheck.trace.captured import against_average, averages_elsewhere, differences_from_average, without_prefixes
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.replicas import differing_names
 
@@ -66,7 +62,7 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
         loop = [DdpStepEvidence(report.probed.rank, report.step, events=report.events) for report in reports]
         findings += judge_switched_off(loop) if wrapper.sharded else judge_loop(loop, unequal=True)
     findings += judge_compilations([report.compiled for report in reports])
-    return findings + judge_normalisation([report.micro_batches for report in reports])
+    return findings + judge_targets([report.micro_batches for report in reports])
 
 
 _FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
@@ -161,17 +157,6 @@ def judge_replica_states(
     return findings
 
 
-def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext, step: int) -> bool:
-    """Return True if a comm hook may leave gradients for the script to average.
-
-    Parameters then stay equal on all ranks. In step 0, parameters are equal with any hook.
-    """
-    if not (context.wrapper.comm_hook and differing_names([item.gradients for item in values])):
-        return False
-    parameters = [item.parameters for item in values if item.parameters]
-    return not step or (len(parameters) == len(values) and not differing_names(parameters))
-
-
 def _reword(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
     """Reword a DDP306 of ranks not compared before: step and cause are unknown."""
     parted = differing_names([item.parameters for item in values])
@@ -185,9 +170,6 @@ def _reword(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> F
 _STANDING = ("DDP208", "DDP214", "DDP215", "DDP216", "DDP306")
 
 
-_Value = TypeVar("_Value")
-
-
 _ROUNDINGS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
 
 
@@ -197,52 +179,14 @@ _EPS = 2.0**-23  # of float32
 _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
 
-def without_rounding(replicas: Sequence[ReplicaCaptured]) -> Sequence[ReplicaCaptured]:
-    """Give parameters that differ between ranks by rounding only the same fingerprint.
-
-    For example, SAM moves parameters by a rank-local `e` and back before the optimizer's step, and `p + e - e` is not
-    exactly `p`. Rounding accumulates over the steps like a random walk.
-    """
-    growth = _ROUNDINGS * math.sqrt(replicas[0].step + 1)
-    rounded = {}
-    for name in differing_names([replica.state.values.parameters for replica in replicas]):
-        values = [replica.values[name] for replica in replicas if name in replica.values]
-        if len(values) == len(replicas):
-            tolerance = growth * max(replica.eps.get(name, _EPS) for replica in replicas)
-            if relative(max(math.dist(values[0], sketch) for sketch in values), math.hypot(*values[0])) <= tolerance:
-                rounded[name] = replicas[0].state.values.parameters[name]
-    return _with_values(replicas, lambda values: replace(values, parameters={**values.parameters, **rounded}))
-
-
-def without_alike_later(
-    replicas: Sequence[ReplicaCaptured], later: Sequence[Mapping[str, int]]
-) -> Sequence[ReplicaCaptured]:
-    """Drop buffers that differ in a step but are equal before the next step.
-
-    `later`: buffers at the start of the next step, by rank; nothing is dropped if unknown on some rank.
-    """
-    if len(later) < len(replicas):
-        return replicas
-    equal = later[0].keys() - differing_names(later).keys()
-    return _with_values(
-        replicas, lambda values: replace(values, buffers={n: v for n, v in values.buffers.items() if n not in equal})
-    )
-
-
-def _with_values(
-    replicas: Sequence[ReplicaCaptured], change: Callable[[DdpStepEvidence], DdpStepEvidence]
-) -> list[ReplicaCaptured]:
-    return [replace(replica, state=replace(replica.state, values=change(replica.state.values))) for replica in replicas]
-
-
 def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
     """Judge a step captured on all ranks (`first`: the first captured step)."""
     if replicas[0].shard >= 0:
         return _judge_shards(entry, step, replicas, first=first)
     if len({frozenset(replica.eps) for replica in replicas}) > 1:  # only some ranks have compiled the module
-        replicas = [*map(_as_written, replicas)]
+        replicas = [*map(without_prefixes, replicas)]
     states = [replica.state for replica in replicas]
-    differences = _differences(replicas)
+    differences = differences_from_average(replicas)
     all_equal = len({repr(replace(state, values=replace(state.values, rank=0))) for state in states}) == 1
     if all_equal and not any(difference.bad for rank_diffs in differences for difference in rank_diffs):
         return []
@@ -255,18 +199,6 @@ def judge_captured(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCapt
     context = replace(entry.context, wrapper=wrapper, own_hook=hook.own_hook)
     findings = judge_replica_states(states, context, step, after_backward=True, first=first)
     return [finding if first or finding.code != "DDP222" else replace(finding, steps=(step,)) for finding in findings]
-
-
-def _as_written(replica: ReplicaCaptured) -> ReplicaCaptured:
-    """Rename captured tensors to uncompiled names (`_orig_mod` removed)."""
-
-    def named(values: Mapping[str, _Value]) -> dict[str, _Value]:
-        return {plain_name(name): value for name, value in values.items()}
-
-    values = replica.state.values
-    by_name: dict[str, Any] = {field: named(getattr(values, field)) for field in ("parameters", "gradients", "buffers")}
-    fields: dict[str, Any] = {field: named(getattr(replica, field)) for field in ("own", "averaged", "eps", "values")}
-    return replace(replica, state=replace(replica.state, values=replace(values, **by_name)), **fields)
 
 
 def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptured], *, first: bool) -> list[Finding]:
@@ -308,72 +240,3 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
                 fix += "values out after it (set_model_state_dict with broadcast_from_rank0)."
             by_code[finding.code] = replace(most, ranks=tuple(sorted(finding_ranks)), evidence=(), fix=fix)
     return [*findings, *by_code.values()]
-
-
-def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return by rank how far reduced gradients are from the ranks' average."""
-    if replicas[0].shard < 0:
-        return _differences(replicas)
-    return [
-        _differences(
-            [  # other ranks' reduced gradients belong to other shards
-                replace(peer, own=_own_of(peer, replica.shard), averaged=replica.averaged if peer is replica else {})
-                for peer in replicas
-            ]
-        )[index]
-        for index, replica in enumerate(replicas)
-    ]
-
-
-def _own_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
-    """Return sketches of a rank's own gradients that are reduced onto `shard`."""
-    parts = ((*name.partition("/"), numbers) for name, numbers in replica.own.items())
-    return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
-
-
-def _differences(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return by rank how far sketches of averaged gradients are from the average."""
-    names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
-    owns = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
-    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(replicas)) for name in names}
-    wanted = {name: [sum(numbers) / len(replicas) for numbers in zip(*owns[name], strict=True)] for name in names}
-    diffs: list[list[Difference]] = []
-    for replica in replicas:
-        cached = (
-            rank_diffs
-            for peer, rank_diffs in zip(replicas, diffs, strict=False)
-            if (peer.averaged, peer.eps, peer.hook) == (replica.averaged, replica.eps, replica.hook)
-        )
-        rank_diffs = next(cached, None)
-        diffs.append(_differences_of(replica, wanted, scales, len(replicas)) if rank_diffs is None else rank_diffs)
-    return diffs
-
-
-def _differences_of(
-    replica: ReplicaCaptured, wanted: Mapping[str, Sequence[float]], scales: Mapping[str, float], world_size: int
-) -> list[Difference]:
-    differences = []
-    for name, want in wanted.items():
-        scale = scales[name]
-        if replica.hook:  # hooks may round away near-zero gradients, e.g. of a bias before BatchNorm
-            scale = max(value for n, value in scales.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
-        got = replica.averaged.get(name) or [0.0] * len(want)
-        if not all(map(math.isfinite, (*want, *got))):
-            return []  # overflow: a gradient scaler skips the step
-        tolerance = max(_TOLERANCE, (8 + world_size) * replica.eps.get(name, 0.0))
-        delta, norm = math.dist(got, want), math.hypot(*want)
-        ratio = sum(map(mul, got, want)) / power if (power := norm * norm) else 0.0
-        residual = math.dist(got, [ratio * number for number in want])
-        differences.append(
-            Difference(
-                name,
-                relative(delta, scale),
-                tolerance,
-                ratio=ratio,
-                residual=relative(residual, scale),
-                elements=len(want),
-                absolute_error=delta,
-                reference_norm=norm,
-            )
-        )
-    return differences
