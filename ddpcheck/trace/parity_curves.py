@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from ddpcheck.findings.evidence.parity import NumbersShown, ParityStep
 from ddpcheck.findings.figures import LARGEST_VALUE, Location, ParityCurve
 from ddpcheck.findings.wording import group_by
-from ddpcheck.trace.parity import Comparison, Quantity, gradients, shown_numbers
+from ddpcheck.trace.divergences import Parity
+from ddpcheck.trace.parity import Quantity
 
 MOST_CURVES = 6
 
@@ -26,16 +27,16 @@ _LONGEST_NAME = 40
 _STEPS = "optimizer step"
 
 
-def curves(comparison: Comparison) -> tuple[ParityCurve, ...]:
+def curves(parity: Parity) -> tuple[ParityCurve, ...]:
     """Return curves of gradients, losses and evaluation numbers, earliest divergence first."""
-    all_curves = [*_step_curves(comparison), *_number_curves(comparison)]
+    all_curves = [*_step_curves(parity), *_number_curves(parity)]
     all_curves.sort(key=lambda curve: (curve.diverges_at is None, curve.diverges_at or 0))
     return tuple(curve for curve in all_curves if len(curve.x) >= _FEWEST_POINTS)[:MOST_CURVES]
 
 
-def _step_curves(comparison: Comparison) -> Iterator[ParityCurve]:
+def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
     """Yield gradient and loss curves; losses are marked only if gradients differ."""
-    pairs = zip(comparison.steps(), gradients(comparison), strict=True)
+    pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():
         suffix = f" of optimizer {number}" if len(by_optimizer) > 1 else ""
@@ -70,11 +71,11 @@ def _distance(number: float, other: float) -> float:
     return 0.0 if number == other or (math.isnan(number) and math.isnan(other)) else abs(number - other)
 
 
-def _number_curves(comparison: Comparison) -> Iterator[ParityCurve]:
+def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
     """Yield curves of numbers shown after evaluations."""
-    if not comparison.has_same_samples:
+    if not parity.has_same_samples:
         return
-    shown = (number for number in shown_numbers(comparison) if number.entry.evaluates and not number.entry.during)
+    shown = (number for number in parity.shown if number.entry.evaluates and not number.entry.during)
     by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.place))
     for (location, _, _, place), numbers in by_line.items():
         numbers = [number for number in numbers if not number.is_local]

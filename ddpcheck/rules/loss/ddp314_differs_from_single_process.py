@@ -33,8 +33,8 @@ from collections.abc import Sequence
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.trace.divergences import TRAINING_QUANTITIES, divergences
-from ddpcheck.trace.parity import Comparison
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.divergences import TRAINING_QUANTITIES, Parity
 
 _FIXES = {
     "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
@@ -54,9 +54,10 @@ _FIXES = {
 }
 
 
-def judge_parity(comparison: Comparison) -> list[Finding]:
+@rule
+def judge_parity(parity: Parity) -> list[Finding]:
     """Return at most one finding: the first divergence, with the rest as evidence."""
-    diverged = divergences(comparison)
+    diverged = parity.divergences
     if not diverged:
         return []
     first = min(diverged, key=lambda divergence: (divergence.kind not in TRAINING_QUANTITIES, divergence.step))
