@@ -20,26 +20,12 @@ from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, s
 from ddpcheck.trace.view import View
 
 _SLOWEST = 0.75  # relative noise of times and throughputs
-
-
 _FASTEST = 0.985  # relative noise of times and throughputs
-
-
 _FACTOR = 1e-3  # relative tolerance of a factor
-
-
 _FEWEST_FACTORS = 2
-
-
 _NEAR_TOP = 1e-2  # relative distance from the peak learning rate
-
-
 _NEAR_SHAPE = 0.05  # fraction of the decay from the peak to the last rate
-
-
 TRAINING_QUANTITIES = ("gradients", "clip", "update")
-
-
 _MOST_MISSING = 0.75  # fraction of the single process's samples
 
 

@@ -19,8 +19,6 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 
 _SAME = 2e-6  # relative tolerance, of float32
-
-
 _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 

@@ -26,8 +26,6 @@ from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
 
 _FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
-
-
 _MOST_NAMED = 3
 
 

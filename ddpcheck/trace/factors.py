@@ -11,9 +11,7 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.stream.entries import ReplicaCaptured
 
 SCALE_TOLERANCE = 1e-3  # relative rounding error of a factor
-
 _RATIO_TOLERANCE = 0.01  # relative spread of the ratios of several gradients
-
 _EXACT_SKETCH = 64  # elements of a gradient up to which its sketch has all of them, so that the norm is exact
 
 

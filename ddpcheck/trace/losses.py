@@ -24,22 +24,18 @@ from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of,
 from ddpcheck.trace.view import View
 
 LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
-
 Passes = Sequence[Sequence[LossDifferentiated]]  # backward passes, each by rank
 
 BY_NORMALISATION = "by normalisation"
 """Tag of a DDP304 on samples coupled by a normalisation layer."""
 
 FEWEST_PASSES = 3  # backward passes, or optimizer steps, to compare
-
 SCALE_FREE = (  # optimizers invariant to gradient scale
     *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
 )
 
 MIN_GATHERS = 2  # steps
-
 _OTHER_LOSS = 0.1  # relative difference of gradients of different losses
-
 _SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
 
 
@@ -251,11 +247,8 @@ def total_factor(term: ScaledTerm) -> float:
 
 
 _SAME_WEIGHT = 0.02  # relative rounding error of half precision
-
 _SIMILAR_WEIGHT = 0.15  # relative difference between the loss's own count and ours
-
 _LEAST_WEIGHT = 0.05  # smallest relevant relative error of a weight
-
 _FEWEST_STEPS = 3  # consecutive steps that rule out chance
 
 

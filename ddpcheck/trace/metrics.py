@@ -22,14 +22,8 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.trace.evaluation import Evaluated, common_value, is_close, is_exact, shows, significant_digits
 
 Row = tuple[float, ...]
-
-
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
-
-
 _Of = Callable[[Sequence[float], Sequence[float]], float]
-
-
 _MOST_CLASSES = 16  # classes with per-class metrics
 
 
@@ -164,23 +158,11 @@ digits, among 13 numbers, in one of two evaluations.
 
 
 _FLOAT_BITS = 19.0  # of a number known to float32 precision
-
-
 _DIGIT_BITS = math.log2(10)
-
-
 MEAN = "mean over samples"
-
-
 _SHARE = "share of the whole set"
-
-
 _LARGEST_EXPONENT = 50.0  # largest loss for which a perplexity is tried
-
-
 _MOST_COUNTED_CLASSES = 32
-
-
 _MOST_OF_RATIOS = 32  # numbers; of more, the quotients are too many to identify one
 
 

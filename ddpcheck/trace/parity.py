@@ -19,26 +19,12 @@ from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.script_facts import entries_of
 
 EQUAL = 1e-4  # relative; smaller differences need no noise run
-
-
 MULTIPLE = 4.0  # times the measured noise; smaller differences are undecided
-
-
 FLOOR = 1e-5  # relative; rounding that one reordering of samples may not show
-
-
 NEAR = 1e-3  # relative; evaluation numbers may be rounded
-
-
 SMALL = 1e-2  # relative noise up to which a comparison is conclusive
-
-
 _UNKNOWN = 0.5  # relative noise above which a quantity is useless
-
-
 _SAME_ROWS = 1e-5  # tolerance of a feature sum, per row
-
-
 _Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single process, noise run
 
 

@@ -13,17 +13,9 @@ from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.parity import Quantity
 
 MOST_CURVES = 6
-
-
 MOST_POINTS = 200
-
-
 _FEWEST_POINTS = 2
-
-
 _LONGEST_NAME = 40
-
-
 _STEPS = "optimizer step"
 
 

@@ -13,11 +13,8 @@ from ddpcheck.trace.parity import FLOOR, MULTIPLE, NEAR, SMALL, Comparison, Quan
 from ddpcheck.trace.script_facts import entries_of
 
 _FEWEST_DIGITS = 100  # times the last digit; smaller numbers may equal a loss by chance
-
 _LARGEST = 1e30
-
 _Key = tuple[str, str, int]
-
 _Line = tuple[int, str, int, str, str]
 
 
