@@ -13,6 +13,7 @@ Detected: In a pass without backward, `ddpcheck run` looks for indices that the 
     over its samples to a collective. (3) A printed, logged or saved number is a metric over all gathered rows. Not
     covered: sums divided by the length of the dataset, and results that files or other processes evaluate.
 Ignore: If the dataset is large, and the metric only has to be roughly right.
+Line: The constructor of the sampler or the loader. If it is unknown, the call of the collective.
 Checks: run evaluation
 Example:
     correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))

@@ -17,6 +17,9 @@ Detected: After a pass over a loader without backward, `ddpcheck run` reads the 
     several ranks. Only the first three passes over a loader are covered. A loop without a DataLoader is not covered.
     If a schedule gets such a metric, see DDP518.
 Ignore: If the number is intended as the metric of one rank, and is labelled so.
+Line: The line after the loop, in the function that computes the metric. If a collective gets the value and its result
+    is not used, the call of the collective. If one rank alone evaluates, the constructor of the sampler or the
+    loader.
 Checks: run evaluation
 Reports: Lightning-AI/pytorch-lightning#379
 Example:

@@ -14,6 +14,7 @@ Detected: `ddpcheck run` keeps the results that ranks gather during or after an 
     is also reported if the script itself compares results and labels in this order. Numbers that the script rounds to
     fewer than three digits are not covered.
 Ignore: Never: the metric is not that of the model.
+Line: The call of the collective that gathers the results.
 Checks: run evaluation
 Example:
     dist.all_gather(parts, predictions)      # of a loader with a DistributedSampler

@@ -12,6 +12,7 @@ Detected: In some steps, `ddpcheck run` checks cross entropies whose logits comp
     other rank has such a target. Not covered: other losses, differences that the script computes itself, and rows
     that pass through a layer after the gather.
 Ignore: If the positives of a rank are rows of another rank on purpose.
+Line: The line of the cross entropy, else the line that computes the loss, else the call of all_gather.
 Checks: run evaluation
 Example:
     logits = features @ torch.cat(all_gather(features)).T

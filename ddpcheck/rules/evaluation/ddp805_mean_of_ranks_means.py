@@ -14,6 +14,7 @@ Detected: `ddpcheck run` checks the values that ranks give to collectives after 
     number differs by more than 1 % from the metric over all samples. Metrics of lists (one score or label per sample)
     are covered up to 2,048 samples per rank. A number that is only passed to a learning rate schedule is not covered.
 Ignore: If each rank has a different kind of data, and each kind should have the same weight.
+Line: The call of the collective, or the call of the helper that makes it, in the function that computes the metric.
 Checks: run evaluation
 Example:
     loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide

@@ -10,6 +10,7 @@ Detected: `ddpcheck run` compares what each rank gives to an all_reduce with the
     DDP806 is reported if each rank gives the previous result plus a new part of about the same size, four times in a
     row. Only the first 64 calls at a line, with up to eight numbers each, are covered.
 Ignore: If the number grows this way on purpose.
+Line: The call of all_reduce.
 Checks: run evaluation
 Example:
     for x, y in batches:

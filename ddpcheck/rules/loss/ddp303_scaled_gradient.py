@@ -18,6 +18,8 @@ Detected: All gradients differ from the reference by the same factor, within rou
     not depend on the scale of gradients. With such an optimizer, cases 3 and 4 are mostly not reported. Case 5 is
     then reported only if gradients are clipped.
 Ignore: If the learning rate was tuned with this factor. But the factor changes with the number of ranks.
+Line: The line that applies the factor: the loss or the gradients are scaled there, or summed by a collective. If this
+    line is unknown, the line that computes the loss, or the optimizer step.
 Checks: report reducer, parity; run reducer, loss, optimizers
 Explains: quietly DDP302 if a note
 Reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616

@@ -18,6 +18,8 @@ Ignore: If each rank should have the same weight, however many samples it has. A
     In each of at least five steps, the elements of one rank count more than those of another, always of the same two
     ranks, and by at least 10 % on average. Counts that differ by chance, as with padded batches, favour no rank, and
     many people train this way on purpose.
+Line: The line that computes the term of the loss, or the loss. If each rank divides by a sum over some of the ranks,
+    the all_reduce.
 Checks: report parity; run loop, loss, optimizers
 Reports: pytorch/pytorch#37359 huggingface/transformers#24725
 Example:

@@ -14,6 +14,7 @@ Detected: ddpcheck records the collectives of the forward pass. DDP309 is report
     features with a gradient. Then only the gradient from the other ranks' losses is lost, or, if every rank computes
     the same loss, the gradient is too small by a factor of the world size.
 Ignore: If the values from other ranks should be constants, as negatives of a contrastive loss often are.
+Line: The call of the collective. If a function of the script gathers, its backward.
 Checks: report parity; run loss, loop
 Explains: DDP303; DDP101 DDP102 if same subjects
 Reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10

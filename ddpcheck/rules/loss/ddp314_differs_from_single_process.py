@@ -20,6 +20,10 @@ Detected: `ddpcheck run --check-parity` runs the script on the ranks, and again 
     acts as rank 1. So code that depends on the rank number is not blamed. If a finding of another rule may explain
     the difference, DDP314 is not reported. The line of this check in the report then names the other rule.
 Ignore: If the value should cover the rank's own samples only, as the negatives of a contrastive loss may.
+Line: For gradients, the line that computes the loss, or that clips the gradients. For parameters, the constructor of
+    the optimizer, and for the learning rate, the line that sets it. For numbers and saved states, the line that
+    computes the first different value, else the line that shows or saves it. For samples, the constructor of the
+    loader.
 Checks: run parity
 Example:
     weights = errors.detach().exp()

@@ -17,6 +17,7 @@ Detected: `ddpcheck report` compares the number of backward passes on a rank wit
     targets that count more because their micro-batch has fewer targets.
 Ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
     tokens they have.
+Line: The line that computes the loss. If a function ignores the number of items that a trainer passes, this function.
 Checks: report parity; run loop, loss
 Reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
 Example:
