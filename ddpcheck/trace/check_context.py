@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, group_by, one_finding
+from ddpcheck.trace.factors import name_world_factor
 
 
 def is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
@@ -94,10 +95,8 @@ class JudgeContext:
 
     def factor(self, ratio: float) -> str:
         """Format a factor, explained by the number of replicas if equal."""
-        for text, value in ((f"1/{self.world_size}", 1 / self.world_size), (f"{self.world_size}", self.world_size)):
-            if math.isclose(ratio, value, rel_tol=1e-2):
-                return f"{text} ({'one over ' if value < 1 else ''}{self.count_of_replicas})"
-        return f"{ratio:.4g}"
+        text = name_world_factor(self.world_size, lambda factor: math.isclose(ratio, factor, rel_tol=1e-2))
+        return f"{text} ({'one over ' if '/' in text else ''}{self.count_of_replicas})" if text else f"{ratio:.4g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiat
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by, join_names
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
 from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, shown_numbers
@@ -36,7 +37,7 @@ class Divergence:
     kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
     step: int  # number of preceding optimizer steps
     location: Location | None
-    said: str  # description of the difference
+    message: str  # description of the difference
     evidence: tuple[str, ...] = ()
 
 
@@ -231,13 +232,14 @@ def _largest(quantities: Sequence[Quantity]) -> float:
 
 def _factor(ratios: Sequence[float], world_size: int) -> str:
     """Return the common factor of all ratios in words, or ''."""
-    for factor, words in ((world_size, str(world_size)), (1 / world_size, f"1/{world_size}")):
-        if ratios and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios):
-            return words
-    if ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR):
-        if all(math.isclose(ratio, ratios[0], rel_tol=_FACTOR) for ratio in ratios):
-            return f"{ratios[0]:.4g}"
-    return ""
+
+    def fits(factor: float) -> bool:
+        return bool(ratios) and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios)
+
+    if words := name_world_factor(world_size, fits):
+        return words
+    is_constant = ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR) and fits(ratios[0])
+    return f"{ratios[0]:.4g}" if is_constant else ""
 
 
 def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
@@ -296,16 +298,16 @@ def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
             continue  # driven by a metric
         tops, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
         shares = [end / top for end, top in zip(ends, tops, strict=True)]
-        message = f"After {counted(len(lrs), 'step')}, the learning rate on the ranks is at {shares[0]:.3g} of its "
-        message += f"highest value, and in a single process at {shares[1]:.3g}."
-        differs = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs]
-        if math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends):
-            if _have_one_shape(rank_lrs, single_lrs):
-                continue
-            n = differs.index(True)
-            message = f"At step {n}, the learning rate on the ranks is at {rank_lrs[n] / tops[0]:.3g} of its highest "
-            message += f"value, and in a single process at {single_lrs[n] / tops[1]:.3g}."
-        n = differs.index(True)
+        end_alike = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends)
+        if end_alike and _have_one_shape(rank_lrs, single_lrs):
+            continue
+        n = [math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
+        if end_alike:
+            when, shares = f"At step {n}", [rank_lrs[n] / tops[0], single_lrs[n] / tops[1]]
+        else:
+            when = f"After {counted(len(lrs), 'step')}"
+        message = f"{when}, the learning rate on the ranks is at {shares[0]:.3g} of its highest value, and in a single "
+        message += f"process at {shares[1]:.3g}."
         lines = [step.rate for step in entries_of(parity.ranks[0], OptimizerStep) if step.optimizer == number]
         location = next(filter(None, lines), None) or steps[n][0][0].location
         yield Divergence("schedule", n, location, message)
@@ -338,8 +340,8 @@ def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
 
 def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare numbers shown after evaluations; in training, only world size factors."""
-    by_line = group_by(parity.shown, lambda item: (item.entry.location, item.place, item.entry.text))
-    for (location, place, _), items in by_line.items():
+    by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
+    for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]
         differ = [item for item in items if item.quantity.differs]
         wrong = [item for item in evaluated if item.quantity.differs] or differ
@@ -349,12 +351,12 @@ def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
             continue
         first = wrong[0]
         suffix = f" (factor {factor})" if is_world_size else ""
-        number = first.entry.numbers[place]
+        number = first.text
         message = (
             f"{number}, {first.entry.how} after {counted(first.entry.steps, 'step')}, is {first.quantity.single:.6g} "
         )
         message += f"in a single process on the same samples{suffix}."
-        pairs = ", ".join(f"{item.entry.numbers[place]} and {item.quantity.single:.6g}" for item in wrong[:3])
+        pairs = ", ".join(f"{item.text} and {item.quantity.single:.6g}" for item in wrong[:3])
         evidence = [f"on ranks and in a single process: {pairs}"]
         if parity.noise is not None:
             evidence.append(
@@ -400,4 +402,4 @@ def _is_undecided(quantity: Quantity) -> bool:
 def _evaluated(parity: Parity) -> list[Shown]:
     """Return decimal numbers shown after an evaluation, except saved numbers."""
     shown = (number for number in parity.shown if number.entry.evaluates and number.entry.how != "saved")
-    return [number for number in shown if "." in number.entry.numbers[number.place]]
+    return [number for number in shown if "." in number.text]

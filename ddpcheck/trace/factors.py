@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import mul
 
 from ddpcheck.findings.evidence.gradients import LEAST, LOOSEST_FIT, Difference
@@ -18,6 +18,11 @@ _EXACT_SKETCH = 64  # elements of a gradient up to which its sketch has all of t
 def is_near(expected: float, value: float) -> bool:
     """Check if two numbers are equal within rounding."""
     return abs(expected - value) < SCALE_TOLERANCE * abs(expected)
+
+
+def name_world_factor(world_size: int, fits: Callable[[float], bool]) -> str:
+    """Return "N" or "1/N" for the world size N if its factor fits, else ''."""
+    return str(world_size) if fits(world_size) else f"1/{world_size}" if fits(1 / world_size) else ""
 
 
 def constant_ratio(differences: Sequence[Difference]) -> float | None:

@@ -60,7 +60,10 @@ class Losses(View):
         ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
         classes = [step.options.get("class", "") for step in entries_of(facts.ranks[0], OptimizerStep)]
         return cls(
-            [[loss for loss in entries_of(rank, LossDifferentiated) if not _is_tiny(loss)] for rank in ranks],
+            [
+                [loss for loss in losses if not any(0 < abs(term.factor) <= LEAST for term in loss.terms)]
+                for losses in (entries_of(rank, LossDifferentiated) for rank in ranks)
+            ],
             [entries_of(rank, OwnPartPutBack) for rank in ranks],
             facts.of(GatheredConstant),
             len(next(iter(facts.model_groups), (0,))),
@@ -96,7 +99,7 @@ class Losses(View):
 
     @property
     def gathered_gradients_differ(self) -> bool:
-        """Check if the gradient of gathered features differs between ranks, as each has another loss."""
+        """Check if the gradient of gathered features differs between ranks, because each has a different loss."""
         return min(_distances(self.own_parts)) > _OTHER_LOSS
 
     @property
@@ -131,10 +134,6 @@ class Losses(View):
             return f"{summary}; not compared with a single process", ""
         summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
         return (summary, "") if self.is_for_sums else ("", summary)
-
-
-def _is_tiny(loss: LossDifferentiated) -> bool:
-    return any(0 < abs(term.factor) <= LEAST for term in loss.terms)
 
 
 def _are_rescaled(rank: WatchedRank) -> bool:

@@ -9,13 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddpcheck.findings.evidence.parity import (
-    NotReplayed,
-    ParityStep,
-    PassTaken,
-    TensorsSaved,
-)
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityStep, PassTaken, TensorsSaved
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.script_facts import entries_of
 
 EQUAL = 1e-4  # relative; smaller differences need no noise run
@@ -188,13 +184,12 @@ class Comparison:
     def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
         """Return the world size factor of all gradients in words, or ''."""
         actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
-        for factor, words in ((self.world_size, str(self.world_size)), (1 / self.world_size, f"1/{self.world_size}")):
-            scaled = _Gradients(
-                {name: factor * norm for name, norm in expected.norms.items()}, [factor * x for x in expected.sketch]
-            )
-            if _distance(actual, scaled) <= NEAR:
-                return words
-        return ""
+
+        def fits(factor: float) -> bool:
+            norms = {name: factor * norm for name, norm in expected.norms.items()}
+            return _distance(actual, _Gradients(norms, [factor * x for x in expected.sketch])) <= NEAR
+
+        return name_world_factor(self.world_size, fits)
 
     def names_of(self, rank: WatchedRank, optimizer: int) -> tuple[str, ...]:
         """Return the names of an optimizer's parameters."""

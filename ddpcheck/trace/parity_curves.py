@@ -68,15 +68,15 @@ def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
     if not parity.has_same_samples:
         return
     shown = (number for number in parity.shown if number.entry.evaluates and not number.entry.during)
-    by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.place))
-    for (location, _, _, place), numbers in by_line.items():
+    by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.index))
+    for (location, _, _, index), numbers in by_line.items():
         numbers = [number for number in numbers if not number.is_local]
         steps = [number.entry.steps for number in numbers]
         label, x = (_STEPS, steps) if len({*steps}) == len(steps) else ("time shown", range(1, len(steps) + 1))
         points = [(position, number.quantity) for position, number in zip(x, numbers, strict=True)]
-        is_counter = _is_counter([number.entry.numbers[place] for number in numbers])
+        is_counter = _is_counter([number.text for number in numbers])
         if any(quantity.differs for _, quantity in points) or (points and not is_counter):
-            yield _curve(_name(numbers[0].entry, place), label, points, location)
+            yield _curve(_name(numbers[0].entry, index), label, points, location)
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
@@ -85,19 +85,14 @@ def _is_counter(texts: Sequence[str]) -> bool:
     return len(numbers) == len(texts) and len({b - a for a, b in itertools.pairwise(numbers)}) == 1
 
 
-def _name(entry: NumbersShown, place: int) -> str:
+def _name(entry: NumbersShown, index: int) -> str:
     """Return the text before a number in its line."""
-    prefix = entry.text.split("#")[place].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
-    return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {place + 1}'}"
+    prefix = entry.text.split("#")[index].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
+    return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {index + 1}'}"
 
 
 def _curve(
-    name: str,
-    label: str,
-    points: Sequence[tuple[int, Quantity]],
-    location: Location | None,
-    *,
-    is_marked: bool = True,
+    name: str, label: str, points: Sequence[tuple[int, Quantity]], location: Location | None, *, is_marked: bool = True
 ) -> ParityCurve:
     first = next((n for n, (_, quantity) in enumerate(points) if quantity.differs), None) if is_marked else None
     kept = [points[n] for n in _thinned(len(points), first)]

@@ -23,14 +23,19 @@ class Shown:
     """A number that both runs show at the same place."""
 
     entry: NumbersShown  # of rank 0
-    place: int  # index of the number in the text
+    index: int  # index of the number in the text
     quantity: Quantity
     is_local: bool = False  # if computed from rank 0's losses only, or different on other ranks
 
     @property
+    def text(self) -> str:
+        """The number as rank 0 shows it."""
+        return self.entry.numbers[self.index]
+
+    @property
     def source(self) -> tuple[str, str, int]:
         """Line, text and index of the number, equal in each epoch."""
-        return str(self.entry.location), self.entry.text, self.place
+        return str(self.entry.location), self.entry.text, self.index
 
 
 def shown_numbers(comparison: Comparison) -> list[Shown]:
@@ -49,14 +54,14 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
             continue
         rerun = noise.get(key)
         window = [loss for step, loss in losses if since <= step < entry.steps]
-        for place, (text, single) in enumerate(zip(entry.numbers, single_entry.numbers, strict=True)):
-            if place in entry.rates or _is_rate((text, single), rates):
+        for index, (text, single) in enumerate(zip(entry.numbers, single_entry.numbers, strict=True)):
+            if index in entry.rates or _is_rate((text, single), rates):
                 continue
-            noise_text = rerun.numbers[place] if rerun is not None and len(rerun.numbers) > place else single
-            texts = [rank_entries[key].numbers[place] for rank_entries in other_ranks if key in rank_entries]
-            local = any(other != text for other in texts) or _is_of_losses(text, window) or place in entry.known
+            noise_text = rerun.numbers[index] if rerun is not None and len(rerun.numbers) > index else single
+            texts = [rank_entries[key].numbers[index] for rank_entries in other_ranks if key in rank_entries]
+            local = any(other != text for other in texts) or _is_of_losses(text, window) or index in entry.known
             padding = comparison.padding if entry.evaluates else 0.0
-            shown.append(Shown(entry, place, _quantity(text, single, noise_text, padding), local))
+            shown.append(Shown(entry, index, _quantity(text, single, noise_text, padding), local))
     return shown
 
 

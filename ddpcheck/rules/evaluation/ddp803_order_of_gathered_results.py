@@ -32,7 +32,7 @@ from typing import Literal
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, is_shown
+from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, record_showing
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Evaluation, Metric, Row
 
@@ -53,7 +53,7 @@ def judge_order(evaluations: Evaluations) -> list[Finding]:
 
 
 def _judge_order(evaluation: Evaluation) -> list[Finding]:
-    evals = [*evaluation.by_rank.values()]
+    evals = evaluation.evals
     if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals) or are_other_data(evals):
         return []
     indices = _positions(evals)
@@ -106,9 +106,9 @@ def _references(
     labels: dict[str, Mapping[int, Row]] = {}
     numbers: dict[str, Mapping[int, Row]] = {}
     for ev in evals:
-        for name, values in ev.held.references.items():
+        for name, values in ev.results.references.items():
             labels[f"{name} of the dataset"] = {index: (float(label),) for index, label in enumerate(values)}
-        for name, floats in ev.held.numbers_of.items():
+        for name, floats in ev.results.numbers_of.items():
             width = len(floats) // max(1, ev.loader.size)
             rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(ev.loader.size))
             numbers[f"{name} of the dataset"] = dict(enumerate(rows))
@@ -147,7 +147,7 @@ def _compared(
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
-    if any(is_shown(evals, value, digits) for values in correct.values() for value in values):
+    if any(record_showing(evals, value, digits) for values in correct.values() for value in values):
         return None  # the shown value is right
     for order in call.orders:
         joined = [(indices[rank][number], rows[rank][number]) for rank, number in order[: len(by_index)]]

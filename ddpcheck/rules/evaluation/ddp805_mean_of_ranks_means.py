@@ -34,7 +34,7 @@ from ddpcheck.trace.evaluation import common_value, exchange_line, first_shown, 
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
 
-_SOME = 0.01  # relative difference of metrics that matters
+LEAST_DIFFERENCE = 0.01  # relative, of metrics, that matters
 
 
 @rule
@@ -44,7 +44,7 @@ def judge_mean_of_means(evaluations: Evaluations) -> list[Finding]:
 
 
 def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
-    evals, metrics = [*evaluation.by_rank.values()], evaluation.metrics
+    evals, metrics = evaluation.evals, evaluation.metrics
     samples = [ev.samples for ev in evals]
     sums = [counts for _, counts in common_value(evals, "numbers") if not any(count % 1 for count in counts)]
     for call in shard_numbers(evals):
@@ -54,7 +54,7 @@ def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
             right = metric.pooled
             for kind, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
                 bits = min(sum(metric.bits), bits_of(wrong)) - math.log2(metric.tries)
-                if bits < FEWEST_BITS or abs(wrong - right) <= _SOME * abs(right):
+                if bits < FEWEST_BITS or abs(wrong - right) <= LEAST_DIFFERENCE * abs(right):
                     continue
                 if (seen := first_shown(evals, wrong, right)) is None:
                     continue

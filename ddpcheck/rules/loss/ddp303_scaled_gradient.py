@@ -169,20 +169,19 @@ def judge_scaled_by_hooks(
     known = [change for changed in passes for change in changed.values() if change.kind]  # others are too small
     if not known or not parameters or not all(changed.keys() >= set(parameters) for changed in passes):
         return []
-    for factor, words in ((size, f"{size} (the world size)"), (1 / size, f"1/{size} (one over the world size)")):
-        if all(
-            change.kind == "scaled" and math.isclose(change.number, factor, rel_tol=SCALE_TOLERANCE) for change in known
-        ):
-            return one_finding(
-                "DDP303",
-                sorted(parameters),
-                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the "
-                f"optimizer uses {factor:.4g} times the gradient of the mean.",
-                location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
-                evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
-                fix="Remove the hook: DDP already averages the gradients.",
-            )
-    return []
+    factor = size if known[0].number > 1 else 1 / size
+    if any(c.kind != "scaled" or not math.isclose(c.number, factor, rel_tol=SCALE_TOLERANCE) for c in known):
+        return []
+    words = f"{size} (the world size)" if factor > 1 else f"1/{size} (one over the world size)"
+    return one_finding(
+        "DDP303",
+        sorted(parameters),
+        f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the optimizer uses "
+        f"{factor:.4g} times the gradient of the mean.",
+        location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
+        evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
+        fix="Remove the hook: DDP already averages the gradients.",
+    )
 
 
 def judge_rescaled(
@@ -217,7 +216,7 @@ def judge_rescaled(
         location=first.rescaled_at,
         evidence=[
             f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
-            "that of the average",
+            "that of the average"
         ],
         related={"optimizer steps": first.location},
         severity=Severity.WARNING,
@@ -338,21 +337,23 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
     scales = {
         round(abs(total_factor(t)) * (loss.number + 1), 4) for loss in losses for t in loss.terms if t.kind == kind
     }
-    sizes = _sizes(len(passes[0]), ranks_per_model)
-    for size in sizes:
-        divided = {round(1.0 / size, 4), *([float(size)] if kind == "mean" else [])}  # a sum may match by chance
-        fits = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms)
-        if fits and len(scales) == 1 and scales <= divided and not any(loss.number + 1 == size for loss in losses):
-            break  # else the divisor may be the number of micro-batches
-    else:
+    counts = {loss.number + 1 for loss in losses}  # of micro-batches, which the divisor may be
+    fitting = [
+        (size, words)
+        for size, words in _sizes(len(passes[0]), ranks_per_model).items()
+        if (len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms))
+        and (scales == {round(1.0 / size, 4)} or (scales == {float(size)} and kind == "mean"))  # a sum by chance
+        and size not in counts
+    ]
+    if not fitting:
         return []
-    excess = max(scales) - 1
-    verb = "multiplied" if excess > 0 else "divided"
+    size, words = fitting[0]
+    verb, times = ("multiplied", f"{size} times") if max(scales) > 1 else ("divided", f"1/{size} of")
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a mean that is {verb} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
-        f"{size if excess > 0 else f'1/{size} of'} {'times ' if excess > 0 else ''}those of the mean.",
+        f"The loss is a mean that is {verb} by {words}, and DDP averages its gradients over the ranks: they are "
+        f"{times} those of the mean.",
         location=losses[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,

@@ -216,15 +216,12 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
     factor is wrong; from an average, nothing.
     """
-    uses_by_rank, world_size = loop.reduced_in_place, loop.world_size
-    for index, use in ((index, use) for uses in uses_by_rank for index, use in enumerate(uses)):
-        scaled = use.factor is not None and math.isclose(use.factor * world_size, 1.0, rel_tol=1e-5)
+    for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
+        scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)
         if use.elements == 1 and (not scaled or loop.accumulates):
             continue
-        alike = bool(use.gradient) and {uses[index].gradient for uses in uses_by_rank if len(uses) > index} == {
-            use.gradient
-        }
-        alike = alike and all(len(uses) > index for uses in uses_by_rank)
+        gradients = {uses[index].gradient if len(uses) > index else 0 for uses in loop.reduced_in_place}
+        alike = bool(use.gradient) and gradients == {use.gradient}
         severity, evidence, fix = None, [f"{use.elements} elements"], ""
         message = f"Backward passes through a tensor that {use.operation} has overwritten"
         if scaled:
@@ -240,7 +237,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
             severity = Severity.WARNING
             message += (
                 ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "
-                f"1/{world_size} of the global batch's."
+                f"1/{loop.world_size} of the global batch's."
             )
             fix = FIX_OF_SUM
         else:

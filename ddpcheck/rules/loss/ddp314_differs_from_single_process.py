@@ -65,11 +65,11 @@ def judge_parity(parity: Parity) -> list[Finding]:
     if not diverged:
         return []
     first = min(diverged, key=lambda divergence: (divergence.kind not in TRAINING_QUANTITIES, divergence.step))
-    other_messages = [divergence.said for divergence in diverged if divergence is not first]
+    other_messages = [divergence.message for divergence in diverged if divergence is not first]
     return one_finding(
         "DDP314",
         (first.kind,),
-        first.said,
+        first.message,
         location=first.location,
         evidence=[*first.evidence, *other_messages[:4]],
         fix=_FIXES.get("later gradients" if first.kind == "gradients" and first.step else first.kind, ""),
