@@ -100,10 +100,11 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
     world_size, sizes, wrapper = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
     by_sample = facts.analysis.numbers == "by sample"
     worst_first = sorted(wrong, key=lambda term: -term.error)
+    is_summed = [term.doubles_with_batch or (world_size > 1 and term.is_sum) for term in worst_first]
     reasons: dict[str, str] = {}
-    for term in worst_first:
+    for term, summed in zip(worst_first, is_summed, strict=True):
         name = format_term(term, facts.analysis.terms)
-        if term.doubles_with_batch or (world_size > 1 and term.is_sum):
+        if summed:
             message = (
                 f"{name} sums over samples, and {wrapper} averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
@@ -137,9 +138,9 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         location=worst_first[0].location or facts.known.loss_location,
         fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
         f"by {facts.known.count_of_replicas}."
-        if " sums over " in first
+        if is_summed[0]
         else "",
-        severity=None if any(" sums over " in text for text in reasons) else _severity(facts),
+        severity=None if any(is_summed) else _severity(facts),
         tags=(BY_SAMPLE,) if by_sample else (),
     )
 
