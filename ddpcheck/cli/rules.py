@@ -23,8 +23,6 @@ from ddpcheck.findings.rules import (
 )
 from ddpcheck.render import Medium
 
-_HOW_IT_IS_TOLD = ("stops_ddp", "takes_severity", "spreads", "by_family")
-
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Explain rules."""
@@ -49,7 +47,7 @@ def run_rules(arguments: argparse.Namespace) -> int:
     """List all rules."""
     if arguments.format == "json":
         rules = [
-            {name: value for name, value in asdict(rule).items() if name not in _HOW_IT_IS_TOLD}
+            {name: value for name, value in asdict(rule).items() if not isinstance(value, bool)}
             | {"severity": rule.severity.value, "explains": consequences_of(rule), "explained_by": causes_of(rule)}
             for rule in RULES.values()
         ]

@@ -271,18 +271,18 @@ def run_alone(parity: ParityRuns, folder: Path, ending: Ending, nodes: int, *, d
 def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, nodes: int) -> tuple[SingleRun, ...]:
     """Run in a single process; on differences also measure noise."""
     from ddpcheck.run.parity_run import SingleRun
-    from ddpcheck.trace.divergences import depends_on_rank, is_equal
+    from ddpcheck.trace.divergences import Parity
 
     if why := parity.why_not(ranks, ending, nodes):
         return (SingleRun(why_not=why),)
     say(parity.begin(ranks))
     single = parity.run(ranks)
-    if single.why_not or is_equal(ranks, single.ranks):
+    if single.why_not or Parity(ranks, single.ranks[0]).is_equal:
         return (single,)
     say("the two runs differ: running again in a single process, to measure rounding and random numbers")
     noise = parity.run(ranks, is_noise=True)
     singles: tuple[SingleRun, ...] = single, noise
-    if not noise.why_not and depends_on_rank(ranks, single.ranks, noise.ranks):
+    if not noise.why_not and Parity(ranks, single.ranks[0], noise.ranks[0]).training_diverges:
         say("running again as another rank, to check if the script computes with the number of the rank")
         singles = single, noise, parity.run(ranks, as_rank=1)
     last = singles[-1]

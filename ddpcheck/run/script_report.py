@@ -25,8 +25,9 @@ from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.gradients.wrapper_lines import not_here
-from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.script_table import HEADINGS, rows_of
 from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
@@ -36,9 +37,8 @@ from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.run_folder import own_folders
 from ddpcheck.stream.entries import SCHEMA, UNNUMBERED, NotCompared
 from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
-from ddpcheck.trace.divergences import codes_that_explain, confirmed, lacking, what_held
+from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.failures import describe_failure
-from ddpcheck.trace.parity import Comparison
 from ddpcheck.trace.parity_curves import curves
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.worlds import failures
@@ -77,7 +77,7 @@ def report_on_script(
     parity = _parity(comparison, singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     cause = ""
-    equal = {} if comparison is None or isinstance(parity, Exception) else confirmed(comparison)
+    equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
     if isinstance(parity, Verdict) and parity.findings:
         kept = sort_out(judged.findings, script, select=select, ignore=ignore).kept
         cause = join_names(codes_that_explain(parity.findings[0], kept))
@@ -146,18 +146,19 @@ def _notes(facts: ScriptFacts, ending: Ending) -> Iterator[str]:
         yield "one rank: nothing is compared between ranks; start two with --standalone --nproc-per-node 2"
 
 
-def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Comparison | None:
+def _comparison(ranks: Sequence[WatchedRank], singles: Sequence[SingleRun]) -> Parity | None:
     if not singles or singles[0].why_not:
         return None
     others = [None if run.why_not else run.ranks[0] for run in singles[1:]]
-    return Comparison(ranks, singles[0].ranks[0], *others)
+    return Parity(ranks, singles[0].ranks[0], *others)
 
 
-def _parity(comparison: Comparison | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
+def _parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict | Exception | None:
     if comparison is None:
         return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
     try:
-        return Verdict(judge_parity(comparison), what_held(comparison), lacking(comparison))
+        findings = judge_view(comparison)
+        return Verdict(findings, *comparison.compared(findings))
     except Exception as error:
         return error
 

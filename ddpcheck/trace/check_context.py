@@ -12,6 +12,7 @@ from ddpcheck.findings.evidence.modules import GradientHook, WrapperFacts
 from ddpcheck.findings.evidence.steps import Call, DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, group_by, one_finding
+from ddpcheck.trace.factors import name_world_factor
 
 
 def is_one_over_world(facts: SingleProcessFacts, ratio: float) -> bool:
@@ -94,10 +95,8 @@ class JudgeContext:
 
     def factor(self, ratio: float) -> str:
         """Format a factor, explained by the number of replicas if equal."""
-        for text, value in ((f"1/{self.world_size}", 1 / self.world_size), (f"{self.world_size}", self.world_size)):
-            if math.isclose(ratio, value, rel_tol=1e-2):
-                return f"{text} ({'one over ' if value < 1 else ''}{self.count_of_replicas})"
-        return f"{ratio:.4g}"
+        text = name_world_factor(self.world_size, lambda factor: math.isclose(ratio, factor, rel_tol=1e-2))
+        return f"{text} ({'one over ' if '/' in text else ''}{self.count_of_replicas})" if text else f"{ratio:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,7 @@ class SingleProcessFacts:
     analysis: ShardAnalysis  # of the shards, run one by one in the single process
     known: JudgeContext  # further facts
     evidence: tuple[str, ...]  # size of the mismatch, in words
+    largest_error_of_steps: float = 0.0  # of all mismatched steps, relative
 
     @property
     def largest_error(self) -> float:
@@ -131,6 +131,20 @@ class SingleProcessFacts:
     def scaled(self) -> bool:
         """Check if a constant factor explains the difference from the global batch."""
         return self.is_factor(self.analysis.against_global)
+
+    @property
+    def has_one_factor(self) -> bool:
+        """Check if ranks, which exchange no tensors, scale the global batch's gradient by a constant."""
+        exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
+        return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
+
+    @property
+    def losses_are_scaled(self) -> bool:
+        """Check if losses on ranks are closer to those of the shards times the factor than to those of the shards."""
+        pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
+        logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
+        ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))
+        return ratio > 0 and abs(mean_log - math.log(ratio)) < abs(mean_log)
 
     @property
     def suspect_calls(self) -> list[Call]:

@@ -6,49 +6,27 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
-from ddpcheck.findings.report import Finding, Location, Severity
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by, join_names
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.parity import (
-    EQUAL,
-    MULTIPLE,
-    Comparison,
-    Quantity,
-    Shown,
-    first_unequal,
-    gradients,
-    line_of_number,
-    parameters,
-    saved_states,
-    shown_numbers,
-    values_that_differ,
-)
+from ddpcheck.trace.factors import name_world_factor
+from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
 from ddpcheck.trace.script_facts import entries_of
+from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, shown_numbers
+from ddpcheck.trace.view import View
 
 _SLOWEST = 0.75  # relative noise of times and throughputs
-
-
 _FASTEST = 0.985  # relative noise of times and throughputs
-
-
 _FACTOR = 1e-3  # relative tolerance of a factor
-
-
 _FEWEST_FACTORS = 2
-
-
 _NEAR_TOP = 1e-2  # relative distance from the peak learning rate
-
-
 _NEAR_SHAPE = 0.05  # fraction of the decay from the peak to the last rate
-
-
 TRAINING_QUANTITIES = ("gradients", "clip", "update")
-
-
 _MOST_MISSING = 0.75  # fraction of the single process's samples
 
 
@@ -59,47 +37,154 @@ class Divergence:
     kind: str  # "gradients", "clip", "update", "steps", "shown", "saved", "schedule" or "samples"
     step: int  # number of preceding optimizer steps
     location: Location | None
-    said: str  # description of the difference
+    message: str  # description of the difference
     evidence: tuple[str, ...] = ()
 
 
-def divergences(comparison: Comparison) -> list[Divergence]:
-    """Return all divergences except consequences of diverging gradients or updates."""
-    diverged = [*_gradient_divergences(comparison)]
-    until = diverged[0].step if diverged else math.inf
-    if updates := [*_update_divergences(comparison)]:
-        diverged, until = updates, updates[0].step
-    diverged += (divergence for divergence in _schedule_divergences(comparison))
-    diverged += (divergence for divergence in _step_divergences(comparison) if comparison.has_same_samples)
-    diverged += _sample_divergences(comparison)
-    if comparison.has_same_samples and all(quantity.is_equal or quantity.differs for quantity in gradients(comparison)):
-        diverged += (divergence for divergence in _shown_divergences(comparison) if divergence.step < until)
-        diverged += (divergence for divergence in _saved_divergences(comparison) if divergence.step < until)
-    return diverged
+@dataclass(frozen=True)
+class Parity(Comparison, View):
+    """A run on ranks beside a single process on the same samples, and their divergences."""
+
+    check: ClassVar[str] = "parity"
+
+    @cached_property
+    def shown(self) -> list[Shown]:
+        """Numbers that both runs show, in order."""
+        return shown_numbers(self)
+
+    @cached_property
+    def divergences(self) -> list[Divergence]:
+        """All divergences except consequences of diverging gradients or updates."""
+        diverged = [*_gradient_divergences(self)]
+        until = diverged[0].step if diverged else math.inf
+        if updates := [*_update_divergences(self)]:
+            diverged, until = updates, updates[0].step
+        diverged += _schedule_divergences(self)
+        diverged += _step_divergences(self) if self.has_same_samples else ()
+        diverged += _sample_divergences(self)
+        if self.has_same_samples and all(gradient.is_equal or gradient.differs for gradient in self.gradients):
+            diverged += (divergence for divergence in _shown_divergences(self) if divergence.step < until)
+            diverged += (divergence for divergence in _saved_divergences(self) if divergence.step < until)
+        return diverged
+
+    @property
+    def is_equal(self) -> bool:
+        """Check if the single process matches, so that no noise run is needed."""
+        return _largest(self.gradients) <= EQUAL and not self.divergences
+
+    @property
+    def training_diverges(self) -> bool:
+        """Check if training diverges, perhaps because the script uses the rank number."""
+        return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        del findings
+        return self.matches, self.not_compared
+
+    @property
+    def matches(self) -> str:
+        """Describe what was compared and is equal."""
+        equal = [quantity for quantity in self.gradients if quantity.is_equal]
+        numbers = _evaluated(self) if self.has_same_samples else []
+        shown = [number for number in numbers if number.quantity.is_equal]
+        single_ends = entries_of(self.single, ParityEnded)
+        undecided = [number for number in numbers if not number.is_local and _is_undecided(number.quantity)]
+        messages = []
+        if equal:
+            steps, error = counted(len(equal), "step"), _largest(equal)
+            messages.append(f"gradients of {steps} equal those of a single process within {error:.1g}")
+        if shown:
+            suffix = f" ({len(undecided)} not decided)" if undecided else ""
+            messages.append(f"{counted(len(shown), 'shown number')} equal{suffix}")
+        saves = saved_states(self.ranks[0]).keys() & saved_states(self.single).keys()
+        if saves and not any(_saved_divergences(self)):
+            messages.append(f"{counted(len(saves), 'saved state')} equal")
+        batch = max((end.batch for rank in self.ranks for end in entries_of(rank, ParityEnded)), default=0)
+        if messages and batch:
+            messages.append(f"with batches of at most {batch} samples (--check-parity-batch)")
+        scaled = sorted({name for end in single_ends for name in end.scaled})
+        if messages and scaled:
+            messages.append(f"the single process has the batch size of all ranks in {join_names(scaled, most=3)}")
+        if messages and any(end.splits_statistics for end in single_ends):
+            messages.append("BatchNorm normalises the samples of each rank separately in both (DDP304)")
+        return "; ".join(messages)
+
+    @property
+    def confirmed(self) -> dict[str, str]:
+        """Describe what the single process confirms, by check line; empty unless all matches."""
+        if self.not_compared or self.divergences:
+            return {}
+        steps, numbers = len(self.gradients), [number for number in _evaluated(self) if not number.is_local]
+        result = {"loss": f"gradients of {counted(steps, 'step')} equal those of a single process"} if steps else {}
+        if numbers and all(number.quantity.is_equal for number in numbers):
+            result["evaluation"] = f"{counted(len(numbers), 'shown number')} equal to those of a single process"
+        return result
+
+    @property
+    def not_compared(self) -> str:
+        """Describe what was not compared, or return ''."""
+        quantities = self.gradients
+        unknown = [quantity for quantity in quantities if not quantity.differs and not quantity.is_equal]
+        refused = dict.fromkeys(f"{entry.line} ({entry.why})" for entry in entries_of(self.single, NotReplayed))
+        refused = {} if quantities and self.has_same_samples and not unknown else refused
+        messages = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
+        full = [end for rank in self.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
+        if full:
+            first = min(full, key=lambda end: end.full_at)
+            passes = counted(first.full_at, "backward pass")
+            messages.append(f"samples are recorded for {passes} only: {first.why_full}")
+        if self.has_other_model:
+            messages.append("a single process has a different model: its parameters start with other values or shapes")
+        elif self.computes_with_rank:
+            messages.append("the script computes with the number of the rank")
+        elif not self.has_same_samples:
+            messages.append(f"from step {len(self.steps)} on, forward gets different samples in a single process")
+        if unknown:
+            noise = max(quantity.noise for quantity in unknown)
+            messages.append(
+                f"gradients of {counted(len(unknown), 'step')} not decided: "
+                f"rounding and random numbers change them by {noise:.1g}"
+            )
+        evaluated = [shown for shown in self.shown if shown.entry.evaluates and not shown.is_local]
+        decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
+        # undecided in every epoch
+        numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
+        if padded := [number for number in numbers if number.is_padded]:
+            messages.append(
+                f"{counted(len(padded), 'shown number')} not decided: evaluations on ranks repeat {self.padding:.0%} "
+                "of the samples"
+            )
+        numbers = [number for number in numbers if not number.is_padded]
+        if numbers and self.has_same_samples:
+            noise = max(number.noise for number in numbers)
+            messages.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
+        if not messages and not quantities and not self.matches and not self.divergences:
+            messages.append("no optimizer has stepped, and no number was shown after an evaluation")
+        return "; ".join(messages)
 
 
-def _gradient_divergences(comparison: Comparison) -> Iterator[Divergence]:
-    sizes = gradients(comparison)
+def _gradient_divergences(parity: Parity) -> Iterator[Divergence]:
+    sizes = parity.gradients
     first = next((n for n, size in enumerate(sizes) if size.differs), None)
     if first is None:
         return
-    rank_steps, single, _ = comparison.steps()[first]
+    rank_steps, single, _ = parity.steps[first]
     size = sizes[first]
     later = sizes[first:]
-    factor = _factor([other.ratio for other in later[:8]], comparison.world_size)
+    factor = _factor([other.ratio for other in later[:8]], parity.world_size)
     when = "From optimizer step {} on"
-    if not factor and (factor := comparison.factor_of(rank_steps, single)):
+    if not factor and (factor := parity.factor_of(rank_steps, single)):
         when = "In optimizer step {}"  # the step changes parameters, and thus later gradients
     relation = f"{size.difference:.2g} (relative) from"
     if factor:
         relation = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
-    message = f"{when.format(rank_steps[0].count)}, the gradients on {comparison.world_size} ranks are {relation} "
+    message = f"{when.format(rank_steps[0].count)}, the gradients on {parity.world_size} ranks are {relation} "
     message += "those of a single process on the same samples."
     norms = ", ".join(f"{other.ranks:.6g} and {other.single:.6g}" for other in later[:3])
     evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
     if first:
         evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(sizes[:first]):.1g}")
-    if comparison.noise is not None:
+    if parity.noise is not None:
         evidence.append(f"rounding, random numbers and another order of the samples change them by {size.noise:.1g}")
     clip, expected = rank_steps[0].clip, single.clip
     near = max(EQUAL, MULTIPLE * size.noise)
@@ -107,34 +192,34 @@ def _gradient_divergences(comparison: Comparison) -> Iterator[Divergence]:
         evidence.append(
             f"they are clipped to {clip[1]:.6g} and {expected[1]:.6g}; the norm before is {clip[0]:.6g} in both"
         )
-        clips = [entry.location for entry in entries_of(comparison.ranks[0], GradientsClipped)]
+        clips = [entry.location for entry in entries_of(parity.ranks[0], GradientsClipped)]
         yield Divergence("clip", single.count, next(iter(clips), rank_steps[0].location), message, tuple(evidence))
         return
-    location = _loss_line(comparison.ranks[0], rank_steps[0]) or rank_steps[0].loss_at or rank_steps[0].location
+    location = _loss_line(parity.ranks[0], rank_steps[0]) or rank_steps[0].loss_at or rank_steps[0].location
     yield Divergence("gradients", rank_steps[0].count, location, message, tuple(evidence))
 
 
-def _update_divergences(comparison: Comparison) -> Iterator[Divergence]:
+def _update_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare the parameters after steps with equal gradients."""
-    steps = [*comparison.steps(), *comparison.next_steps()]
-    triples = itertools.zip_longest(steps, parameters(comparison), gradients(comparison))
+    steps = [*parity.steps, *parity.next_steps]
+    triples = itertools.zip_longest(steps, parity.parameters, parity.gradients)
     for (rank_steps, single, _), quantity, gradient in triples:
         if quantity is None:  # sharded parameters
             return
         if quantity.differs:
-            built = entries_of(comparison.ranks[0], OptimizerStep)
+            built = entries_of(parity.ranks[0], OptimizerStep)
             lines = (step.made for step in built if step.optimizer == single.optimizer and step.made)
             location = next(lines, rank_steps[0].location)
-            names = comparison.names_of(comparison.ranks[0], single.optimizer)
+            names = parity.names_of(parity.ranks[0], single.optimizer)
             pairs = sorted(
                 zip(rank_steps[0].values, single.values, names, strict=False), key=lambda pair: -abs(pair[0] - pair[1])
             )
             message = (
-                f"Before optimizer step {single.count}, the parameters on {comparison.world_size} ranks are "
+                f"Before optimizer step {single.count}, the parameters on {parity.world_size} ranks are "
                 f"{quantity.difference:.2g} (relative) from those of a single process, after equal gradients."
             )
             evidence = [f"norm of {name}: {a:.6g} and {b:.6g}" for a, b, name in pairs[:3]]
-            if comparison.noise is not None:
+            if parity.noise is not None:
                 evidence.append(f"rounding and random numbers change them by {quantity.noise:.1g}")
             yield Divergence("update", single.count, location, message, tuple(evidence))
         if quantity.differs or not (gradient is None or gradient.is_equal):
@@ -147,13 +232,14 @@ def _largest(quantities: Sequence[Quantity]) -> float:
 
 def _factor(ratios: Sequence[float], world_size: int) -> str:
     """Return the common factor of all ratios in words, or ''."""
-    for factor, words in ((world_size, str(world_size)), (1 / world_size, f"1/{world_size}")):
-        if ratios and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios):
-            return words
-    if ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR):
-        if all(math.isclose(ratio, ratios[0], rel_tol=_FACTOR) for ratio in ratios):
-            return f"{ratios[0]:.4g}"
-    return ""
+
+    def fits(factor: float) -> bool:
+        return bool(ratios) and all(math.isclose(ratio, factor, rel_tol=_FACTOR) for ratio in ratios)
+
+    if words := name_world_factor(world_size, fits):
+        return words
+    is_constant = ratios and not math.isclose(ratios[0], 1.0, rel_tol=_FACTOR) and fits(ratios[0])
+    return f"{ratios[0]:.4g}" if is_constant else ""
 
 
 def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
@@ -163,25 +249,25 @@ def _loss_line(rank: WatchedRank, step: ParityStep) -> Location | None:
     return near[0].made if near else None
 
 
-def _step_divergences(comparison: Comparison) -> Iterator[Divergence]:
+def _step_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare the number of optimizer steps, if both runs completed."""
-    ends = [end for rank in (comparison.ranks[0], comparison.single) for end in entries_of(rank, ParityEnded)]
+    ends = [end for rank in (parity.ranks[0], parity.single) for end in entries_of(rank, ParityEnded)]
     if len(ends) < 2 or any(end.why for end in ends):
         return
     on_ranks, single = (end.steps for end in ends)
-    if single not in (on_ranks, on_ranks * comparison.world_size):  # same total samples with per-rank batch size
-        steps = entries_of(comparison.ranks[0], ParityStep)
+    if single not in (on_ranks, on_ranks * parity.world_size):  # same total samples with per-rank batch size
+        steps = entries_of(parity.ranks[0], ParityStep)
         location = steps[-1].location if steps else None
-        if line := first_unequal(comparison, range(min(on_ranks, single) + 1)):
+        if line := first_unequal(parity, range(min(on_ranks, single) + 1)):
             location = line[0]
         message = f"The ranks make {counted(on_ranks, 'optimizer step')}, a single process makes {single}."
         yield Divergence("steps", min(on_ranks, single), location, message)
 
 
-def _sample_divergences(comparison: Comparison) -> Iterator[Divergence]:
+def _sample_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare the number of samples of an epoch, if loaders were exhausted."""
-    passes = [group_by(entries_of(rank, PassTaken), lambda entry: entry.loader) for rank in comparison.ranks]
-    for epoch in entries_of(comparison.single, PassTaken):
+    passes = [group_by(entries_of(rank, PassTaken), lambda entry: entry.loader) for rank in parity.ranks]
+    for epoch in entries_of(parity.single, PassTaken):
         rank_passes = [entry for by_loader in passes for entry in by_loader.get(epoch.loader, ())]
         if len(rank_passes) < len(passes) or not all(entry.trains for entry in rank_passes):
             continue
@@ -189,17 +275,17 @@ def _sample_divergences(comparison: Comparison) -> Iterator[Divergence]:
         if 0 < rows < _MOST_MISSING * epoch.chosen:
             location = Location.parse(epoch.loader.split()[1].partition("#")[0])
             message = (
-                f"An epoch has {rows} samples on {comparison.world_size} ranks, and {epoch.chosen} in a single process."
+                f"An epoch has {rows} samples on {parity.world_size} ranks, and {epoch.chosen} in a single process."
             )
             yield Divergence("samples", 0, location, message)
             return
 
 
-def _schedule_divergences(comparison: Comparison) -> Iterator[Divergence]:
+def _schedule_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare learning rate schedules relative to the peak; constant factors are intended."""
-    if any(end.steps_schedules for end in entries_of(comparison.single, ParityEnded)):
+    if any(end.steps_schedules for end in entries_of(parity.single, ParityEnded)):
         return  # a single process makes world-size times as many (smaller) steps, as the schedule expects
-    by_optimizer = group_by(comparison.steps(), lambda step: step[1].optimizer)
+    by_optimizer = group_by(parity.steps, lambda step: step[1].optimizer)
     for number, steps in by_optimizer.items():
         lrs = [
             [max(s.rates, default=0.0) for s in (rank_steps[0], single, noise or single)]
@@ -212,17 +298,17 @@ def _schedule_divergences(comparison: Comparison) -> Iterator[Divergence]:
             continue  # driven by a metric
         tops, ends = (max(rank_lrs), max(single_lrs)), (rank_lrs[-1], single_lrs[-1])
         shares = [end / top for end, top in zip(ends, tops, strict=True)]
-        message = f"After {counted(len(lrs), 'step')}, the learning rate on the ranks is at {shares[0]:.3g} of its "
-        message += f"highest value, and in a single process at {shares[1]:.3g}."
-        differs = [not math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs]
-        if math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends):
-            if _have_one_shape(rank_lrs, single_lrs):
-                continue
-            n = differs.index(True)
-            message = f"At step {n}, the learning rate on the ranks is at {rank_lrs[n] / tops[0]:.3g} of its highest "
-            message += f"value, and in a single process at {single_lrs[n] / tops[1]:.3g}."
-        n = differs.index(True)
-        lines = [step.rate for step in entries_of(comparison.ranks[0], OptimizerStep) if step.optimizer == number]
+        end_alike = math.isclose(*shares, rel_tol=1e-2, abs_tol=1e-3) or _have_one_floor(tops, ends)
+        if end_alike and _have_one_shape(rank_lrs, single_lrs):
+            continue
+        n = [math.isclose(a / tops[0], b / tops[1], rel_tol=1e-2) for a, b, _ in lrs].index(False)
+        if end_alike:
+            when, shares = f"At step {n}", [rank_lrs[n] / tops[0], single_lrs[n] / tops[1]]
+        else:
+            when = f"After {counted(len(lrs), 'step')}"
+        message = f"{when}, the learning rate on the ranks is at {shares[0]:.3g} of its highest value, and in a single "
+        message += f"process at {shares[1]:.3g}."
+        lines = [step.rate for step in entries_of(parity.ranks[0], OptimizerStep) if step.optimizer == number]
         location = next(filter(None, lines), None) or steps[n][0][0].location
         yield Divergence("schedule", n, location, message)
 
@@ -252,34 +338,33 @@ def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
     return bool(denominator) and 0 <= (ends[0] * tops[1] - ends[1] * tops[0]) / denominator <= min(ends)
 
 
-def _shown_divergences(comparison: Comparison) -> Iterator[Divergence]:
+def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
     """Compare numbers shown after evaluations; in training, only world size factors."""
-    by_line = group_by(shown_numbers(comparison), lambda item: (item.entry.location, item.place, item.entry.text))
-    for (location, place, _), items in by_line.items():
+    by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
+    for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]
-        wrong = [item for item in evaluated if item.quantity.differs]
-        if not wrong:
-            rest = [item for item in items if item.quantity.differs]
-            if len(rest) < max(_FEWEST_FACTORS, len(items)) or not _is_world_size_factor(rest, comparison.world_size):
-                continue
-            wrong = rest
+        differ = [item for item in items if item.quantity.differs]
+        wrong = [item for item in evaluated if item.quantity.differs] or differ
+        factor = _factor([item.quantity.ratio for item in wrong], parity.world_size)
+        is_world_size = factor in (str(parity.world_size), f"1/{parity.world_size}")
+        if wrong is differ and (len(wrong) < max(_FEWEST_FACTORS, len(items)) or not is_world_size):
+            continue
         first = wrong[0]
-        factor = _factor([item.quantity.ratio for item in wrong], comparison.world_size)
-        suffix = f" (factor {factor})" if factor in (str(comparison.world_size), f"1/{comparison.world_size}") else ""
-        number = first.entry.numbers[place]
+        suffix = f" (factor {factor})" if is_world_size else ""
+        number = first.text
         message = (
             f"{number}, {first.entry.how} after {counted(first.entry.steps, 'step')}, is {first.quantity.single:.6g} "
         )
         message += f"in a single process on the same samples{suffix}."
-        pairs = ", ".join(f"{item.entry.numbers[place]} and {item.quantity.single:.6g}" for item in wrong[:3])
+        pairs = ", ".join(f"{item.text} and {item.quantity.single:.6g}" for item in wrong[:3])
         evidence = [f"on ranks and in a single process: {pairs}"]
-        if comparison.noise is not None:
+        if parity.noise is not None:
             evidence.append(
                 f"rounding, random numbers and a different order of samples change it by {first.quantity.noise:.1g}"
             )
         steps = range(first.entry.steps, first.entry.steps + 1)
-        line = first_unequal(comparison, steps, first.quantity.difference)
-        if line := line or line_of_number(comparison.ranks[0], steps, number):
+        line = first_unequal(parity, steps, first.quantity.difference)
+        if line := line or line_of_number(parity.ranks[0], steps, number):
             evidence.append(
                 f"{line[1]} of {line[0]} is the first number that differs; it is {first.entry.how} at {location}"
             )
@@ -287,14 +372,9 @@ def _shown_divergences(comparison: Comparison) -> Iterator[Divergence]:
         yield Divergence("shown", first.entry.steps, location, message, tuple(evidence))
 
 
-def _is_world_size_factor(numbers: Sequence[Shown], world_size: int) -> bool:
-    """Check if numbers differ by a factor of the world size, or its inverse."""
-    return _factor([number.quantity.ratio for number in numbers], world_size) in (str(world_size), f"1/{world_size}")
-
-
-def _saved_divergences(comparison: Comparison) -> Iterator[Divergence]:
-    states, single_states = (saved_states(rank) for rank in (comparison.ranks[0], comparison.single))
-    noise = saved_states(comparison.noise) if comparison.noise is not None else {}
+def _saved_divergences(parity: Parity) -> Iterator[Divergence]:
+    states, single_states = (saved_states(rank) for rank in (parity.ranks[0], parity.single))
+    noise = saved_states(parity.noise) if parity.noise is not None else {}
     for key, state in states.items():
         if (single := single_states.get(key)) is None:
             continue
@@ -309,66 +389,9 @@ def _saved_divergences(comparison: Comparison) -> Iterator[Divergence]:
             text = f"The ranks save a state that differs from a single process: {join_names(names, most=3)} ({kind})."
             detail = [f"{n}: {state.shapes[n]} and {single.shapes[n]}" for n in shapes[:3]]
             detail += [f"norm of {n}: {state.norms[n][0]:.6g} and {single.norms[n][0]:.6g}" for n in values[:3]]
-            line = first_unequal(comparison, range(state.steps + 1))
+            line = first_unequal(parity, range(state.steps + 1))
             yield Divergence("saved", state.steps, line[0] if line else state.location, text, tuple(detail))
             return
-
-
-def is_equal(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank]) -> bool:
-    """Check if the single process matches, so that no noise run is needed."""
-    comparison = Comparison(ranks, singles[0])
-    return _largest(gradients(comparison)) <= EQUAL and not divergences(comparison)
-
-
-def depends_on_rank(ranks: Sequence[WatchedRank], singles: Sequence[WatchedRank], noise: Sequence[WatchedRank]) -> bool:
-    """Check if training diverges, perhaps because the script uses the rank number."""
-    comparison = Comparison(ranks, singles[0], next(iter(noise), None))
-    return any(divergence.kind in TRAINING_QUANTITIES for divergence in divergences(comparison))
-
-
-_OF_EVALUATIONS = ("DDP801", "DDP802", "DDP803", "DDP805", "DDP806")
-
-
-_OF_GRADIENTS = ("DDP1", "DDP30", "DDP506", "DDP514")  # cannot explain shown numbers if gradients are equal
-
-
-# Rules that change no gradients or numbers if samples and random numbers are replayed.
-_BESIDE = ("DDP4", "DDP6", "DDP7", "DDP510", "DDP512", "DDP520", "DDP522")
-
-
-def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
-    """Return rules that may explain the divergence; in training, no evaluation rules."""
-    ignored = (*_BESIDE, *(_OF_EVALUATIONS if finding.severity is Severity.ERROR else _OF_GRADIENTS))
-    codes = {f.code for f in others if f.severity is not Severity.NOTE and not f.code.startswith(ignored)}
-    return sorted(codes - {finding.code})
-
-
-def what_held(comparison: Comparison) -> str:
-    """Describe what was compared and is equal."""
-    equal = [quantity for quantity in gradients(comparison) if quantity.is_equal]
-    numbers = _evaluated(comparison) if comparison.has_same_samples else []
-    shown = [number for number in numbers if number.quantity.is_equal]
-    undecided = [number for number in numbers if not number.is_local and _is_undecided(number.quantity)]
-    messages = []
-    if equal:
-        messages.append(
-            f"gradients of {counted(len(equal), 'step')} equal those of a single process within {_largest(equal):.1g}"
-        )
-    if shown:
-        suffix = f" ({len(undecided)} not decided)" if undecided else ""
-        messages.append(f"{counted(len(shown), 'shown number')} equal{suffix}")
-    saves = saved_states(comparison.ranks[0]).keys() & saved_states(comparison.single).keys()
-    if saves and not any(_saved_divergences(comparison)):
-        messages.append(f"{counted(len(saves), 'saved state')} equal")
-    batch = max((end.batch for rank in comparison.ranks for end in entries_of(rank, ParityEnded)), default=0)
-    if messages and batch:
-        messages.append(f"with batches of at most {batch} samples (--check-parity-batch)")
-    scaled = {name for end in entries_of(comparison.single, ParityEnded) for name in end.scaled}
-    if messages and scaled:
-        messages.append(f"the single process has the batch size of all ranks in {join_names(sorted(scaled), most=3)}")
-    if messages and any(end.splits_statistics for end in entries_of(comparison.single, ParityEnded)):
-        messages.append("BatchNorm normalises the samples of each rank separately in both (DDP304)")
-    return "; ".join(messages)
 
 
 def _is_undecided(quantity: Quantity) -> bool:
@@ -376,59 +399,7 @@ def _is_undecided(quantity: Quantity) -> bool:
     return not quantity.differs and not quantity.is_equal and not _SLOWEST < quantity.noise < _FASTEST
 
 
-def _evaluated(comparison: Comparison) -> list[Shown]:
+def _evaluated(parity: Parity) -> list[Shown]:
     """Return decimal numbers shown after an evaluation, except saved numbers."""
-    shown = (number for number in shown_numbers(comparison) if number.entry.evaluates and number.entry.how != "saved")
-    return [number for number in shown if "." in number.entry.numbers[number.place]]
-
-
-def confirmed(comparison: Comparison) -> dict[str, str]:
-    """Describe what the single process confirms, by check line; empty unless all matches."""
-    if lacking(comparison) or divergences(comparison):
-        return {}
-    steps, numbers = len(gradients(comparison)), [number for number in _evaluated(comparison) if not number.is_local]
-    result = {"loss": f"gradients of {counted(steps, 'step')} equal those of a single process"} if steps else {}
-    if numbers and all(number.quantity.is_equal for number in numbers):
-        result["evaluation"] = f"{counted(len(numbers), 'shown number')} equal to those of a single process"
-    return result
-
-
-def lacking(comparison: Comparison) -> str:
-    """Describe what was not compared, or return ''."""
-    quantities = gradients(comparison)
-    unknown = [quantity for quantity in quantities if not quantity.differs and not quantity.is_equal]
-    refused = dict.fromkeys(f"{entry.line} ({entry.why})" for entry in entries_of(comparison.single, NotReplayed))
-    refused = {} if quantities and comparison.has_same_samples and not unknown else refused
-    messages = [f"not given to the single process: {join_names([*refused], most=3)}"] if refused else []
-    full = [end for rank in comparison.ranks for end in entries_of(rank, ParityEnded) if end.why_full]
-    if full:
-        first = min(full, key=lambda end: end.full_at)
-        messages.append(f"samples are recorded for {counted(first.full_at, 'backward pass')} only: {first.why_full}")
-    if comparison.has_other_model:
-        messages.append("a single process has a different model: its parameters start with other values or shapes")
-    elif comparison.computes_with_rank:
-        messages.append("the script computes with the number of the rank")
-    elif not comparison.has_same_samples:
-        messages.append(f"from step {len(comparison.steps())} on, forward gets different samples in a single process")
-    if unknown:
-        noise = max(quantity.noise for quantity in unknown)
-        messages.append(
-            f"gradients of {counted(len(unknown), 'step')} not decided: "
-            f"rounding and random numbers change them by {noise:.1g}"
-        )
-    evaluated = [shown for shown in shown_numbers(comparison) if shown.entry.evaluates and not shown.is_local]
-    decided = {shown.source for shown in evaluated if shown.quantity.differs or shown.quantity.is_equal}
-    # undecided in every epoch
-    numbers = [s.quantity for s in evaluated if s.source not in decided and _is_undecided(s.quantity)]
-    if padded := [number for number in numbers if number.is_padded]:
-        messages.append(
-            f"{counted(len(padded), 'shown number')} not decided: evaluations on ranks repeat {comparison.padding:.0%} "
-            "of the samples"
-        )
-    numbers = [number for number in numbers if not number.is_padded]
-    if numbers and comparison.has_same_samples:
-        noise = max(number.noise for number in numbers)
-        messages.append(f"{counted(len(numbers), 'shown number')} not decided: noise changes them by {noise:.1g}")
-    if not messages and not quantities and not what_held(comparison) and not divergences(comparison):
-        messages.append("no optimizer has stepped, and no number was shown after an evaluation")
-    return "; ".join(messages)
+    shown = (number for number in parity.shown if number.entry.evaluates and number.entry.how != "saved")
+    return [number for number in shown if "." in number.text]

@@ -19,8 +19,6 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
 
 _SAME = 2e-6  # relative tolerance, of float32
-
-
 _FEWEST_DIGITS = 3  # printed digits needed to identify a number by its text
 
 
@@ -29,7 +27,7 @@ class Evaluated:
     """Evaluation on one rank: loader pass, exchanged results, shown metrics of its round."""
 
     loader: LoaderPass
-    held: EvaluationPass
+    results: EvaluationPass
     exchanged: Sequence[ResultExchanged]
     shown: Sequence[MetricShown]
     subset: Sequence[int] = ()
@@ -62,7 +60,7 @@ def are_other_data(evals: Sequence[Evaluated]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenNumbers:
+class ExchangedNumbers:
     """Numbers that the ranks passed to a collective, each by rank."""
 
     values: Sequence[Sequence[float]]
@@ -91,7 +89,7 @@ def _lines(evals: Sequence[Evaluated]) -> Iterator[list[list[ResultExchanged]]]:
             yield calls
 
 
-def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[GivenNumbers]:
+def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[ExchangedNumbers]:
     """Yield numbers that every rank passed to a collective, summed over a loop's batches."""
     for calls in _lines(evals):
         first = calls[0][0]
@@ -106,7 +104,7 @@ def shard_numbers(evals: Sequence[Evaluated]) -> Iterator[GivenNumbers]:
             numbers = [[] if several else [tuple(map(sum, zip(*rows, strict=True)))] for rows in numbers]
         for call_numbers in zip(*numbers, strict=True):  # one function may reduce a number, then a pair
             if len(set(map(len, call_numbers))) == 1:
-                yield GivenNumbers(list(zip(*call_numbers, strict=True)), first)
+                yield ExchangedNumbers(list(zip(*call_numbers, strict=True)), first)
 
 
 def _are_of_samples(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> bool:
@@ -131,7 +129,11 @@ def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExch
     if any(during):
         # A prefetching loader ends before its last batch is processed.
         whole = [
-            [call for call in rank_calls if call.during or call.evaluation in (None, (ev.held.loader, ev.held.number))]
+            [
+                call
+                for call in rank_calls
+                if call.during or call.evaluation in (None, (ev.results.loader, ev.results.number))
+            ]
             for rank_calls, ev in zip(calls, evals, strict=True)
         ]
         return _in_turn(evals, whole) or _in_turn(evals, during)
@@ -142,10 +144,10 @@ def _gathered_at(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExch
 
 def _in_turn(evals: Sequence[Evaluated], calls: Sequence[Sequence[ResultExchanged]]) -> list[Gathered]:
     """Join the calls of each quantity; several may alternate (predictions, labels)."""
-    things = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
+    quantities = sum(len(call.rows) for call in calls[0]) // max(1, evals[0].samples)
     gathered = []
-    for turn in range(things if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, things) == 0 else 0):
-        chunks = [rank_calls[turn::things] for rank_calls in calls]
+    for turn in range(quantities if len(set(map(len, calls))) == 1 and len(calls[0]) % max(1, quantities) == 0 else 0):
+        chunks = [rank_calls[turn::quantities] for rank_calls in calls]
         rows = [[row for call in rank_calls for row in call.rows] for rank_calls in chunks]
         if any(len(rank_rows) != ev.samples for rank_rows, ev in zip(rows, evals, strict=True)):
             return []
@@ -170,7 +172,7 @@ def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
 
 def common_value(evals: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
     """Yield each key that is present on every rank, with its values by rank."""
-    by_rank = [getattr(ev.held, kind) for ev in evals]
+    by_rank = [getattr(ev.results, kind) for ev in evals]
     return ((key, [item[key] for item in by_rank]) for key in by_rank[0] if all(key in item for item in by_rank))
 
 
@@ -183,20 +185,16 @@ def first_shown(
     evals: Sequence[Evaluated], wrong: float, *right: float, digits: int = _FEWEST_DIGITS
 ) -> MetricShown | None:
     """Return the record that shows `wrong`, or None if a `right` value is shown."""
-    if any(is_close(wrong, value) or is_shown(evals, value, digits) for value in right):
+    if any(is_close(wrong, value) or record_showing(evals, value, digits) for value in right):
         return None
-    return next(_showing(evals, wrong, digits), None)
+    return record_showing(evals, wrong, digits)
 
 
-def is_shown(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> bool:
-    """Return True if any rank shows a number."""
-    return next(_showing(evals, value, digits), None) is not None
-
-
-def _showing(evals: Sequence[Evaluated], value: float, digits: int) -> Iterator[MetricShown]:
-    """Yield the records where a rank shows a number, as is or in percent."""
+def record_showing(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
+    """Return the first record where a rank shows a number, as is or in percent, or None."""
     pairs = (pair for ev in evals for pair in numbers_shown(ev))
-    return (shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in (value, 100 * value)))
+    scales = value, 100 * value
+    return next((shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in scales)), None)
 
 
 def shows(number: ShownNumber, value: float, digits: int = _FEWEST_DIGITS) -> bool:

@@ -26,8 +26,6 @@ from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
 
 _FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
-
-
 _MOST_NAMED = 3
 
 
@@ -90,9 +88,9 @@ def _is_traced(
 ) -> bool:
     """Return True if a number is a metric of all samples."""
     for evaluation in evaluations:
-        if rank not in evaluation.by_rank or evaluation.by_rank[rank].held.round != shown.round:
+        if rank not in evaluation.by_rank or evaluation.by_rank[rank].results.round != shown.round:
             continue
-        evals = [*evaluation.by_rank.values()]
+        evals = evaluation.evals
         if len(evals) < world_size and any(not ev.samples >= ev.loader.size > 0 for ev in evals):
             continue
         if any(metric.evidence(number) >= _FEWEST_BITS for metric in evaluation.metrics):

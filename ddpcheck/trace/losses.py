@@ -2,17 +2,196 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from functools import partial
-from statistics import median
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar, Self
 
-from ddpcheck.findings.evidence.gradients import LossTerm, relative
-from ddpcheck.findings.evidence.loop import OwnPartPutBack
-from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.evidence.gradients import LEAST, LossTerm, relative
+from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, OwnPartPutBack
+from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep, ScaledTerm
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import MicroBatch
+from ddpcheck.trace.captured import against_average
+from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
+from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, used_by
+from ddpcheck.trace.view import View
+
+LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
+Passes = Sequence[Sequence[LossDifferentiated]]  # backward passes, each by rank
+
+BY_NORMALISATION = "by normalisation"
+"""Tag of a DDP304 on samples coupled by a normalisation layer."""
+
+FEWEST_PASSES = 3  # backward passes, or optimizer steps, to compare
+SCALE_FREE = (  # optimizers invariant to gradient scale
+    *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
+)
+
+MIN_GATHERS = 2  # steps
+_OTHER_LOSS = 0.1  # relative difference of gradients of different losses
+_SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world size
+
+
+@dataclass(frozen=True)
+class Losses(View):
+    """Losses that a script differentiates, and gathered features that they use; sequences are by rank.
+
+    If several ranks compute one model together, of one rank per model.
+    """
+
+    check: ClassVar[str] = "loss"
+    by_rank: LossesByRank
+    parts: Sequence[Sequence[OwnPartPutBack]] = ()
+    constants: Sequence[Sequence[GatheredConstant]] = ()
+    ranks_per_model: int = 1
+    is_for_sums: bool = False  # if a wrapper sums gradients, as the scale of its loss requires
+    scale_matters: bool = True  # unless the steps of all optimizers are invariant to the scale of gradients
+    are_rescaled: bool = False  # if steps multiply averaged gradients by the world size or its inverse
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        ranks = facts.training_groups[0] if facts.model_groups else facts.ranks
+        classes = [step.options.get("class", "") for step in entries_of(facts.ranks[0], OptimizerStep)]
+        return cls(
+            [
+                [loss for loss in losses if not any(0 < abs(term.factor) <= LEAST for term in loss.terms)]
+                for losses in (entries_of(rank, LossDifferentiated) for rank in ranks)
+            ],
+            [entries_of(rank, OwnPartPutBack) for rank in ranks],
+            facts.of(GatheredConstant),
+            len(next(iter(facts.model_groups), (0,))),
+            any(map(sums_rightly, facts.wrappers)),
+            not all(name.startswith(SCALE_FREE) for name in classes),
+            _are_rescaled(facts.ranks[0]),
+        )
+
+    @cached_property
+    def passes(self) -> list[Passes]:
+        """Backward passes whose gradients DDP averages, of each loss that has enough (by the line of backward)."""
+        indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
+        common = sorted(set.intersection(*map(set, indexed)))
+        by_rank = ([by_pass[key] for by_pass in indexed] for key in common)
+        of_losses = group_by(by_rank, lambda losses: tuple(loss.location for loss in losses)).values()
+        return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
+
+    def is_partial(self, passes: Passes) -> bool:
+        """Check if a loss covers all ranks, so that the gradient on a rank is a part of the total."""
+        steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
+        return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
+
+    @cached_property
+    def own_parts(self) -> list[list[OwnPartPutBack]]:
+        """Steps in which the gradient of gathered features reaches the own features only, and unscaled; by rank."""
+        indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
+        common = sorted(set.intersection(*map(set, indexed))) if len(indexed) > 1 else ()
+        steps = [[by_step[step] for by_step in indexed] for step in common]
+        steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
+        every = [*itertools.chain(*steps)]
+        unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in every)
+        return steps if len(steps) >= MIN_GATHERS and unscaled and len({p.by_function for p in every}) == 1 else []
+
+    @property
+    def gathered_gradients_differ(self) -> bool:
+        """Check if the gradient of gathered features differs between ranks, because each has a different loss."""
+        return min(_distances(self.own_parts)) > _OTHER_LOSS
+
+    @property
+    def own_parts_lack_factor(self) -> bool:
+        """Check if all ranks have one loss of all rows: its gradient is the sum of the parts, and DDP averages these.
+
+        This matters if optimizer steps depend on the scale of gradients, or the loss also uses the features directly.
+        """
+        steps = {by_rank[0].step for by_rank in self.own_parts}
+        terms = [term for losses in self.by_rank for loss in losses if loss.step in steps for term in loss.terms]
+        is_mixed = self.uses_features_directly
+        if max(_distances(self.own_parts)) > SCALE_TOLERANCE or not (self.scale_matters or is_mixed) or not terms:
+            return False
+        return all(
+            (is_mixed or (term.kind == "mean" and abs(term.factor) < 1 + SCALE_TOLERANCE))
+            and len(self.parts) not in term.multipliers
+            for term in terms
+        )
+
+    @property
+    def uses_features_directly(self) -> bool:
+        """Check if losses on gathered features have terms of the features themselves."""
+        return all(part.besides for by_rank in self.own_parts for part in by_rank)
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in self.by_rank]
+        passes = min(map(len, averaged))
+        if passes < FEWEST_PASSES:
+            return "", ""
+        if not all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms):
+            summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
+            return f"{summary}; not compared with a single process", ""
+        summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
+        return (summary, "") if self.is_for_sums else ("", summary)
+
+
+def _are_rescaled(rank: WatchedRank) -> bool:
+    """Check if steps rescale averaged gradients by the world size or its inverse."""
+    for step, replica in used_by(rank, entries_of(rank, OptimizerStep)):
+        averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
+        factor = math.hypot(*step.norms.values()) / averaged_norm if averaged_norm else 0.0
+        if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _SKETCHED:
+            return True
+    return False
+
+
+def _distances(steps: Sequence[Sequence[OwnPartPutBack]]) -> list[float]:
+    """Return, by step, the largest relative distance of a gathered gradient from rank 0's."""
+    distances = []
+    for first, *others in ([part.arrived for part in by_rank] for by_rank in steps):
+        farthest = max(math.dist(first, other) if len(first) == len(other) else math.inf for other in others)
+        distances.append(relative(farthest, math.hypot(*first)))
+    return distances
+
+
+def sums_rightly(wrapper: WatchedWrapper) -> bool:
+    """Return True if a wrapper sums gradients and the loss is scaled for sums.
+
+    An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
+    """
+    captured = group_by(itertools.chain(*wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
+    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
+    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
+    wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
+    if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
+        return False
+    if any(loss.terms for losses in wrapper.losses for loss in losses):
+        return are_for_sums(wrapper.losses, wrapper.number)
+    return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
+
+
+def are_for_sums(losses: LossesByRank, wrapper: int) -> bool:
+    """Check if a wrapper's losses need gradients summed over ranks, not averaged.
+
+    Each loss is a sum divided by a number equal on all ranks, or a mean divided by the world size.
+    """
+    every = [loss for entries in losses for loss in entries if wrapper in loss.wrappers or wrapper in loss.put_off]
+    micro_batches = {loss.step: loss.number + 1 for loss in every}  # by step
+    terms: dict[tuple[int, int], list[ScaledTerm]] = {}
+    for entry in every:
+        terms.setdefault((entry.step, entry.number), []).extend(entry.terms)
+    passes = [(micro_batches[step], pass_terms) for (step, _), pass_terms in terms.items() if pass_terms]
+    return bool(passes) and all(_is_for_sums(pass_terms, count * len(losses)) for count, pass_terms in passes)
+
+
+def _is_for_sums(terms: Sequence[ScaledTerm], count: int) -> bool:
+    """Check the terms of a backward pass; `count`: passes per step over all ranks."""
+    is_uniform = len({round(term.factor, 9) for term in terms}) == 1
+    return is_uniform and all(
+        abs(term.factor) < 1 if term.kind == "sum" else abs(abs(term.factor) * count - 1) < SCALE_TOLERANCE
+        for term in terms
+    )
 
 
 def divided_by(losses: Sequence[LossDifferentiated]) -> tuple[float, Location | None, bool] | None:
@@ -61,145 +240,96 @@ def format_term(term: LossTerm, terms: Sequence[LossTerm]) -> str:
     return f"term {number} of {len(distinct)} of the loss{f' ({source})' if source else ''}"
 
 
-IS_SUM = "is a sum"
-"""Tag of a DDP305 on a term that sums over samples."""
-
-
-BY_NORMALISATION = "by normalisation"
-"""Tag of a DDP304 on samples coupled by a normalisation layer."""
-
-
-MIN_GATHERS = 2  # steps
-
-
-_NEAR = 1e-3  # relative rounding tolerance
-
-
-_APART = 0.1  # relative difference of gradients of different losses
-
-
-def judge_own_parts(
-    parts: Sequence[Sequence[OwnPartPutBack]], losses: Sequence[Sequence[LossDifferentiated]], *, scale_matters: bool
-) -> list[Finding]:
-    """Report gathered features that pass on local gradients only (DDP303, DDP309); by rank.
-
-    If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
-    gradient, and DDP divides the sum by the world size. The factor matters if steps depend on gradient scale, or the
-    loss also uses the features directly. If gradients differ, gradients from other ranks' losses are lost.
-    """
-    indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in parts]
-    steps = [[by_step[step] for by_step in indexed] for step in sorted(set.intersection(*map(set, indexed)))]
-    steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
-    every = [part for by_rank in steps for part in by_rank]
-    unscaled = len({part.by_function for part in every}) == 1 and all(abs(part.factor - 1) < _NEAR for part in every)
-    if len(parts) < 2 or len(steps) < MIN_GATHERS or not unscaled:
-        return []
-    first, distances = every[0], [_difference([part.arrived for part in by_rank]) for by_rank in steps]
-    seen_in = f"in {counted(len(steps), 'compared step')}"
-    fix = "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks"
-    end = "; or do so in the backward of the script's own function." if first.by_function else ", and put no part back."
-    fix += end
-    if min(distances) > _APART:
-        return one_finding(
-            "DDP309",
-            (first.operation,),
-            f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
-            "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
-            location=first.location,
-            evidence=[f"the gradient of the gathered rows differs between ranks, {seen_in}"],
-            severity=Severity.WARNING,
-            fix=fix,
-        )
-    used = [loss for rank_losses in losses for loss in rank_losses if any(step[0].step == loss.step for step in steps)]
-    terms, is_mixed = [term for loss in used for term in loss.terms], all(part.besides for part in every)
-    is_plain = all(
-        (is_mixed or (term.kind == "mean" and abs(term.factor) < 1 + _NEAR)) and len(parts) not in term.multipliers
-        for term in terms
-    )
-    if max(distances) > _NEAR or not (scale_matters or is_mixed) or not terms or not is_plain:
-        return []
-    phrase = "its part of the gradients is" if is_mixed else "gradients are"
-    return one_finding(
-        "DDP303" if first.by_function else "DDP309",
-        ("loss",) if first.by_function else (first.operation,),
-        f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the gradient of "
-        f"this loss reaches the rank's own features only. DDP averages over the ranks: {phrase} 1/{len(parts)} of what "
-        "the loss asks for.",
-        location=first.location,
-        evidence=[
-            f"the gradient of the gathered rows is the same on every rank, {seen_in}",
-            *(["other terms of the loss use the features directly, and have their whole gradient"] * is_mixed),
-        ],
-        severity=Severity.WARNING,
-        fix=f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {fix}",
-    )
-
-
-def _difference(sketches: Sequence[Sequence[float]]) -> float:
-    """Return the largest relative distance of a sketch from the first rank's."""
-    first, *others = sketches
-    if any(len(sketch) != len(first) for sketch in others):
-        return math.inf
-    return relative(max(math.dist(first, sketch) for sketch in others), math.hypot(*first))
-
-
-_TWICE = 2.0  # ratio of element weights in half of the steps
-
-
-_ALWAYS = 1.1  # ratio of average weights between ranks, with the same order in each step
-
-
-_FEWEST = 5  # steps; one of two ranks leads in all by chance with probability 1/16
-
-
-def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal element weights, by step and rank up to scale."""
-    steps = [step for step in steps if step and min(step) > 0]
-    if not steps:
-        return Severity.WARNING
-    if median(max(step) / min(step) for step in steps) >= _TWICE:
-        return Severity.ERROR
-    shares = [[weight / sum(step) for weight in step] for step in steps]
-    average = [sum(rank_weights) / len(shares) for rank_weights in zip(*shares, strict=True)]
-    heaviest, lightest = average.index(max(average)), average.index(min(average))
-    always = len(shares) >= _FEWEST and all(share[heaviest] > share[lightest] for share in shares)
-    return Severity.ERROR if always and average[heaviest] >= _ALWAYS * average[lightest] else Severity.WARNING
-
-
-FEWEST_PASSES = 3  # backward passes to compare
-
-
-SCALE_TOLERANCE = 1e-3
-
-
-SCALE_FREE = (  # optimizers invariant to gradient scale
-    *("Adam", "NAdam", "RAdam", "Rprop", "Lion", "Adafactor", "Adagrad", "Adadelta", "RMSprop", "LAMB", "Lamb", "Muon"),
-)
-
-
-Losses = Sequence[Sequence[LossDifferentiated]]  # by rank, in order
-
-
-def is_near(expected: float, value: float) -> bool:
-    """Check if two numbers are equal within rounding."""
-    return abs(expected - value) < SCALE_TOLERANCE * abs(expected)
-
-
 def total_factor(term: ScaledTerm) -> float:
     """Return the total weight of a term's elements."""
     return term.factor * (term.count if term.kind == "sum" else 1)
 
 
-MicroBatches = Sequence[tuple[MicroBatch, ...]]  # one head in one optimizer step, by rank
+_SAME_WEIGHT = 0.02  # relative rounding error of half precision
+_SIMILAR_WEIGHT = 0.15  # relative difference between the loss's own count and ours
+_LEAST_WEIGHT = 0.05  # smallest relevant relative error of a weight
+_FEWEST_STEPS = 3  # consecutive steps that rule out chance
 
 
-UNEQUAL_MESSAGES = {
-    "DDP514": (
-        "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "
-        "accumulated gradient is a mean of means and not that of all targets of the step."
-    ),
-    "DDP305": (
-        "The loss of each rank is divided by its own number of targets, and the numbers differ, so the average over "
-        "ranks is a mean of means and not that of all targets of the step."
-    ),
-}
+@dataclass(frozen=True, slots=True)
+class UnequalTargets:
+    """Targets whose weights in a step differ because numbers of targets differ."""
+
+    step: Sequence[tuple[MicroBatch, ...]]  # by rank
+    is_in_rank: bool  # if micro-batches of a rank differ, not only ranks
+    factor: float  # largest weight / smallest weight
+    exact: bool  # if weights are inversely proportional to our own counts
+    history: Sequence[Sequence[MicroBatch]] = ()  # all steps of the head, by rank
+
+    def describe(self) -> dict[str, Any]:
+        """Return step, evidence and fix of a finding."""
+        numbers = (
+            f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
+        )
+        return {
+            "steps": (min(item.step for items in self.step for item in items),),
+            "evidence": (
+                f"targets (such as tokens) by micro-batch: {'; '.join(numbers)}",
+                f"a target counts up to {self.factor:.3g} times as much as another",
+            ),
+            "fix": "Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all "
+            "ranks that make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: "
+            "by num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)",
+        }
+
+
+def unequal_targets(ranks: Sequence[Sequence[MicroBatch]]) -> UnequalTargets | None:
+    """Return the first step whose weights of targets are unequal.
+
+    One step is enough if weights are inversely proportional to target counts, and some targets are ignored. If the loss
+    seems to count differently, or only batch sizes differ (as in the last batch of an epoch), `_FEWEST_STEPS` steps
+    have to agree. All ranks have to measure the same optimizer steps.
+    """
+    for head in dict.fromkeys(item.head for item in ranks[0]):
+        history = [[item for item in items if item.head == head] for items in ranks]
+        repeated = 0
+        for index in sorted({item.index for item in history[0]}):
+            step = [tuple(item for item in items if item.index == index) for items in history]
+            unequal = _unequal_in_step(step)
+            repeated = repeated + 1 if unequal else 0
+            if unequal and ((unequal.exact and not _differs_by_size(step)) or repeated == _FEWEST_STEPS):
+                return replace(unequal, history=history)
+    return None
+
+
+def _unequal_in_step(step: Sequence[tuple[MicroBatch, ...]]) -> UnequalTargets | None:
+    """Return the fault of a step if weights are inversely proportional to counts."""
+    counted = [(rank, item) for rank, items in enumerate(step) for item in items if item.counted]
+    weights = [item.weight for _, item in counted]
+    if len({rank for rank, _ in counted}) < len(step) or min(weights) <= 0:
+        return None
+    mean = sum(item.weight * item.counted for _, item in counted) / sum(item.counted for _, item in counted)
+    if max(abs(weight / mean - 1) for weight in weights) < _LEAST_WEIGHT:
+        return None
+    groupings: list[tuple[bool, Callable[[tuple[int, MicroBatch]], Hashable]]] = [
+        (False, lambda pair: pair[0]),
+        (True, lambda pair: (pair[0], pair[1].position)),
+        (True, lambda pair: pair[1].position),
+    ]
+    faults = []
+    for is_in_rank, group_of in groupings:
+        groups = [[item for _, item in group] for group in group_by(counted, group_of).values()]
+        if max(_gap(item.weight for item in group) for group in groups) > _SAME_WEIGHT:
+            continue
+        for extra in (0, 1):  # a loss may count the first token of a sequence, which is never predicted
+            sums = [sum(item.counted + extra * item.sequences for item in group) for group in groups]
+            gap = _gap(group[0].weight * total for group, total in zip(groups, sums, strict=True))
+            if gap <= max(_SAME_WEIGHT, min(_SIMILAR_WEIGHT, _gap(weights) / 3)):
+                faults.append(UnequalTargets(step, is_in_rank, max(weights) / min(weights), exact=gap <= _SAME_WEIGHT))
+    return max(faults, key=lambda fault: fault.exact, default=None)
+
+
+def _gap(values: Iterable[float]) -> float:
+    """Return the relative spread (max - min) / min."""
+    values = list(values)
+    return max(values) / min(values) - 1
+
+
+def _differs_by_size(step: Sequence[tuple[MicroBatch, ...]]) -> bool:
+    """Check if only batch sizes differ: no target is ignored or padding."""
+    return _gap(item.counted / item.rows for items in step for item in items if item.counted) <= _SAME_WEIGHT / 100

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from statistics import correlation, fmean
 
@@ -22,14 +23,8 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.trace.evaluation import Evaluated, common_value, is_close, is_exact, shows, significant_digits
 
 Row = tuple[float, ...]
-
-
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
-
-
 _Of = Callable[[Sequence[float], Sequence[float]], float]
-
-
 _MOST_CLASSES = 16  # classes with per-class metrics
 
 
@@ -164,23 +159,11 @@ digits, among 13 numbers, in one of two evaluations.
 
 
 _FLOAT_BITS = 19.0  # of a number known to float32 precision
-
-
 _DIGIT_BITS = math.log2(10)
-
-
 MEAN = "mean over samples"
-
-
 _SHARE = "share of the whole set"
-
-
 _LARGEST_EXPONENT = 50.0  # largest loss for which a perplexity is tried
-
-
 _MOST_COUNTED_CLASSES = 32
-
-
 _MOST_OF_RATIOS = 32  # numbers; of more, the quotients are too many to identify one
 
 
@@ -204,20 +187,24 @@ class RankMetric:
         return max(0.0, min(of_number, bits) - math.log2(self.tries))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Evaluation:
     """One evaluation, by rank."""
 
     loop: tuple[object, ...]  # (line of the loop, line that creates the loader, dataset)
     by_rank: Mapping[int, Evaluated]
-    metrics: Sequence[RankMetric]
 
+    @property
+    def evals(self) -> list[Evaluated]:
+        """Evaluations of all ranks."""
+        return [*self.by_rank.values()]
 
-def rank_metrics(evals: Sequence[Evaluated]) -> list[RankMetric]:
-    """Return all metrics of the ranks' sums, tables and rows, most common first."""
-    if not evals or min(ev.samples for ev in evals) < 1:
-        return []
-    return [*_of_sums(evals), *_of_tables(evals), *_of_rows(evals), *_of_ratios(evals)]
+    @cached_property
+    def metrics(self) -> list[RankMetric]:
+        """Metrics of the ranks' sums, tables and rows, most common first."""
+        if min(ev.samples for ev in self.evals) < 1:
+            return []
+        return [*_of_sums(self.evals), *_of_tables(self.evals), *_of_rows(self.evals), *_of_ratios(self.evals)]
 
 
 def bits_of(number: float) -> float:
@@ -364,4 +351,4 @@ def evaluations_of(
                     subsets.get(loader.loader, ()),
                     [rows for rows in rank_rows if rows.round == eval_pass.round],
                 )
-    return [Evaluation(key[:3], by_rank, rank_metrics([*by_rank.values()])) for key, by_rank in by_key.items()]
+    return [Evaluation(key[:3], by_rank) for key, by_rank in by_key.items()]

@@ -5,55 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddpcheck.findings.evidence.parity import (
-    EvaluationTraced,
-    NotReplayed,
-    NumbersShown,
-    ParityStep,
-    PassTaken,
-    TensorsSaved,
-)
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.evidence.parity import NotReplayed, ParityStep, PassTaken, TensorsSaved
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.script_facts import entries_of
 
 EQUAL = 1e-4  # relative; smaller differences need no noise run
-
-
 MULTIPLE = 4.0  # times the measured noise; smaller differences are undecided
-
-
 FLOOR = 1e-5  # relative; rounding that one reordering of samples may not show
-
-
-_NEAR = 1e-3  # relative; evaluation numbers may be rounded
-
-
+NEAR = 1e-3  # relative; evaluation numbers may be rounded
 SMALL = 1e-2  # relative noise up to which a comparison is conclusive
-
-
 _UNKNOWN = 0.5  # relative noise above which a quantity is useless
-
-
 _SAME_ROWS = 1e-5  # tolerance of a feature sum, per row
-
-
-_FEWEST_DIGITS = 100  # times the last digit; smaller numbers may equal a loss by chance
-
-
-_LARGEST = 1e30
-
-
-_Key = tuple[str, str, int]
-
-
-_Line = tuple[int, str, int, str, str]
-
-
 _Step = tuple[list[ParityStep], ParityStep, ParityStep | None]  # ranks, single process, noise run
 
 
@@ -98,17 +65,20 @@ class Comparison:
     noise: WatchedRank | None = None
     other_rank: WatchedRank | None = None  # single process with another rank number
 
+    @cached_property
     def steps(self) -> list[_Step]:
         """Return the steps that both runs made on the same samples, in order."""
         if self.has_other_model or self.computes_with_rank:
             return []
         return [*itertools.takewhile(lambda step: self._have_same_samples(*step[:2]), self._steps_of_both)]
 
+    @cached_property
     def next_steps(self) -> list[_Step]:
         """Return each optimizer's first step after `steps`; only its parameters are comparable."""
-        steps = self.steps()
-        following = {(single.optimizer, single.count + 1) for _, single, _ in steps}
-        return [step for step in self._steps_of_both[len(steps) :] if (step[1].optimizer, step[1].count) in following]
+        following = {(single.optimizer, single.count + 1) for _, single, _ in self.steps}
+        return [
+            step for step in self._steps_of_both[len(self.steps) :] if (step[1].optimizer, step[1].count) in following
+        ]
 
     @cached_property
     def _steps_of_both(self) -> list[_Step]:
@@ -171,29 +141,55 @@ class Comparison:
     @property
     def has_same_samples(self) -> bool:
         """Check if all steps that both runs made are compared."""
-        return len(self.steps()) >= min(len(entries_of(rank, ParityStep)) for rank in (self.ranks[0], self.single))
+        return len(self.steps) >= min(len(entries_of(rank, ParityStep)) for rank in (self.ranks[0], self.single))
 
-    def gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
+    @cached_property
+    def parameters(self) -> list[Quantity]:
+        """Parameters before each step and next step; empty if sharded."""
+        quantities, largest = [], 0.0
+        # Without a noise run, less is noise; different samples may result from different parameters.
+        threshold = 0.0 if self.noise is not None else EQUAL if self.has_same_samples else FLOOR
+        for rank_steps, single, noise in [*self.steps, *self.next_steps]:
+            if single.sharded or len(rank_steps[0].values) != len(single.values):
+                return []
+            actual, expected = rank_steps[0].values, single.values
+            size = math.hypot(*expected) or 1.0
+            largest = max(largest, math.dist(expected, noise.values) / size if noise is not None else 0.0)
+            difference = math.dist(actual, expected) / size
+            difference = difference if difference > threshold else 0.0
+            quantities.append(Quantity(math.hypot(*actual), size, difference, largest))
+        return quantities
+
+    @cached_property
+    def gradients(self) -> list[Quantity]:
+        """Gradients of each step that both runs made."""
+        quantities, largest = [], 0.0
+        for rank_steps, single, noise in self.steps:
+            actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
+            if noise is not None and self.noise is not None:
+                largest = max(largest, _distance(expected, self._gradients_of([self.noise], [noise])))
+            quantities.append(Quantity(actual.norm, expected.norm, _distance(actual, expected), largest))
+        return quantities
+
+    def _gradients_of(self, ranks: Sequence[WatchedRank], steps: Sequence[ParityStep]) -> _Gradients:
         """Return the gradients of one step on some ranks, with shards combined."""
         norms: dict[str, float] = {}
         count = sum(not norm < 0 for norm in steps[0].norms)
         for rank, step in zip(ranks, steps, strict=True):
-            names = self._names.get((rank.started.rank, rank.started.world_size, step.optimizer), ())
-            for name, norm in zip(names, step.norms, strict=False):
+            for name, norm in zip(self.names_of(rank, step.optimizer), step.norms, strict=False):
                 if not norm < 0:  # or NaN
                     norms[name] = math.hypot(norms.get(name, 0.0), norm) if step.sharded else norms.get(name, norm)
         return _Gradients(norms, steps[0].gradient if len(norms) == count else ())  # else ranks hold parts of the model
 
     def factor_of(self, rank_steps: Sequence[ParityStep], single: ParityStep) -> str:
         """Return the world size factor of all gradients in words, or ''."""
-        actual, expected = self.gradients_of(self.ranks, rank_steps), self.gradients_of([self.single], [single])
-        for factor, words in ((self.world_size, str(self.world_size)), (1 / self.world_size, f"1/{self.world_size}")):
-            scaled = _Gradients(
-                {name: factor * norm for name, norm in expected.norms.items()}, [factor * x for x in expected.sketch]
-            )
-            if _distance(actual, scaled) <= _NEAR:
-                return words
-        return ""
+        actual, expected = self._gradients_of(self.ranks, rank_steps), self._gradients_of([self.single], [single])
+
+        def fits(factor: float) -> bool:
+            norms = {name: factor * norm for name, norm in expected.norms.items()}
+            return _distance(actual, _Gradients(norms, [factor * x for x in expected.sketch])) <= NEAR
+
+        return name_world_factor(self.world_size, fits)
 
     def names_of(self, rank: WatchedRank, optimizer: int) -> tuple[str, ...]:
         """Return the names of an optimizer's parameters."""
@@ -216,36 +212,6 @@ class Comparison:
         return self.ranks[0].started.world_size
 
 
-def parameters(comparison: Comparison) -> list[Quantity]:
-    """Compare the parameters before each step and next step; empty if sharded."""
-    quantities, largest = [], 0.0
-    # Without a noise run, less is noise; different samples may result from different parameters.
-    threshold = 0.0 if comparison.noise is not None else EQUAL if comparison.has_same_samples else FLOOR
-    for rank_steps, single, noise in [*comparison.steps(), *comparison.next_steps()]:
-        if single.sharded or len(rank_steps[0].values) != len(single.values):
-            return []
-        actual, expected = rank_steps[0].values, single.values
-        size = math.hypot(*expected) or 1.0
-        largest = max(largest, math.dist(expected, noise.values) / size if noise is not None else 0.0)
-        difference = math.dist(actual, expected) / size
-        quantities.append(Quantity(math.hypot(*actual), size, difference if difference > threshold else 0.0, largest))
-    return quantities
-
-
-def gradients(comparison: Comparison) -> list[Quantity]:
-    """Compare the gradients of each step that both runs made."""
-    quantities, largest = [], 0.0
-    for rank_steps, single, noise in comparison.steps():
-        actual, expected = (
-            comparison.gradients_of(comparison.ranks, rank_steps),
-            comparison.gradients_of([comparison.single], [single]),
-        )
-        if noise is not None and comparison.noise is not None:
-            largest = max(largest, _distance(expected, comparison.gradients_of([comparison.noise], [noise])))
-        quantities.append(Quantity(actual.norm, expected.norm, _distance(actual, expected), largest))
-    return quantities
-
-
 @dataclass(frozen=True, slots=True)
 class _Gradients:
     norms: Mapping[str, float]  # by parameter name
@@ -266,161 +232,6 @@ def _distance(actual: _Gradients, expected: _Gradients) -> float:
     if [*actual.norms] == [*expected.norms] and len(actual.sketch) == len(expected.sketch):
         difference = max(difference, math.dist(actual.sketch, expected.sketch))
     return difference / scale if scale else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A number that both runs show at the same place."""
-
-    entry: NumbersShown  # of rank 0
-    place: int  # index of the number in the text
-    quantity: Quantity
-    is_local: bool = False  # if computed from rank 0's losses only, or different on other ranks
-
-    @property
-    def source(self) -> tuple[str, str, int]:
-        """Line, text and index of the number, equal in each epoch."""
-        return str(self.entry.location), self.entry.text, self.place
-
-
-def shown_numbers(comparison: Comparison) -> list[Shown]:
-    """Return the numbers that both runs show, in order."""
-    entries, single_entries = _by_place(comparison.ranks[0]), _by_place(comparison.single)
-    noise = _by_place(comparison.noise) if comparison.noise is not None else {}
-    other_ranks = [_by_place(rank) for rank in comparison.ranks[1:]]
-    losses = [(s.count, loss) for s in entries_of(comparison.ranks[0], ParityStep) for loss in s.losses]
-    runs = comparison.ranks[0], comparison.single
-    rates = [[rate for step in entries_of(run, ParityStep) for rate in step.rates] for run in runs]
-    shown, steps_before = [], dict[_Key, int]()
-    for key, entry in entries.items():
-        since, steps_before[(*key[:2], 0)] = steps_before.get((*key[:2], 0), 0), entry.steps
-        single_entry = single_entries.get(key)
-        if single_entry is None or len(single_entry.numbers) != len(entry.numbers):
-            continue
-        rerun = noise.get(key)
-        window = [loss for step, loss in losses if since <= step < entry.steps]
-        for place, (text, single) in enumerate(zip(entry.numbers, single_entry.numbers, strict=True)):
-            if place in entry.rates or _is_rate((text, single), rates):
-                continue
-            noise_text = rerun.numbers[place] if rerun is not None and len(rerun.numbers) > place else single
-            texts = [rank_entries[key].numbers[place] for rank_entries in other_ranks if key in rank_entries]
-            local = any(other != text for other in texts) or _is_of_losses(text, window) or place in entry.known
-            padding = comparison.padding if entry.evaluates else 0.0
-            shown.append(Shown(entry, place, _quantity(text, single, noise_text, padding), local))
-    return shown
-
-
-def _by_place(rank: WatchedRank) -> dict[_Key, NumbersShown]:
-    """Return entries by line, text and number of earlier occurrences."""
-    entries: dict[_Key, NumbersShown] = {}
-    for entry in entries_of(rank, NumbersShown):
-        occurrence = 0
-        while (key := (str(entry.location), f"{entry.how} {entry.text}", occurrence)) in entries:
-            occurrence += 1
-        entries[key] = entry
-    return entries
-
-
-def _quantity(text: str, single_text: str, noise_text: str, padding: float) -> Quantity:
-    actual, expected, rerun = float(text), float(single_text), float(noise_text)
-    scale = max(abs(actual), abs(expected)) or 1.0
-    digit = 1.5 * max(map(_last_digit, (text, single_text)))
-    difference = max(0.0, abs(actual - expected) - digit) / scale
-    largest = max(abs(expected), abs(rerun))
-    changed = abs(expected - rerun) / (largest if largest > FLOOR * scale else scale)
-    return Quantity(actual, expected, difference, changed, padding)
-
-
-def _last_digit(text: str) -> float:
-    """Return the unit of the last digit, or 0.0 without decimals."""
-    mantissa, _, exponent = text.lower().partition("e")
-    places = len(mantissa.partition(".")[2])
-    return 0.0 if not places else 10.0 ** (int(exponent or 0) - places)
-
-
-def _is_rate(texts: Sequence[str], rates: Sequence[Sequence[float]]) -> bool:
-    """Check if numbers are learning rates, or their means, scaled between runs."""
-    pairs = [(float(text), _last_digit(text), lrs) for text, lrs in zip(texts, rates, strict=True) if lrs]
-    ends = {max(lrs) for _, _, lrs in pairs}
-    return len(ends) > 1 and all(min(lrs) - digit <= value <= max(lrs) + digit for value, digit, lrs in pairs)
-
-
-def _is_of_losses(text: str, losses: Sequence[float]) -> bool:
-    """Check if a number is the last, mean or sum of `losses`."""
-    value, digit = float(text), _last_digit(text)
-    losses = [loss for loss in losses if abs(loss) < _LARGEST]
-    if not losses or not digit or abs(value) < _FEWEST_DIGITS * digit:
-        return False
-    total = math.fsum(losses)
-    candidates = (losses[-1], total / len(losses), total)
-    return any(abs(value - candidate) <= digit for candidate in candidates)
-
-
-def first_unequal(comparison: Comparison, steps: range, difference: float = _NEAR) -> tuple[Location, str] | None:
-    """Return the first line and variable of an evaluation that differs.
-
-    A number is equal if it, or its sum, mean, maximum or minimum over ranks, is the single process's.
-
-    Args:
-        comparison: The runs.
-        steps: Numbers of optimizer steps after which evaluations are compared.
-        difference: Relative difference of the number computed from the variable.
-    """
-    *values_by_rank, single_values = (_last_values(rank, steps) for rank in (*comparison.ranks, comparison.single))
-    noise = _last_values(comparison.noise, steps) if comparison.noise else single_values
-    for key, value in values_by_rank[0].items():
-        on_ranks = [numbers for values in values_by_rank if (numbers := values.get(key)) is not None]
-        single = single_values.get(key, ())
-        if {*map(len, (noise.get(key, ()), *on_ranks))} != {len(single)} or not single:
-            continue
-        if single == (1.0,) and {*on_ranks} == {(comparison.world_size,)}:
-            continue
-        scale = max(map(abs, single)) or 1.0
-        changed = max(abs(a - b) for a, b in zip(noise[key], single, strict=True)) / scale
-        allowed = max(min(_NEAR, difference / MULTIPLE), MULTIPLE * changed) * scale
-        if changed > SMALL or any(math.dist(reduced, single) <= allowed for reduced in _reductions(on_ranks)):
-            continue  # a time or random number, or equal
-        copies = (other for other, copied in values_by_rank[0].items() if copied == value and value[0] % 1)
-        path, line, _, name = next(copies, key)[1:]
-        return Location(path, line), name
-    return None
-
-
-def line_of_number(rank: WatchedRank, steps: range, text: str) -> tuple[Location, str] | None:
-    """Return the evaluation line and variable that first compute a shown number."""
-    digit = _last_digit(text)
-    for (_, path, line, _, name), value in _last_values(rank, steps).items():
-        if len(value) == 1 and abs(value[0] - float(text)) <= digit < abs(value[0]) / _FEWEST_DIGITS:
-            return Location(path, line), name
-    return None
-
-
-def _last_values(rank: WatchedRank, steps: range) -> dict[_Line, tuple[float, ...]]:
-    """Return the last value of each variable by evaluation line, in order.
-
-    Earlier values are dropped: loops assign a variable a different number of times on each rank.
-    """
-    last_values: dict[_Line, tuple[float, ...]] = {}
-    for traced in entries_of(rank, EvaluationTraced):
-        for value in traced.values if traced.steps in steps else ():
-            key = traced.steps, value.path, value.line, value.function, value.name
-            last_values.pop(key, None)
-            last_values[key] = value.numbers
-    return last_values
-
-
-def _reductions(numbers: Sequence[tuple[float, ...]]) -> Iterator[list[float]]:
-    """Yield the maximum, minimum and, unless already reduced, sum and mean over ranks.
-
-    Numbers equal on all ranks already cover all samples, except counts.
-    """
-    for extreme in (max, min):
-        yield [extreme(column) for column in zip(*numbers, strict=True)]
-    if len(set(numbers)) == 1 and any(number % 1 for number in numbers[0]):
-        return
-    sums = [math.fsum(column) for column in zip(*numbers, strict=True)]
-    yield sums
-    yield [total / len(numbers) for total in sums]
 
 
 def saved_states(rank: WatchedRank) -> dict[tuple[str, int], TensorsSaved]:

@@ -9,33 +9,26 @@ from collections.abc import Iterator, Sequence
 from ddpcheck.findings.evidence.parity import NumbersShown, ParityStep
 from ddpcheck.findings.figures import LARGEST_VALUE, Location, ParityCurve
 from ddpcheck.findings.wording import group_by
-from ddpcheck.trace.parity import Comparison, Quantity, gradients, shown_numbers
+from ddpcheck.trace.divergences import Parity
+from ddpcheck.trace.parity import Quantity
 
 MOST_CURVES = 6
-
-
 MOST_POINTS = 200
-
-
 _FEWEST_POINTS = 2
-
-
 _LONGEST_NAME = 40
-
-
 _STEPS = "optimizer step"
 
 
-def curves(comparison: Comparison) -> tuple[ParityCurve, ...]:
+def curves(parity: Parity) -> tuple[ParityCurve, ...]:
     """Return curves of gradients, losses and evaluation numbers, earliest divergence first."""
-    all_curves = [*_step_curves(comparison), *_number_curves(comparison)]
+    all_curves = [*_step_curves(parity), *_number_curves(parity)]
     all_curves.sort(key=lambda curve: (curve.diverges_at is None, curve.diverges_at or 0))
     return tuple(curve for curve in all_curves if len(curve.x) >= _FEWEST_POINTS)[:MOST_CURVES]
 
 
-def _step_curves(comparison: Comparison) -> Iterator[ParityCurve]:
+def _step_curves(parity: Parity) -> Iterator[ParityCurve]:
     """Yield gradient and loss curves; losses are marked only if gradients differ."""
-    pairs = zip(comparison.steps(), gradients(comparison), strict=True)
+    pairs = zip(parity.steps, parity.gradients, strict=True)
     by_optimizer = group_by(pairs, lambda pair: pair[0][1].optimizer)
     for number, group in by_optimizer.items():
         suffix = f" of optimizer {number}" if len(by_optimizer) > 1 else ""
@@ -70,20 +63,20 @@ def _distance(number: float, other: float) -> float:
     return 0.0 if number == other or (math.isnan(number) and math.isnan(other)) else abs(number - other)
 
 
-def _number_curves(comparison: Comparison) -> Iterator[ParityCurve]:
+def _number_curves(parity: Parity) -> Iterator[ParityCurve]:
     """Yield curves of numbers shown after evaluations."""
-    if not comparison.has_same_samples:
+    if not parity.has_same_samples:
         return
-    shown = (number for number in shown_numbers(comparison) if number.entry.evaluates and not number.entry.during)
-    by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.place))
-    for (location, _, _, place), numbers in by_line.items():
+    shown = (number for number in parity.shown if number.entry.evaluates and not number.entry.during)
+    by_line = group_by(shown, lambda number: (number.entry.location, number.entry.how, number.entry.text, number.index))
+    for (location, _, _, index), numbers in by_line.items():
         numbers = [number for number in numbers if not number.is_local]
         steps = [number.entry.steps for number in numbers]
         label, x = (_STEPS, steps) if len({*steps}) == len(steps) else ("time shown", range(1, len(steps) + 1))
         points = [(position, number.quantity) for position, number in zip(x, numbers, strict=True)]
-        is_counter = _is_counter([number.entry.numbers[place] for number in numbers])
+        is_counter = _is_counter([number.text for number in numbers])
         if any(quantity.differs for _, quantity in points) or (points and not is_counter):
-            yield _curve(_name(numbers[0].entry, place), label, points, location)
+            yield _curve(_name(numbers[0].entry, index), label, points, location)
 
 
 def _is_counter(texts: Sequence[str]) -> bool:
@@ -92,19 +85,14 @@ def _is_counter(texts: Sequence[str]) -> bool:
     return len(numbers) == len(texts) and len({b - a for a, b in itertools.pairwise(numbers)}) == 1
 
 
-def _name(entry: NumbersShown, place: int) -> str:
+def _name(entry: NumbersShown, index: int) -> str:
     """Return the text before a number in its line."""
-    prefix = entry.text.split("#")[place].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
-    return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {place + 1}'}"
+    prefix = entry.text.split("#")[index].rpartition("\n")[2].strip(" \t\r=:,;|/([{}])'\"")
+    return f"{entry.how}: {prefix[-_LONGEST_NAME:].strip() or f'number {index + 1}'}"
 
 
 def _curve(
-    name: str,
-    label: str,
-    points: Sequence[tuple[int, Quantity]],
-    location: Location | None,
-    *,
-    is_marked: bool = True,
+    name: str, label: str, points: Sequence[tuple[int, Quantity]], location: Location | None, *, is_marked: bool = True
 ) -> ParityCurve:
     first = next((n for n, (_, quantity) in enumerate(points) if quantity.differs), None) if is_marked else None
     kept = [points[n] for n in _thinned(len(points), first)]

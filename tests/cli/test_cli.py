@@ -173,6 +173,8 @@ def test_rules_as_json_hold_all_that_explain_says(capsys) -> None:
         "fix",
         "detected",
         "ignore",
+        "line",
+        "checks",
         "reports",
         "example",
         "explains",

@@ -20,7 +20,7 @@ from ddpcheck.run.parity_run import SingleRun
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.parity import Comparison
+from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.parity_curves import MOST_CURVES, MOST_POINTS, curves
 
 STEP, LOSS, SHOW = (Location("fit.py", line) for line in (31, 30, 44))
@@ -68,7 +68,7 @@ def started(rank: int, world_size: int, *runs: Run) -> WatchedRank:
 
 def drawn(first: Run, second: Run, single: Run, noise: Run | None = None) -> dict[str, ParityCurve]:
     again = None if noise is None else started(0, 1, noise)
-    comparison = Comparison([started(0, 2, first), started(1, 2, second)], started(0, 1, single), again)
+    comparison = Parity([started(0, 2, first), started(1, 2, second)], started(0, 1, single), again)
     return {one.name: one for one in curves(comparison)}
 
 
@@ -126,7 +126,7 @@ def test_steps_without_a_loss_have_no_place_in_its_curve() -> None:
 def test_each_optimizer_has_curves_of_its_own() -> None:
     both = [Run(), Run(norms=(7.0, 7.0), losses=(0.1, 0.1), optimizer=1)]
     wrong = [both[0], Run(norms=(7.0, 5.0), losses=(0.1, 0.1), optimizer=1)]
-    found = curves(Comparison([started(0, 2, *wrong), started(1, 2, *wrong)], started(0, 1, *both)))
+    found = curves(Parity([started(0, 2, *wrong), started(1, 2, *wrong)], started(0, 1, *both)))
     assert [(one.name, one.x, one.diverges_at) for one in found] == [
         ("norm of the gradients of optimizer 1", (0, 1), 1),
         ("norm of the gradients of optimizer 0", (0, 1, 2), None),
@@ -197,7 +197,7 @@ def test_other_samples_leave_only_the_steps_before() -> None:
     of_ranks, of_single = started(0, 2, shows("0.4", "0.5")), started(0, 1, shows("0.4", "0.6"))
     other = [*of_single.entries[:2], ParityStep(0, 2, STEP, (1.0,), (1.0,), (), (), (), samples=(0.5, 9.0))]
     of_single = WatchedRank(of_single.started, [*other, *of_single.entries[3:]], [])
-    found = curves(Comparison([of_ranks, started(1, 2, Run())], of_single))
+    found = curves(Parity([of_ranks, started(1, 2, Run())], of_single))
     assert [(one.name, one.x) for one in found] == [(GRADIENTS, (0, 1)), (MEAN_LOSS, (0, 1))]
 
 

@@ -27,8 +27,8 @@ from ddpcheck.record.loss.gather_recorder import (
 )
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers
-from ddpcheck.trace.losses import judge_own_parts
+from ddpcheck.rules.registry import judge_view
+from ddpcheck.trace.losses import Losses
 
 LINE = Location("train.py", 8)
 
@@ -43,20 +43,21 @@ def recorder_at(step: int, found: list[Any]) -> GatherRecorder:
 
 def test_it_takes_every_rank_in_several_steps() -> None:
     one, other = (GatheredConstant(step, "all_gather", LINE, 8) for step in (1, 2))
-    (finding,) = judge_gathers([[one, other], [one, other]])
+    (finding,) = judge_view(Losses([[], []], constants=[[one, other], [one, other]]))
     assert (finding.code, finding.location) == ("DDP309", LINE)
-    assert not judge_gathers([[one, other], []]) and not judge_gathers([[one], [one]])
+    assert not judge_view(Losses([[], []], constants=[[one, other], []]))
+    assert not judge_view(Losses([[], []], constants=[[one], [one]]))
 
 
 def test_parameters_that_get_no_gradient_are_told_after_one_step() -> None:
     one = GatheredConstant(0, "all_gather", LINE, 8, ("0/head.weight", "0/head.bias"))
-    (finding,) = judge_gathers([[one], [one]])
+    (finding,) = judge_view(Losses([[], []], constants=[[one], [one]]))
     assert (finding.code, finding.subjects, finding.location) == ("DDP309", ("head.weight", "head.bias"), LINE)
     missing = make_finding("DDP102", ["head.weight", "head.bias"], "The result of head does not reach the loss.")
     other = make_finding("DDP102", ["body.weight"], "The result of body.weight does not reach the loss.")
     assert [one.code for one in find_causes([missing, finding]).findings] == ["DDP309"]
     assert [one.code for one in find_causes([other, finding]).findings] == ["DDP102", "DDP309"]
-    assert not judge_gathers([[one], []])
+    assert not judge_view(Losses([[], []], constants=[[one], []]))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_what_arrives_at_a_gather_of_the_scripts_own_and_what_goes_on() -> None:
 
 def _judged(parts: list[list[OwnPartPutBack]], *terms: ScaledTerm, scale_matters: bool = True) -> list[str]:
     losses = [[LossDifferentiated(step, 0, terms, LINE, LINE) for step in (1, 2)] for _ in parts]
-    return [finding.code for finding in judge_own_parts(parts, losses, scale_matters=scale_matters)]
+    return [finding.code for finding in judge_view(Losses(losses, parts, scale_matters=scale_matters))]
 
 
 def _parts(*arrived: tuple[float, ...], factor: float = 1.0) -> list[list[OwnPartPutBack]]:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from ddpcheck.findings.evidence.loop import ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged, OwnPartPutBack
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.script import (
     DerivedTable,
@@ -50,19 +50,20 @@ from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, redu
 from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
-from ddpcheck.rules.loss.losses import judge_losses
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
 from ddpcheck.rules.optimizers.options import judge_optimizer_options, judge_shard_states
 from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.replicas.copies import judge_states
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.trace.captured import without_alike_later, without_rounding
 from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
@@ -767,6 +768,10 @@ def loss(count: int, *terms: ScaledTerm, **more: Any) -> LossDifferentiated:
     return replace(LossDifferentiated(count, 0, terms, LINE, wrappers=(0,)), **more)
 
 
+def judge_losses(by_rank: Sequence[Sequence[LossDifferentiated]], *fields: Any, **named: Any) -> list[Finding]:
+    return judge_view(Losses(by_rank, *fields, **named))
+
+
 def losses(*by_rank: Sequence[ScaledTerm], **more: Any) -> list[list[LossDifferentiated]]:
     return [[loss(count, *terms, **more) for count in range(3)] for terms in by_rank]
 
@@ -802,7 +807,7 @@ DIVIDED = replace(HALF, divisors=(2.0,))
 def test_scales_of_losses(given: list[list[LossDifferentiated]], found: list[str]) -> None:
     assert codes(judge_losses(given)) == found
     assert not judge_losses([[replace(one, wrappers=()) for one in of_rank] for of_rank in given])
-    assert "DDP303" not in codes(judge_losses(given, [{0}, {0}]))  # of all ranks' features
+    assert "DDP303" not in codes(judge_losses(given, [[OwnPartPutBack(0)]] * 2))  # of all ranks' features
 
 
 @pytest.mark.parametrize(("own", "found"), [((7, 3), []), ((7, 7), ["DDP305"])])
@@ -915,13 +920,13 @@ def test_a_sum_divided_by_a_number_of_all_ranks(passes: list[list[LossDifferenti
 @pytest.mark.parametrize(
     ("times", "options", "found"),
     [
-        (2.0, {"together": 2}, ["DDP303"]),  # two ranks of a model, of which one is here
+        (2.0, {"ranks_per_model": 2}, ["DDP303"]),  # two ranks of a model, of which one is here
         (2.0, {}, []),  # another number
-        (0.5, {"together": 2}, []),  # right, for an average of two
-        (1.0, {"together": 3}, ["DDP303"]),  # averaged once more
-        (1.7, {"together": 2}, []),
-        (1.0, {"together": 2, "summed": True}, []),  # right, for a sum
-        (2.0, {"together": 2, "summed": True}, ["DDP303"]),
+        (0.5, {"ranks_per_model": 2}, []),  # right, for an average of two
+        (1.0, {"ranks_per_model": 3}, ["DDP303"]),  # averaged once more
+        (1.7, {"ranks_per_model": 2}, []),
+        (1.0, {"ranks_per_model": 2, "is_for_sums": True}, []),  # right, for a sum
+        (2.0, {"ranks_per_model": 2, "is_for_sums": True}, ["DDP303"]),
     ],
 )
 def test_a_sum_that_counts_elements_for_each_rank_of_a_model(
@@ -937,9 +942,9 @@ def test_a_sum_that_counts_elements_for_each_rank_of_a_model(
 
 def test_a_mean_that_is_divided_by_the_ranks_of_a_model() -> None:
     third = losses(*[[ScaledTerm("mean", 1 / 3, 4)]] * 2, scaled=LINE)
-    assert codes(judge_losses(third, together=3)) == ["DDP303"] and not judge_losses(third)
-    assert codes(judge_losses(third[:1], together=3)) == ["DDP303"]
-    assert not judge_losses(losses([MEAN], scaled=LINE), together=3)
+    assert codes(judge_losses(third, ranks_per_model=3)) == ["DDP303"] and not judge_losses(third)
+    assert codes(judge_losses(third[:1], ranks_per_model=3)) == ["DDP303"]
+    assert not judge_losses(losses([MEAN], scaled=LINE), ranks_per_model=3)
     assert not judge_losses(losses([MEAN], scaled=LINE))  # one rank
 
 

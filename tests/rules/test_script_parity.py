@@ -21,11 +21,11 @@ from ddpcheck.findings.evidence.parity import (
 )
 from ddpcheck.findings.evidence.script import GradientsClipped, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
+from ddpcheck.rules.registry import judge_view
 from ddpcheck.stream.entries import RankStarted
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.divergences import codes_that_explain, confirmed, is_equal, lacking, what_held
-from ddpcheck.trace.parity import Comparison
+from ddpcheck.trace.divergences import Parity
 
 LOSS, SHOWS, SAVES = (Location("train.py", line) for line in (30, 40, 50))
 
@@ -61,9 +61,9 @@ def shown(number: str, after: int, **more: Any) -> NumbersShown:
     return NumbersShown("printed", SHOWS, "error #", (number,), after, **named)
 
 
-def compared(of_ranks: Sequence[Entry], single: Sequence[Entry], noise: Sequence[Entry] | None = None) -> Comparison:
+def compared(of_ranks: Sequence[Entry], single: Sequence[Entry], noise: Sequence[Entry] | None = None) -> Parity:
     ranks = [rank(of_ranks), rank([one for one in of_ranks if isinstance(one, ParityStep)], 1)]
-    return Comparison(ranks, rank(single, 0, 1), None if noise is None else rank(noise, 0, 1))
+    return Parity(ranks, rank(single, 0, 1), None if noise is None else rank(noise, 0, 1))
 
 
 ALIKE, ALONE = steps(3, 2, 1, 1), steps(3, 2, 1, 1, samples=16.0)
@@ -71,21 +71,21 @@ ALIKE, ALONE = steps(3, 2, 1, 1), steps(3, 2, 1, 1, samples=16.0)
 
 def test_equal_runs_have_no_finding_and_need_no_noise() -> None:
     both = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
-    assert judge_parity(both) == [] and lacking(both) == ""
-    assert what_held(both) == "gradients of 4 steps equal those of a single process within 0; 1 shown number equal"
-    assert is_equal(both.ranks, [both.single])
+    assert judge_view(both) == [] and both.not_compared == ""
+    assert both.matches == "gradients of 4 steps equal those of a single process within 0; 1 shown number equal"
+    assert both.is_equal
 
 
 @pytest.mark.parametrize(("factor", "said"), [(2, "2 times those"), (0.5, "1/2 of those")])
 def test_a_factor_of_the_world_size_is_named(factor: float, said: str) -> None:
     both = compared(steps(*(factor * norm for norm in (3, 2, 1, 1))), ALONE, ALONE)
-    (found,) = judge_parity(both)
+    (found,) = judge_view(both)
     assert said in found.message and found.location == LOSS and found.severity is Severity.ERROR
-    assert not is_equal(both.ranks, [both.single])
+    assert not both.is_equal
 
 
 def test_the_first_step_that_differs_is_named_and_how_equal_those_before_were() -> None:
-    (found,) = judge_parity(compared(steps(3, 2, 1.2, 1.5), ALONE, ALONE))
+    (found,) = judge_view(compared(steps(3, 2, 1.2, 1.5), ALONE, ALONE))
     assert found.message.startswith("From optimizer step 2 on, the gradients on 2 ranks are 0.17 (relative) from those")
     assert any(one.startswith("before, 2 steps had the same gradients") for one in found.evidence)
 
@@ -94,8 +94,8 @@ def test_the_first_step_that_differs_is_named_and_how_equal_those_before_were() 
 def test_what_noise_may_be_is_not_decided(noise: float, finds: bool) -> None:
     changed = steps(*(noise * norm for norm in (3, 2, 1, 1)), samples=16.0)
     both = compared(steps(*(1.2 * norm for norm in (3, 2, 1, 1))), ALONE, changed)
-    assert bool(judge_parity(both)) is finds
-    assert ("not decided" in lacking(both)) is not finds
+    assert bool(judge_view(both)) is finds
+    assert ("not decided" in both.not_compared) is not finds
 
 
 @pytest.mark.parametrize(("second", "decides"), [("0.4000", True), ("0.4100", False)])
@@ -105,21 +105,21 @@ def test_a_shown_number_is_decided_if_it_is_in_one_of_the_epochs(second: str, de
 
     alone, noise = epochs(ALONE, "0.5100", "0.4000"), epochs(ALONE, "0.5300", "0.4200")
     both = compared(epochs(ALIKE, "0.5000", second), alone, noise)
-    assert judge_parity(both) == []
-    assert ("not decided" in lacking(both)) is not decides
+    assert judge_view(both) == []
+    assert ("not decided" in both.not_compared) is not decides
 
 
 def test_gradients_that_are_not_finite_in_both_runs_are_equal() -> None:
-    assert judge_parity(compared(steps(3, math.inf), steps(3, math.inf, samples=16.0))) == []
-    assert judge_parity(compared(steps(3, math.inf), steps(3, 2, samples=16.0), steps(3, 2, samples=16.0)))
+    assert judge_view(compared(steps(3, math.inf), steps(3, math.inf, samples=16.0))) == []
+    assert judge_view(compared(steps(3, math.inf), steps(3, 2, samples=16.0), steps(3, 2, samples=16.0)))
 
 
 def test_other_samples_or_another_model_are_not_compared() -> None:
     other = compared(steps(6, 2), steps(3, 2, samples=12.0))
-    assert judge_parity(other) == [] and "different samples" in lacking(other)
+    assert judge_view(other) == [] and "different samples" in other.not_compared
     wider = [ParityStep(**{**_fields(step), "elements": (9, 1)}) for step in steps(6, 2, samples=16.0)]
     model = compared(steps(3, 2), wider)
-    assert judge_parity(model) == [] and "a different model" in lacking(model)
+    assert judge_view(model) == [] and "a different model" in model.not_compared
 
 
 def _fields(step: ParityStep) -> dict[str, Any]:
@@ -131,14 +131,14 @@ def test_names_that_only_ranks_know_are_those_of_parameters_of_the_same_sizes() 
         ParityStep(**{**_fields(step), "names": ("parameter 0", "parameter 1")[: 2 * (not step.count)]})
         for step in ALONE
     ]
-    assert judge_parity(compared(ALIKE, unnamed)) == []
+    assert judge_view(compared(ALIKE, unnamed)) == []
 
 
 def test_without_a_wrapper_samples_are_known_if_all_was_replayed() -> None:
     none = steps(6, 4, samples=0.0)
-    assert judge_parity(compared(none, steps(3, 2, samples=0.0)))
+    assert judge_view(compared(none, steps(3, 2, samples=0.0)))
     partly = compared(none, [*steps(3, 2, samples=0.0), NotReplayed("train.py:9", "their shapes differ")])
-    assert judge_parity(partly) == [] and "train.py:9 (their shapes differ)" in lacking(partly)
+    assert judge_view(partly) == [] and "train.py:9 (their shapes differ)" in partly.not_compared
 
 
 def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differs() -> None:
@@ -148,7 +148,7 @@ def test_a_number_after_an_evaluation_is_a_warning_at_the_line_that_first_differ
     alone = [*ALONE, shown("1.0000", 4), traced((20, "total", 8.0), (21, "mean", 1.0), (22, "return", 1.0))]
     halves = [rank([*ALIKE, shown("0.5000", 4), traced((20, "total", 4.0), (21, "mean", 0.3), (22, "return", 0.5))])]
     halves.append(rank([*ALIKE, traced((20, "total", 4.0), (21, "mean", 0.4), (22, "return", 0.5))], 1))
-    (found,) = judge_parity(Comparison(halves, rank(alone, 0, 1), rank(alone, 0, 1)))
+    (found,) = judge_view(Parity(halves, rank(alone, 0, 1), rank(alone, 0, 1)))
     assert found.severity is Severity.WARNING and found.location == Location("train.py", 21)
     assert "0.5000, printed after 4 steps, is 1 in a single process" in found.message
 
@@ -210,30 +210,30 @@ def test_the_line_is_the_first_that_makes_another_number(
 ) -> None:
     ranks = [rank([*ALIKE, shown(numbers[0], 4), traced_at(*of_rank_0)]), rank([*ALIKE, traced_at(*of_rank_1)], 1)]
     single = rank([*ALONE, shown(numbers[1], 4), traced_at(*alone)], 0, 1)
-    (found,) = judge_parity(Comparison(ranks, single, single))
+    (found,) = judge_view(Parity(ranks, single, single))
     assert found.location == Location("train.py", line)
 
 
 def test_statistics_of_each_rank_are_named() -> None:
     single = WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(4, 4, splits_statistics=True)], [])
-    assert what_held(Comparison([rank(ALIKE), rank(ALIKE, 1)], single)).endswith("separately in both (DDP304)")
+    assert Parity([rank(ALIKE), rank(ALIKE, 1)], single).matches.endswith("separately in both (DDP304)")
 
 
 def test_runs_without_steps_and_numbers_have_no_tick() -> None:
-    assert lacking(compared([], [])) == "no optimizer has stepped, and no number was shown after an evaluation"
-    assert lacking(compared([shown("0.25", 0)], [shown("0.25", 0)])) == ""
+    assert compared([], []).not_compared == "no optimizer has stepped, and no number was shown after an evaluation"
+    assert compared([shown("0.25", 0)], [shown("0.25", 0)]).not_compared == ""
 
 
 def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
     equal = compared([*ALIKE, shown("0.25", 4)], [*ALONE, shown("0.25", 4)])
-    assert confirmed(equal) == {
+    assert equal.confirmed == {
         "loss": "gradients of 4 steps equal those of a single process",
         "evaluation": "1 shown number equal to those of a single process",
     }
-    assert confirmed(compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)])) == {}
-    assert confirmed(compared(steps(3, 2), steps(3, 2, samples=12.0))) == {}  # other samples
+    assert compared([*ALIKE, shown("0.50", 4)], [*ALONE, shown("0.25", 4)]).confirmed == {}
+    assert compared(steps(3, 2), steps(3, 2, samples=12.0)).confirmed == {}  # other samples
     local = compared([*ALIKE, shown("0.2604", 4)], [*ALONE, shown("0.2500", 4)])  # the mean of losses
-    assert [*confirmed(local)] == ["loss"]
+    assert [*local.confirmed] == ["loss"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_other_check_lines_are_confirmed_by_what_is_equal() -> None:
     ],
 )
 def test_a_number_of_one_rank_is_none_of_an_evaluation(entry: NumbersShown) -> None:
-    assert judge_parity(compared([*ALIKE, entry], [*ALONE, shown("1.00", 4)], [*ALONE, shown("1.00", 4)])) == []
+    assert judge_view(compared([*ALIKE, entry], [*ALONE, shown("1.00", 4)], [*ALONE, shown("1.00", 4)])) == []
 
 
 @pytest.mark.parametrize(("rows", "finds"), [(24, True), (25, False), (28, False), (48, True)])
@@ -255,14 +255,14 @@ def test_samples_that_evaluations_repeat_may_change_a_number(rows: int, finds: b
         return PassTaken("DataLoader train.py:9#0 pass 0", count, 24, trains=False)
 
     ranks = [rank([*ALIKE, evaluated(12), shown("0.2575", 4)]), rank([*ALIKE, evaluated(rows - 12)], 1)]
-    made = Comparison(ranks, rank([*ALONE, evaluated(24), shown("0.2500", 4)], 0, 1))
-    assert bool(judge_parity(made)) is finds
+    made = Parity(ranks, rank([*ALONE, evaluated(24), shown("0.2500", 4)], 0, 1))
+    assert bool(judge_view(made)) is finds
 
 
 def test_what_a_faster_clock_changes_is_no_difference() -> None:
     took = (shown(number, 4) for number in ("0.9031", "0.0125", "0.1876"))
     on_ranks, alone, faster = ([*made, entry] for made, entry in zip((ALIKE, ALONE, ALONE), took, strict=True))
-    assert judge_parity(compared(on_ranks, alone, faster)) == []
+    assert judge_view(compared(on_ranks, alone, faster)) == []
 
 
 def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> None:
@@ -270,7 +270,7 @@ def test_a_sum_over_ranks_that_is_shown_in_training_is_told_by_its_factor() -> N
         return [shown(number, after + 1, evaluates=False) for after, number in enumerate(numbers)]
 
     of_ranks, alone = every("2.0000", "1.8000", "1.6000"), every("1.0000", "0.9000", "0.8000")
-    (found,) = judge_parity(compared([*ALIKE, *of_ranks], [*ALONE, *alone], ALONE))
+    (found,) = judge_view(compared([*ALIKE, *of_ranks], [*ALONE, *alone], ALONE))
     assert "(factor 2)" in found.message
 
 
@@ -284,14 +284,14 @@ def test_what_is_saved_is_compared_by_names_shapes_and_values() -> None:
         (saved({"head": (4,)}), "bank (missing)"),
         (saved({"bank": (16, 2), "head": (4,)}, 2.0), "bank and head (different values)"),
     ):
-        (found,) = judge_parity(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
+        (found,) = judge_view(compared([*ALIKE, entry], [*ALONE, whole], [*ALONE, whole]))
         assert said in found.message and found.location == SAVES and found.severity is Severity.WARNING
-    assert judge_parity(compared([*ALIKE, whole], [*ALONE, whole])) == []
+    assert judge_view(compared([*ALIKE, whole], [*ALONE, whole])) == []
     moments = {"head.bias.exp_avg": (4,), "body.bias.exp_avg": (4,)}
     rounded = [
         TensorsSaved(SAVES, 4, moments, dict(zip(moments, ((0.5,), (norm,)), strict=True))) for norm in (9e-15, 2e-14)
     ]
-    assert judge_parity(compared([*ALIKE, rounded[0]], [*ALONE, rounded[1]], [*ALONE, rounded[1]])) == []
+    assert judge_view(compared([*ALIKE, rounded[0]], [*ALONE, rounded[1]], [*ALONE, rounded[1]])) == []
 
 
 @pytest.mark.parametrize(("noise", "finds"), [((1.3, 1.0), True), ((1.3, 1.2), False)])
@@ -300,7 +300,7 @@ def test_noise_of_a_saved_tensor_is_the_largest_change_in_its_norms(noise: tuple
     on_ranks, alone, again = (
         TensorsSaved(SAVES, 4, {"bias": (4,)}, {"bias": n}) for n in ((1.7, 1.0), (1.3, 1.0), noise)
     )
-    assert bool(judge_parity(compared([*ALIKE, on_ranks], [*ALONE, alone], [*ALONE, again]))) is finds
+    assert bool(judge_view(compared([*ALIKE, on_ranks], [*ALONE, alone], [*ALONE, again]))) is finds
 
 
 def with_values(made: list[ParityStep], *sizes: float) -> list[ParityStep]:
@@ -312,7 +312,7 @@ def test_parameters_that_differ_after_equal_gradients_are_those_of_the_update(no
     built = OptimizerStep(0, 0, {}, Location("train.py", 33), made=Location("train.py", 12))
     on_ranks = with_values(steps(3, 2, 1.1, 1.2), 1.0, 1.0, 1.01, 1.02)
     alone, again = with_values(ALONE, 1.0, 1.0, 1.0, 1.0), with_values(ALONE, 1.0, 1.0, noise, noise)
-    found = [one for one in judge_parity(compared([built, *on_ranks], alone, again)) if one.subjects == ("update",)]
+    found = [one for one in judge_view(compared([built, *on_ranks], alone, again)) if one.subjects == ("update",)]
     assert bool(found) is finds
     for one in found:
         assert one.message.startswith("Before optimizer step 2, the parameters on 2 ranks are 0.0071 (relative)")
@@ -324,10 +324,10 @@ def test_parameters_after_the_last_step_on_the_same_samples_are_compared() -> No
     on_ranks = with_values(steps(3, 2, 1, 1), 1.0, 1.0, 1.01, 1.02)
     alone = [*steps(3, 2, samples=16.0), *steps(3, 2, 1, 1, samples=12.0)[2:]]
     both = compared(on_ranks, with_values(alone, 1.0, 1.0, 1.0, 1.0), with_values(alone, 1.0, 1.0, 1.0, 1.0))
-    (found,) = judge_parity(both)
+    (found,) = judge_view(both)
     assert found.subjects == ("update",) and found.message.startswith("Before optimizer step 2, the parameters")
     same = compared(with_values(on_ranks, 1.0, 1.0, 1.0, 1.02), with_values(alone, 1.0, 1.0, 1.0, 1.0))
-    assert judge_parity(same) == []  # of a later step, parameters follow from other samples
+    assert judge_view(same) == []  # of a later step, parameters follow from other samples
 
 
 def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
@@ -336,45 +336,45 @@ def test_a_clip_with_another_limit_is_no_fault_of_the_loss() -> None:
         for made, limit in ((steps(0.5, 0.5), 0.5), (steps(1, 1, samples=16.0), 1.0))
     ]
     at = GradientsClipped(0, 3.0, Location("train.py", 31), limit=0.5)
-    (found,) = judge_parity(compared([at, *clipped[0]], clipped[1], clipped[1]))
+    (found,) = judge_view(compared([at, *clipped[0]], clipped[1], clipped[1]))
     assert found.subjects == ("clip",) and found.location == at.location
     assert any("clipped to 0.5 and 1; the norm before is 3 in both" in one for one in found.evidence)
 
 
 def test_other_numbers_of_steps_and_other_ends_of_schedules_are_told() -> None:
-    more = Comparison(
+    more = Parity(
         [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, ParityEnded(4, 4)], []) for n in (0, 1)],
         WatchedRank(RankStarted(0, 1, "gloo"), [*ALONE, ParityEnded(6, 6)], []),
     )
-    (found,) = judge_parity(more)
+    (found,) = judge_view(more)
     assert found.message == "The ranks make 4 optimizer steps, a single process makes 6."
 
     def rated(made: list[ParityStep], *rates: float) -> list[ParityStep]:
         return [ParityStep(**{**_fields(step), "rates": (rate,)}) for step, rate in zip(made, rates, strict=True)]
 
     ends = compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.0))
-    (found,) = judge_parity(ends)
+    (found,) = judge_view(ends)
     assert "learning rate" in found.message
-    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []
+    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.1), rated(ALONE, 0.2, 0.15, 0.1, 0.05))) == []
     for scales, sooner in ((False, 0.4), (True, 0.4), (True, 0.5)):  # accelerate steps a schedule for each rank
         on_ranks, alone = rated(ALIKE, 0.8, 0.6, sooner, 0.2), rated(ALONE, 0.8, 0.7, 0.6, sooner)
         ended = ParityEnded(4, 4, steps_schedules=scales)
         single = WatchedRank(RankStarted(0, 1, "gloo"), [*alone, ended], [])
-        assert bool(judge_parity(Comparison([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
+        assert bool(judge_view(Parity([rank(on_ranks), rank(on_ranks, 1)], single))) is not scales
     # Scaled rates that fall to a lowest one, which is not scaled: 0.01.
-    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.049), rated(ALONE, 0.2, 0.15, 0.1, 0.029))) == []
-    assert judge_parity(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.2), rated(ALONE, 0.2, 0.15, 0.1, 0.01))) != []
+    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.049), rated(ALONE, 0.2, 0.15, 0.1, 0.029))) == []
+    assert judge_view(compared(rated(ALIKE, 0.4, 0.3, 0.2, 0.2), rated(ALONE, 0.2, 0.15, 0.1, 0.01))) != []
     # A warm-up that begins at the rate of one process; one that is over too soon; a fall that is over too soon.
-    assert judge_parity(compared(rated(ALIKE, 0.2, 0.3, 0.4, 0.2), rated(ALONE, 0.2, 0.2, 0.2, 0.1))) == []
-    assert judge_parity(compared(rated(ALIKE, 0.2, 0.4, 0.4, 0.4), rated(ALONE, 0.1, 0.15, 0.175, 0.2))) != []
-    (found,) = judge_parity(compared(rated(ALIKE, 0.4, 0.1, 0.1, 0.1), rated(ALONE, 0.4, 0.3, 0.2, 0.1)))
+    assert judge_view(compared(rated(ALIKE, 0.2, 0.3, 0.4, 0.2), rated(ALONE, 0.2, 0.2, 0.2, 0.1))) == []
+    assert judge_view(compared(rated(ALIKE, 0.2, 0.4, 0.4, 0.4), rated(ALONE, 0.1, 0.15, 0.175, 0.2))) != []
+    (found,) = judge_view(compared(rated(ALIKE, 0.4, 0.1, 0.1, 0.1), rated(ALONE, 0.4, 0.3, 0.2, 0.1)))
     assert found.message.startswith("At step 1, the learning rate on the ranks is at 0.25 of its highest value")
     fell = rated(ALONE, 0.4, 0.1, 0.1, 0.1)  # by a metric that noise changes
-    assert judge_parity(compared(rated(ALIKE, 0.4, 0.2, 0.2, 0.1), rated(ALONE, 0.4, 0.4, 0.4, 0.1), fell)) == []
+    assert judge_view(compared(rated(ALIKE, 0.4, 0.2, 0.2, 0.1), rated(ALONE, 0.4, 0.4, 0.4, 0.1), fell)) == []
 
 
 def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
-    def runs(number: str, alone: str, scale: float = 0.5) -> Comparison:
+    def runs(number: str, alone: str, scale: float = 0.5) -> Parity:
         both = [
             [ParityStep(**{**_fields(step), "rates": (0.4 * by,)}) for step in made]
             for made, by in ((ALIKE, 1.0), (ALONE, scale))
@@ -382,10 +382,10 @@ def test_a_scaled_rate_that_is_shown_is_no_difference() -> None:
         of_ranks, single = ([*made, shown(n, 4)] for made, n in zip(both, (number, alone), strict=True))
         return compared(of_ranks, single, single)
 
-    assert judge_parity(runs("0.4", "0.2")) == []
-    (found,) = judge_parity(runs("0.8", "0.4"))
+    assert judge_view(runs("0.4", "0.2")) == []
+    (found,) = judge_view(runs("0.8", "0.4"))
     assert found.subjects == ("shown",)
-    assert judge_parity(runs("0.4", "0.2", scale=1.0)) != []
+    assert judge_view(runs("0.4", "0.2", scale=1.0)) != []
 
 
 def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
@@ -393,7 +393,7 @@ def test_an_early_end_has_the_line_of_the_number_that_decides_it() -> None:
     decides = traced_at((20, "value", 0.3), (31, "best", 0.3))
     first = WatchedRank(RankStarted(0, 2, "gloo"), [*ALIKE, decides, ParityEnded(4, 4)], [])
     alone = [*ALONE, traced_at((20, "value", 0.4), (31, "best", 0.4)), ParityEnded(6, 6)]
-    (found,) = judge_parity(Comparison([first, other], WatchedRank(RankStarted(0, 1, "gloo"), alone, [])))
+    (found,) = judge_view(Parity([first, other], WatchedRank(RankStarted(0, 1, "gloo"), alone, [])))
     assert found.location == Location("train.py", 20) and "make 4 optimizer steps" in found.message
 
 
@@ -401,11 +401,11 @@ def test_an_epoch_of_fewer_samples_is_told() -> None:
     def epoch(rows: int, chosen: int, *, trains: bool = True) -> PassTaken:
         return PassTaken("DataLoader train.py:9#0 pass 0", rows, chosen, trains)
 
-    def runs(*made: PassTaken) -> Comparison:
+    def runs(*made: PassTaken) -> Parity:
         *of_ranks, alone = made
-        return Comparison([rank([*ALIKE, one], n) for n, one in enumerate(of_ranks)], rank([*ALONE, alone], 0, 1))
+        return Parity([rank([*ALIKE, one], n) for n, one in enumerate(of_ranks)], rank([*ALONE, alone], 0, 1))
 
-    (found,) = judge_parity(runs(epoch(32, 32), epoch(32, 32), epoch(64, 128)))
+    (found,) = judge_view(runs(epoch(32, 32), epoch(32, 32), epoch(64, 128)))
     assert found.message == "An epoch has 64 samples on 2 ranks, and 128 in a single process."
     assert found.location == Location("train.py", 9)
     for healthy in (
@@ -415,17 +415,17 @@ def test_an_epoch_of_fewer_samples_is_told() -> None:
         runs(epoch(32, -1), epoch(32, -1), epoch(64, -1)),
         runs(epoch(32, 32, trains=False), epoch(32, 32, trains=False), epoch(64, 128, trains=False)),
     ):
-        assert judge_parity(healthy) == []
+        assert judge_view(healthy) == []
 
 
 def test_what_was_left_out_on_purpose_is_said() -> None:
-    def compare(**named: Any) -> Comparison:
+    def compare(**named: Any) -> Parity:
         end = ParityEnded(4, 4, **named)
         of_ranks = [WatchedRank(RankStarted(n, 2, "gloo"), [*ALIKE, end], []) for n in (0, 1)]
-        return Comparison(of_ranks, rank(ALONE, 0, 1))
+        return Parity(of_ranks, rank(ALONE, 0, 1))
 
-    assert what_held(compare(batch=4)).endswith("; with batches of at most 4 samples (--check-parity-batch)")
-    assert lacking(compare(full_at=3, why_full="No space left on device")) == (
+    assert compare(batch=4).matches.endswith("; with batches of at most 4 samples (--check-parity-batch)")
+    assert compare(full_at=3, why_full="No space left on device").not_compared == (
         "samples are recorded for 3 backward passes only: No space left on device"
     )
 

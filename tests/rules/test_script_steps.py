@@ -23,9 +23,10 @@ from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import ju
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
-from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_without_optimizer, judge_unchanged_params
+from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.losses import Losses
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 
@@ -79,7 +80,7 @@ def windows(terms: Sequence[ScaledTerm], batches: Sequence[int] = (0, 0, 0)) -> 
     ],
 )
 def test_means_over_micro_batches_that_are_added_up(of_rank: list[LossDifferentiated], found: list[str]) -> None:
-    findings = judge_accumulated([of_rank, of_rank])
+    findings = judge_view(Losses([of_rank, of_rank]))
     assert [one.code for one in findings] == found
     assert all(one.location == MADE for one in findings)
 

@@ -215,7 +215,9 @@ def _is_own(hook: object) -> bool:
 
 def are_apart(wrapper: nn.Module) -> bool:
     """Return True if ranks may have left the loop (`joins`) or `trains_apart`."""
-    return joins(wrapper) or trains_apart(wrapper)
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
+        return True
+    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
 
 
 def trains_apart(wrapper: nn.Module) -> bool:

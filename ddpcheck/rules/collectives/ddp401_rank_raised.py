@@ -1,4 +1,4 @@
-"""DDP401 rank-raised: error
+"""DDP401 rank-raised: error, keeps_gradients, keeps_results
 
 The checked script or recipe raised an exception on a rank.
 

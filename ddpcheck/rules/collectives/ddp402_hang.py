@@ -1,4 +1,4 @@
-"""DDP402 hang: error
+"""DDP402 hang: error, keeps_gradients, keeps_results
 
 Ranks wait for something that never arrives.
 

@@ -1,4 +1,4 @@
-"""DDP403 collective-mismatch: error, stops_run
+"""DDP403 collective-mismatch: error, stops_run, keeps_gradients, keeps_results
 
 Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
 

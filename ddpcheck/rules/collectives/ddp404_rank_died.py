@@ -1,4 +1,4 @@
-"""DDP404 rank-died: error
+"""DDP404 rank-died: error, keeps_gradients, keeps_results
 
 The process of a rank ended without a Python exception: by a signal, an abort, or for lack of memory.
 

@@ -1,4 +1,4 @@
-"""DDP405 uneven-iterations: error, stops_run
+"""DDP405 uneven-iterations: error, stops_run, keeps_gradients, keeps_results
 
 Ranks run different numbers of synchronising iterations.
 

@@ -1,4 +1,4 @@
-"""DDP406 marked-ready-twice: error, stops_ddp, stops_run
+"""DDP406 marked-ready-twice: error, stops_ddp, stops_run, keeps_gradients, keeps_results
 
 A parameter's gradient is marked ready twice in one backward pass.
 

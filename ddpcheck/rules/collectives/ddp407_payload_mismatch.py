@@ -1,4 +1,4 @@
-"""DDP407 payload-mismatch: error
+"""DDP407 payload-mismatch: error, keeps_gradients, keeps_results
 
 Ranks put the same number of elements into a collective, packed in another order.
 

@@ -1,4 +1,4 @@
-"""DDP408 result-not-awaited: error
+"""DDP408 result-not-awaited: error, keeps_gradients, keeps_results
 
 No code waits for an asynchronous collective, or its tensor is written before wait() returns.
 

@@ -1,4 +1,4 @@
-"""DDP522 rank-dependent-compilation: warning
+"""DDP522 rank-dependent-compilation: warning, keeps_gradients, keeps_results
 
 On some ranks only, torch.compile compiles a function repeatedly, or to different operations.
 

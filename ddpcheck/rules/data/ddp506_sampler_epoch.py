@@ -1,4 +1,4 @@
-"""DDP506 sampler-epoch: warning
+"""DDP506 sampler-epoch: warning, keeps_results
 
 The sampler's epoch never changes, so every epoch sees the same order.
 

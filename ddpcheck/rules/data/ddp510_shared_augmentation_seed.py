@@ -1,4 +1,4 @@
-"""DDP510 shared-augmentation-seed: warning
+"""DDP510 shared-augmentation-seed: warning, keeps_gradients, keeps_results
 
 Ranks draw the same random numbers for augmentation or dropout.
 

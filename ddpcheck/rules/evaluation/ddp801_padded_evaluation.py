@@ -1,4 +1,4 @@
-"""DDP801 padded-evaluation: warning
+"""DDP801 padded-evaluation: warning, keeps_gradients
 
 A sampler gave some samples to two ranks, and a metric counts these samples twice.
 
@@ -13,6 +13,7 @@ Detected: In a pass without backward, `ddpcheck run` looks for indices that the 
     over its samples to a collective. (3) A printed, logged or saved number is a metric over all gathered rows. Not
     covered: sums divided by the length of the dataset, and results that files or other processes evaluate.
 Ignore: If the dataset is large, and the metric only has to be roughly right.
+Line: The constructor of the sampler or the loader. If it is unknown, the call of the collective.
 Checks: run evaluation
 Example:
     correct, total = evaluate(ddp, DataLoader(data, sampler=DistributedSampler(data)))
@@ -44,7 +45,7 @@ from ddpcheck.trace.evaluation import (
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import MEAN, Evaluation, RankMetric
 
-_FEWEST_ALONE = 256  # samples: a smaller integer is ambiguous
+FEWEST_SAMPLES = 256  # samples: a smaller integer is ambiguous
 
 
 @rule
@@ -54,7 +55,7 @@ def judge_padded(evaluations: Evaluations) -> list[Finding]:
 
 
 def _judge_padded(evaluation: Evaluation) -> list[Finding]:
-    evals, metrics = [*evaluation.by_rank.values()], evaluation.metrics
+    evals, metrics = evaluation.evals, evaluation.metrics
     counts = Counter(index for ev in evals for index in ev.loader.indices)
     excess = sum(counts.values()) - len(counts)
     most = len(evals) * (1 + max(ev.batch for ev in evals))  # to complete a batch on each rank
@@ -65,8 +66,7 @@ def _judge_padded(evaluation: Evaluation) -> list[Finding]:
     seen = _counted_in_collective(evals, metrics) or _divided_by_all(evals) or _rows_of_all(evals)
     if seen is None:
         return []
-    message, location = seen
-    ev = evals[0]
+    (message, location), ev = seen, evals[0]
     return one_finding(
         "DDP801",
         (ev.loader.dataset,),
@@ -98,10 +98,10 @@ def _counted_in_collective(evals: Sequence[Evaluated], metrics: Sequence[RankMet
     """Find a collective that gets each rank's sample count, or mean over all samples."""
     samples = [ev.samples for ev in evals]
     calls = list(shard_numbers(evals))
-    numbers = evals[0].held.numbers
+    numbers = evals[0].results.numbers
     means = [m for m in metrics if m.name.startswith(MEAN) and not numbers[m.key] % 1 and any(m.bits)]
     counted_in_loop = [tuple(counts) for _, counts in common_value(evals, "numbers") if any(counts)]
-    certain = samples[0] >= _FEWEST_ALONE or any(
+    certain = samples[0] >= FEWEST_SAMPLES or any(
         call.first.during or any(tuple(values) in counted_in_loop for values in call.values) for call in calls
     )
     for call in calls:
@@ -119,7 +119,7 @@ def _divided_by_all(evals: Sequence[Evaluated]) -> _Seen | None:
     total = sum(ev.samples for ev in evals)
     for ev in evals:
         gathers = [call for call in ev.exchanged if call.during and "gather" in call.operation]
-        counts = ev.held.numbers
+        counts = ev.results.numbers
         counter = next((name for name, value in counts.items() if value == total), "")
         for shown, number in numbers_shown(ev):
             if gathers and counter and any(shows(number, value / total) for value in counts.values() if value < total):

@@ -1,4 +1,4 @@
-"""DDP802 own-shard-metric: warning
+"""DDP802 own-shard-metric: warning, keeps_gradients
 
 One rank shows a metric of its shard, or decides by it, as if it covered all samples.
 
@@ -17,6 +17,9 @@ Detected: After a pass over a loader without backward, `ddpcheck run` reads the 
     several ranks. Only the first three passes over a loader are covered. A loop without a DataLoader is not covered.
     If a schedule gets such a metric, see DDP518.
 Ignore: If the number is intended as the metric of one rank, and is labelled so.
+Line: The line after the loop, in the function that computes the metric. If a collective gets the value and its result
+    is not used, the call of the collective. If one rank alone evaluates, the constructor of the sampler or the
+    loader.
 Checks: run evaluation
 Reports: Lightning-AI/pytorch-lightning#379
 Example:
@@ -40,6 +43,8 @@ from ddpcheck.trace.evaluation import Evaluated, exchange_line, gathered_labels,
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, RankMetric
 
+LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
+
 
 @rule
 def judge_shards(evaluations: Evaluations) -> list[Finding]:
@@ -47,20 +52,14 @@ def judge_shards(evaluations: Evaluations) -> list[Finding]:
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_own_shard([e for e in complete if e.loop == loop])]
-    return _in_one(findings) if findings else judge_lone_share(evaluations.evaluations, evaluations.passes)
-
-
-def _in_one(findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings on the same ranks into the first, each further metric once."""
+    if not findings:
+        return judge_lone_share(evaluations.evaluations, evaluations.passes)
     first = findings[0]
-    for finding in findings:
+    for finding in findings:  # each further metric once
         if finding.ranks == first.ranks and not set(finding.subjects) <= set(first.subjects):
             evidence = (*first.evidence, f"also {', '.join(finding.subjects)}: {finding.message}")
             first = replace(first, subjects=(*first.subjects, *finding.subjects), evidence=evidence)
     return [first]
-
-
-_APART = 1e-4  # relative difference of values that differ between ranks
 
 
 _Place = tuple[int, Location | None, int, int]
@@ -77,11 +76,13 @@ def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric
     for group in evaluations:
-        evals = [*group.by_rank.values()]
+        evals = group.evals
         for rank, ev in enumerate(evals if _are_shares(evals) else ()):
-            values |= {(ev.held.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics}
+            values |= {
+                (ev.results.round, rank, metric.key, metric.name): metric.values[rank] for metric in group.metrics
+            }
             for key, shown, number in _placed(rank, evals):
-                numbers.setdefault(key, {})[ev.held.round] = number
+                numbers.setdefault(key, {})[ev.results.round] = number
                 if any(shows(number, metric.pooled) for metric in group.metrics):
                     continue
                 for metric in group.metrics:
@@ -133,7 +134,9 @@ def _is_own(number: ShownNumber, rank: int, metric: RankMetric) -> bool:
     """Return True if a number is the metric of `rank` only."""
     expected = metric.values[rank]
     return shows(number, expected) and all(
-        abs(value - expected) > _APART * abs(expected) for peer, value in enumerate(metric.values) if peer != rank
+        abs(value - expected) > LEAST_DIFFERENCE * abs(expected)
+        for peer, value in enumerate(metric.values)
+        if peer != rank
     )
 
 
@@ -151,8 +154,8 @@ def _is_known(evals: Sequence[Evaluated], rank: int, shown: MetricShown, metric:
 
 def _gives(exchanged: ResultExchanged, ev: Evaluated, rank: int, metric: RankMetric) -> bool:
     """Return True if a rank passes the metric, or its inputs, to a collective."""
-    count = ev.held.numbers.get(metric.key, metric.values[rank])
-    table = ev.held.tables.get(metric.key)
+    count = ev.results.numbers.get(metric.key, metric.values[rank])
+    table = ev.results.tables.get(metric.key)
     if table is not None and (exchanged.numbers == table or exchanged.total == sum(table)):
         return True
     quotients = (a / b for a, b in itertools.permutations(exchanged.numbers, 2) if b)
@@ -176,7 +179,7 @@ def _own_shard(rank: int, shown: MetricShown, evals: Sequence[Evaluated], metric
         f"Rank {rank} {message}, a metric that covers only its own {ev.samples} samples; {peers[0]}, and all "
         f"ranks together have {metric.pooled:.6g}.",
         ranks=(rank,),
-        location=exchange_line(sums, function) if sums else ev.held.after.get(function) or shown.location,
+        location=exchange_line(sums, function) if sums else ev.results.after.get(function) or shown.location,
         evidence=[
             reduced if sums else "",
             f"it {'decides' if decides else f'is {shown.how}'} at {shown.location}",
@@ -192,12 +195,9 @@ def judge_lone_share(evaluations: Sequence[Evaluation], loaders: Sequence[Sequen
     for evaluation in evaluations:
         for index, (rank, ev) in enumerate(evaluation.by_rank.items()):
             parts = ev.loader.replicas
-            data = (ev.loader.dataset, ev.loader.size, parts)
-            ranks = [
-                r
-                for r, passes in enumerate(loaders)
-                if any((p.dataset, p.size, p.replicas) == data and not p.trains for p in passes)
-            ]
+            data = (ev.loader.dataset, ev.loader.size, parts, False)
+            evaluated = [[(p.dataset, p.size, p.replicas, p.trains) for p in passes] for passes in loaders]
+            ranks = [r for r, passes in enumerate(evaluated) if data in passes]
             if parts < 2 or len(ranks) >= parts or not 0 < ev.samples < ev.loader.size:
                 continue
             for metric, (shown, number) in itertools.product(evaluation.metrics, numbers_shown(ev)):

@@ -1,4 +1,4 @@
-"""DDP803 order-of-gathered-results: warning
+"""DDP803 order-of-gathered-results: warning, keeps_gradients
 
 Results are gathered rank by rank, and compared with labels in the order of the dataset.
 
@@ -14,6 +14,7 @@ Detected: `ddpcheck run` keeps the results that ranks gather during or after an 
     is also reported if the script itself compares results and labels in this order. Numbers that the script rounds to
     fewer than three digits are not covered.
 Ignore: Never: the metric is not that of the model.
+Line: The call of the collective that gathers the results.
 Checks: run evaluation
 Example:
     dist.all_gather(parts, predictions)      # of a loader with a DistributedSampler
@@ -22,7 +23,6 @@ Example:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -32,51 +32,18 @@ from typing import Literal
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, is_shown
+from ddpcheck.trace.evaluation import Evaluated, Gathered, are_other_data, first_shown, gathered_labels, record_showing
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import OF_NUMBERS, OF_SCORES, Evaluation, Metric, Row
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
+"""How far a correlation may be from 1 if one sequence is the other, scaled and shifted."""
 
+LEAST_DIFFERENCE = 1e-4
+"""Relative difference between the metrics of two orders, from which a shown number tells them apart."""
 
-_DIFFERENT_ORDER = 1e-4  # relative difference of metrics
-
-
-_DIGITS = 4  # printed digits needed to identify one of many metrics by its text
-
-
-def places_of(evals: Sequence[Evaluated]) -> list[list[int]]:
-    """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
-    subset = evals[0].subset
-    common_value = all(list(ev.subset) == list(subset) for ev in evals)
-    indices = {index: i for i, index in enumerate(subset)} if common_value else {}
-    return [[indices.get(index, index) for index in ev.loader.indices] for ev in evals]
-
-
-def given_by_loader(
-    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
-) -> dict[int, Row]:
-    """Return the loader's label or target by dataset position, or {} if incomplete."""
-    loader_values = [getattr(ev.loader, kind) for ev in evals]
-    if any(len(values) != ev.samples for values, ev in zip(loader_values, evals, strict=True)):
-        return {}
-    pairs = zip(itertools.chain(*indices), itertools.chain(*loader_values), strict=True)
-    return {index: (float(value),) for index, value in pairs}
-
-
-def accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
-    """Return the fraction of equal pairs."""
-    return sum(row == label for row, label in pairs) / len(pairs)
-
-
-def is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    """Return True if `numbers` are an affine function of `others`."""
-    if len(numbers) != len(others) or len(set(others)) < 2:
-        return False
-    try:
-        return abs(correlation(numbers, others)) > 1 - _ROUNDING
-    except (ArithmeticError, ValueError):
-        return False
+FEWEST_DIGITS = 4
+"""Printed digits needed to identify one of many metrics by its text."""
 
 
 @rule
@@ -86,20 +53,18 @@ def judge_order(evaluations: Evaluations) -> list[Finding]:
 
 
 def _judge_order(evaluation: Evaluation) -> list[Finding]:
-    evals = [*evaluation.by_rank.values()]
-    if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals):
+    evals = evaluation.evals
+    if min(ev.samples for ev in evals) < 1 or not any(ev.shown or ev.compared for ev in evals) or are_other_data(evals):
         return []
-    if are_other_data(evals):
-        return []
-    indices = places_of(evals)
+    indices = _positions(evals)
     labels, numbers = _references(evals, indices)
     gathered = gathered_labels(evals)
     for call in gathered:
         classes = [[(float(row),) for row in rank_rows] for rank_rows in call.rows]
         kinds = [
-            (classes, labels, {"accuracy": accuracy}, 0),
-            (call.values, labels, OF_SCORES, _DIGITS),
-            (call.values, numbers, OF_NUMBERS, _DIGITS),
+            (classes, labels, {"accuracy": _accuracy}, 0),
+            (call.values, labels, OF_SCORES, FEWEST_DIGITS),
+            (call.values, numbers, OF_NUMBERS, FEWEST_DIGITS),
         ]
         for rows, references, metrics, digits in kinds:
             if any(len(values) != len(positions) for values, positions in zip(rows, indices, strict=False)) or not rows:
@@ -108,10 +73,30 @@ def _judge_order(evaluation: Evaluation) -> list[Finding]:
                 are_labels = all(reference.get(p) == r for p, r in zip(chain(*indices), chain(*rows), strict=True))
                 if are_labels and len(gathered) > 1:
                     continue  # the gathered rows are the labels
-                mismatch = _compared(evals, call, rows, indices, reference, metrics, digits)
-                if mismatch is not None:
-                    return misplaced_finding(evals[0], call, name, *mismatch)
+                if mismatch := _compared(evals, call, rows, indices, reference, metrics, digits):
+                    message, seen = mismatch
+                    loader, begins = evals[0].loader, ", ".join(map(str, evals[0].loader.indices[:4]))
+                    return one_finding(
+                        "DDP803",
+                        (loader.dataset,),
+                        "The results are gathered rank by rank and compared with labels in the order of the dataset: "
+                        f"{message}.",
+                        location=call.location,
+                        evidence=[
+                            f"rank 0 has samples {begins} ..., by {loader.sampler}",
+                            f"the labels are {name}",
+                            seen,
+                        ],
+                    )
     return []
+
+
+def _positions(evals: Sequence[Evaluated]) -> list[list[int]]:
+    """Return each rank's sample positions: in the common `Subset`, else in the dataset."""
+    subset = evals[0].subset
+    is_common = all(list(ev.subset) == list(subset) for ev in evals)
+    positions = {index: position for position, index in enumerate(subset)} if is_common else {}
+    return [[positions.get(index, index) for index in ev.loader.indices] for ev in evals]
 
 
 def _references(
@@ -121,16 +106,26 @@ def _references(
     labels: dict[str, Mapping[int, Row]] = {}
     numbers: dict[str, Mapping[int, Row]] = {}
     for ev in evals:
-        for name, values in ev.held.references.items():
+        for name, values in ev.results.references.items():
             labels[f"{name} of the dataset"] = {index: (float(label),) for index, label in enumerate(values)}
-        for name, floats in ev.held.numbers_of.items():
+        for name, floats in ev.results.numbers_of.items():
             width = len(floats) // max(1, ev.loader.size)
             rows = (tuple(floats[n * width : (n + 1) * width]) for n in range(ev.loader.size))
             numbers[f"{name} of the dataset"] = dict(enumerate(rows))
     by_loader = "those that the loader gives"
-    labels[by_loader] = given_by_loader(evals, indices, "classes")
-    numbers[by_loader] = given_by_loader(evals, indices, "targets")
+    labels[by_loader] = _given_by_loader(evals, indices, "classes")
+    numbers[by_loader] = _given_by_loader(evals, indices, "targets")
     return labels, numbers
+
+
+def _given_by_loader(
+    evals: Sequence[Evaluated], indices: Sequence[Sequence[int]], kind: Literal["classes", "targets"]
+) -> dict[int, Row]:
+    """Return the loader's label or target by dataset position, or {} if incomplete."""
+    values = [getattr(ev.loader, kind) for ev in evals]
+    if any(len(rank_values) != ev.samples for rank_values, ev in zip(values, evals, strict=True)):
+        return {}
+    return {index: (float(value),) for index, value in zip(chain(*indices), chain(*values), strict=True)}
 
 
 def _compared(
@@ -152,7 +147,7 @@ def _compared(
     if len({len(row) for pair in right[2] for row in pair}) != 1:
         return None
     correct = {name: [metric(pairs) for pairs in right] for name, metric in metrics.items()}
-    if any(is_shown(evals, value, digits) for values in correct.values() for value in values):
+    if any(record_showing(evals, value, digits) for values in correct.values() for value in values):
         return None  # the shown value is right
     for order in call.orders:
         joined = [(indices[rank][number], rows[rank][number]) for rank, number in order[: len(by_index)]]
@@ -163,7 +158,7 @@ def _compared(
         wrong = [(row, reference[index]) for index, (_, row) in enumerate(joined)]
         for name, metric in metrics.items():
             value = metric(wrong)
-            if math.isfinite(value) and abs(value - correct[name][0]) > _DIFFERENT_ORDER * max(
+            if math.isfinite(value) and abs(value - correct[name][0]) > LEAST_DIFFERENCE * max(
                 abs(value), abs(correct[name][0])
             ):
                 if (seen := first_shown(evals, value, *correct[name], digits=digits)) is not None:
@@ -182,22 +177,25 @@ def _compared(
     return None
 
 
+def _accuracy(pairs: Sequence[tuple[Row, Row]]) -> float:
+    return sum(row == label for row, label in pairs) / len(pairs)
+
+
 def _met(evals: Sequence[Evaluated], pairs: Sequence[tuple[Row, Row]]) -> Location | None:
     """Return the line at which the script compares the pairs, as is or scaled."""
     rows, labels = ([x for pair in pairs for x in pair[side]] for side in (0, 1))
     for comparison in chain.from_iterable(ev.compared for ev in evals):
         for a, b in ((comparison.one, comparison.other), (comparison.other, comparison.one)):
-            if is_scaled(a, rows) and is_scaled(b, labels):
+            if _is_scaled(a, rows) and _is_scaled(b, labels):
                 return comparison.location
     return None
 
 
-def misplaced_finding(ev: Evaluated, call: Gathered, reference: str, message: str, seen: str) -> list[Finding]:
-    begins = ", ".join(map(str, ev.loader.indices[:4]))
-    return one_finding(
-        "DDP803",
-        (ev.loader.dataset,),
-        f"The results are gathered rank by rank and compared with labels in the order of the dataset: {message}.",
-        location=call.location,
-        evidence=[f"rank 0 has samples {begins} ..., by {ev.loader.sampler}", f"the labels are {reference}", seen],
-    )
+def _is_scaled(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    """Return True if `numbers` are an affine function of `others`."""
+    if len(numbers) != len(others) or len(set(others)) < 2:
+        return False
+    try:
+        return abs(correlation(numbers, others)) > 1 - ROUNDING
+    except (ArithmeticError, ValueError):
+        return False

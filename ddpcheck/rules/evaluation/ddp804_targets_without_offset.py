@@ -12,6 +12,7 @@ Detected: In some steps, `ddpcheck run` checks cross entropies whose logits comp
     other rank has such a target. Not covered: other losses, differences that the script computes itself, and rows
     that pass through a layer after the gather.
 Ignore: If the positives of a rank are rows of another rank on purpose.
+Line: The line of the cross entropy, else the line that computes the loss, else the call of all_gather.
 Checks: run evaluation
 Example:
     logits = features @ torch.cat(all_gather(features)).T
@@ -20,35 +21,11 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ddpcheck.findings.evidence.evaluation import GatheredTargets
-from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, one_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluations import Evaluations
-
-
-def wrong_targets_finding(
-    wrong: Sequence[int], group: Sequence[int], uses: Sequence[GatheredTargets], line: Location | None
-) -> list[Finding]:
-    use = uses[group.index(wrong[0])]
-    first, last = min(use.targets), max(use.targets)
-    return one_finding(
-        "DDP804",
-        ("cross_entropy",),
-        f"Of the {use.classes} rows that all_gather returns, those of rank {wrong[0]} begin at {use.own}, but the "
-        f"targets on {format_ranks(wrong)} are {first} to {last}: rows of another rank.",
-        ranks=wrong,
-        location=use.loss or line or use.location,
-        evidence=[
-            f"gathered at {use.location}" if (use.loss or line) and use.location else "",
-            *(
-                f"rank {rank}: its rows are {u.own} to {u.own + u.rows - 1}, its targets {first} to {last}"
-                for rank, u in list(zip(group, uses, strict=True))[:4]
-            ),
-        ],
-    )
 
 
 @rule
@@ -59,27 +36,42 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
     on some ranks the targets index another rank's samples as positives. No fault if each rank puts its own rows first,
     or counts targets from the offset.
     """
-    uses, losses = evaluations.targets, evaluations.losses
-    members = sorted({use.members for rank_uses in uses for use in rank_uses})
-    for group in members:
+    uses = evaluations.targets
+    for group in sorted({use.members for rank_uses in uses for use in rank_uses}):
         group_uses = [[use for use in uses[rank] if use.members == group] for rank in group if rank < len(uses)]
-        if len(group_uses) < len(group):
-            continue
-        for step_uses in zip(*group_uses, strict=False):
-            keys = {(use.step, use.location, use.rows, use.classes) for use in step_uses}
-            comparable = len({use.targets for use in step_uses}) == 1 or all(
-                # consecutive: an offset, maybe wrong
-                max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows
-                for use in step_uses
-            )
-            if len(keys) > 1 or not comparable or len({use.own for use in step_uses}) < len(step_uses):
+        for step_uses in zip(*group_uses, strict=False) if len(group_uses) == len(group) else ():
+            places = {(use.step, use.location, use.rows, use.classes) for use in step_uses}
+            comparable = len({use.targets for use in step_uses}) == 1 or all(map(_are_consecutive, step_uses))
+            if len(places) > 1 or not comparable or len({use.own for use in step_uses}) < len(step_uses):
                 continue
-            wrong = [
-                rank
+            wrong = {
+                rank: use
                 for rank, use in zip(group, step_uses, strict=True)
                 if not any(use.own <= target < use.own + use.rows for target in use.targets)
-            ]
+            }
             if wrong and len(wrong) < len(group):
-                loss_lines = {loss.step: loss.made for loss in losses[group[0]] if loss.made is not None}
-                return wrong_targets_finding(wrong, group, step_uses, loss_lines.get(step_uses[0].step))
+                rank, use = next(iter(wrong.items()))
+                first, last = min(use.targets), max(use.targets)
+                loss_lines = {loss.step: loss.made for loss in evaluations.losses[group[0]] if loss.made is not None}
+                line = use.loss or loss_lines.get(use.step)
+                return one_finding(
+                    "DDP804",
+                    ("cross_entropy",),
+                    f"Of the {use.classes} rows that all_gather returns, those of rank {rank} begin at {use.own}, but "
+                    f"the targets on {format_ranks(wrong)} are {first} to {last}: rows of another rank.",
+                    ranks=[*wrong],
+                    location=line or use.location,
+                    evidence=[
+                        f"gathered at {use.location}" if line and use.location else "",
+                        *(
+                            f"rank {rank}: its rows are {u.own} to {u.own + u.rows - 1}, its targets {first} to {last}"
+                            for rank, u in list(zip(group, step_uses, strict=True))[:4]
+                        ),
+                    ],
+                )
     return []
+
+
+def _are_consecutive(use: GatheredTargets) -> bool:
+    """Return True if targets may be row numbers with an offset, maybe a wrong offset."""
+    return max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows

@@ -1,4 +1,4 @@
-"""DDP805 mean-of-ranks-means: warning
+"""DDP805 mean-of-ranks-means: warning, keeps_gradients
 
 A metric is the mean of the ranks' metrics, which differs from the metric over all samples.
 
@@ -14,6 +14,7 @@ Detected: `ddpcheck run` checks the values that ranks give to collectives after 
     number differs by more than 1 % from the metric over all samples. Metrics of lists (one score or label per sample)
     are covered up to 2,048 samples per rank. A number that is only passed to a learning rate schedule is not covered.
 Ignore: If each rank has a different kind of data, and each kind should have the same weight.
+Line: The call of the collective, or the call of the helper that makes it, in the function that computes the metric.
 Checks: run evaluation
 Example:
     loss = torch.tensor(total / len(own))    # right: all_reduce of total and len(own), then divide
@@ -33,7 +34,7 @@ from ddpcheck.trace.evaluation import common_value, exchange_line, first_shown, 
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
 
-_SOME = 0.01  # relative difference of metrics that matters
+LEAST_DIFFERENCE = 0.01  # relative, of metrics, that matters
 
 
 @rule
@@ -43,7 +44,7 @@ def judge_mean_of_means(evaluations: Evaluations) -> list[Finding]:
 
 
 def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
-    evals, metrics = [*evaluation.by_rank.values()], evaluation.metrics
+    evals, metrics = evaluation.evals, evaluation.metrics
     samples = [ev.samples for ev in evals]
     sums = [counts for _, counts in common_value(evals, "numbers") if not any(count % 1 for count in counts)]
     for call in shard_numbers(evals):
@@ -53,7 +54,7 @@ def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
             right = metric.pooled
             for kind, wrong in (("mean", sum(values) / len(values)), ("sum", sum(values))):
                 bits = min(sum(metric.bits), bits_of(wrong)) - math.log2(metric.tries)
-                if bits < FEWEST_BITS or abs(wrong - right) <= _SOME * abs(right):
+                if bits < FEWEST_BITS or abs(wrong - right) <= LEAST_DIFFERENCE * abs(right):
                     continue
                 if (seen := first_shown(evals, wrong, right)) is None:
                     continue

@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, spreads
+"""DDP301 not-synchronised: error, spreads, keeps_results
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 

@@ -1,4 +1,4 @@
-"""DDP302 reducer-mismatch: error
+"""DDP302 reducer-mismatch: error, keeps_results
 
 DDP's gradients differ from the plain average of the ranks' own gradients.
 

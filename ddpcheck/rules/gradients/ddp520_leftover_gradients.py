@@ -1,4 +1,4 @@
-"""DDP520 leftover-gradients: error
+"""DDP520 leftover-gradients: error, keeps_gradients, keeps_results
 
 A step uses gradients that existed before its own backward passes, and were never zeroed.
 

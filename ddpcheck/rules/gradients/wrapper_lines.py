@@ -9,10 +9,11 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks
-from ddpcheck.rules.gradients.wrappers import judge_begun, judge_wrappers, sums_rightly
+from ddpcheck.rules.gradients.wrappers import judge_begun, judge_wrappers
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.verdict import OF_BUFFERS, Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
+from ddpcheck.trace.losses import sums_rightly
 from ddpcheck.trace.script_facts import ScriptFacts
 
 _COMPRESSED = 0.1  # relative loss of a communication hook that makes comparison useless

@@ -20,8 +20,7 @@ from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import ju
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
 from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
-from ddpcheck.rules.loss.losses import are_for_sums
-from ddpcheck.rules.loss.target_weights import severity_of_targets
+from ddpcheck.rules.loss.ddp305_loss_normalisation import severity_of_targets
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
@@ -32,7 +31,8 @@ from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
 from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
-from ddpcheck.trace.captured import against_average, without_alike_later, without_rounding
+from ddpcheck.trace.captured import without_alike_later, without_rounding
+from ddpcheck.trace.losses import are_for_sums, sums_rightly
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import gradients_differ
 
@@ -71,22 +71,6 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     for wrappers in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
         all_findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
     return all_findings
-
-
-def sums_rightly(wrapper: WatchedWrapper) -> bool:
-    """Return True if a wrapper sums gradients and the loss is scaled for sums.
-
-    An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
-    """
-    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
-    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
-    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
-    wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
-    if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
-        return False
-    if any(loss.terms for losses in wrapper.losses for loss in losses):
-        return are_for_sums(wrapper.losses, wrapper.number)
-    return any(change.what == "scale" for changes in wrapper.of(ModuleChanged) for change in changes)
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:

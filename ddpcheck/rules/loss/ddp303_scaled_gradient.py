@@ -1,4 +1,4 @@
-"""DDP303 scaled-gradient: error, spreads
+"""DDP303 scaled-gradient: error, spreads, keeps_results
 
 Every gradient is the reference gradient times a constant, such as the world size or its inverse.
 
@@ -18,6 +18,8 @@ Detected: All gradients differ from the reference by the same factor, within rou
     not depend on the scale of gradients. With such an optimizer, cases 3 and 4 are mostly not reported. Case 5 is
     then reported only if gradients are clipped.
 Ignore: If the learning rate was tuned with this factor. But the factor changes with the number of ranks.
+Line: The line that applies the factor: the loss or the gradients are scaled there, or summed by a collective. If this
+    line is unknown, the line that computes the loss, or the optimizer step.
 Checks: report reducer, parity; run reducer, loss, optimizers
 Explains: quietly DDP302 if a note
 Reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616
@@ -27,25 +29,37 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from operator import mul
 
-from ddpcheck.findings.evidence.gradients import LEAST, LOOSEST_FIT, Difference, LossTerm
+from ddpcheck.findings.evidence.gradients import LOOSEST_FIT
 from ddpcheck.findings.evidence.loop import GradientsHooked
-from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep
+from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, counted, one_finding
-from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
+from ddpcheck.findings.wording import capitalized, counted, group_by, one_finding
+from ddpcheck.rules.loss.ddp309_collective_without_gradient import describe_lost_factor
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
+from ddpcheck.trace.factors import SCALE_TOLERANCE, constant_ratio, factor_of_average, factor_of_reduced, is_near
 from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
-from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, divided_by, format_term, is_near, total_factor
+from ddpcheck.trace.losses import (
+    FEWEST_PASSES,
+    SCALE_FREE,
+    Losses,
+    LossesByRank,
+    Passes,
+    divided_by,
+    format_term,
+    total_factor,
+)
 from ddpcheck.trace.unwrapped_params import are_near
 
-_TOLERANCE = 1e-3
+SCALING_METHODS = (  # of a module sharded by fully_shard
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
+)
 
 
 def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
@@ -70,7 +84,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
     )
 
 
-def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list[Finding]:
+def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -> list[Finding]:
     """Detect gradients summed by hand for losses that are per-rank means (DDP303).
 
     Optimizers that are invariant to gradient scale hide the factor, unless gradients are clipped before the step.
@@ -84,7 +98,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
         if loss.terms
     ]
     known = [by_rank for by_rank in steps if all(step.local for step in by_rank)]
-    factors = [_times_average(by_rank, by_rank[0].unclipped or by_rank[0].gradients) for by_rank in known]
+    factors = [factor_of_average(by_rank, by_rank[0].unclipped or by_rank[0].gradients) for by_rank in known]
     size = len(steps[0]) if steps else 0
     summed_steps = [by_rank for by_rank, factor in zip(known, factors, strict=True) if is_near(size, factor)]
     if not summed_steps and all(map(_gradients_agree, known)):
@@ -96,8 +110,8 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: Losses) -> list
     kind = first.options.get("class", "")
     scale_free = kind.startswith(SCALE_FREE)
     is_exact = not scale_free and first.options.get("module", "").startswith("torch.")  # others may divide in step()
-    clipped = [by_rank for by_rank in known if not is_near(size, _times_average(by_rank, by_rank[0].gradients))]
-    if max(factors, default=0.0) > size * (1 + _TOLERANCE) or (scale_free and not clipped):
+    clipped = [by_rank for by_rank in known if not is_near(size, factor_of_average(by_rank, by_rank[0].gradients))]
+    if max(factors, default=0.0) > size * (1 + SCALE_TOLERANCE) or (scale_free and not clipped):
         return []
     note = f"steps of {kind} do not depend on the factor, but clipping before them does, in {len(clipped)} of them"
     return one_finding(
@@ -122,32 +136,15 @@ def _gradients_agree(steps: Sequence[OptimizerStep]) -> bool:
     return all(are_near([step.local.get(name, ()) for step in steps]) for name in steps[0].local)
 
 
-def _times_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
-    """Return the ratio of gradients to the ranks' average; 0.0 if not constant."""
-    factors = []
-    for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
-        average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]
-        if power := sum(map(mul, average, average)):
-            factors.append(sum(map(mul, average, grads[name])) / power)
-            if math.dist(grads[name], [factors[-1] * x for x in average]) > _TOLERANCE * math.hypot(*grads[name]):
-                return 0.0
-    return factors[0] if factors and all(is_near(factors[0], factor) for factor in factors) else 0.0
-
-
-_SCALING = (  # methods of a module sharded by fully_shard
-    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms"),
-)
-
-
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     """Report one factor on every mismatched gradient (DDP303).
 
     Runs before hooks and buffers, which do not leave the same factor on every parameter.
     """
-    ratio = _constant_ratio(facts.mismatches)
+    ratio = constant_ratio(facts.mismatches)
     if ratio is None:
         return []
-    scaled = [event for event in facts.evidence[0].events if event.kind in _SCALING]
+    scaled = [event for event in facts.evidence[0].events if event.kind in SCALING_METHODS]
     return facts.mismatch(
         "DDP303",
         f"Under the wrapper, each gradient below is {facts.known.factor(ratio)} times the average of the ranks' own "
@@ -163,29 +160,6 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-def _constant_ratio(differences: Sequence[Difference]) -> float | None:
-    """Return the factor common to all differences, or None."""
-    ratios = [item.ratio for item in differences]
-    if not ratios or any(item.residual > max(item.tolerance, LOOSEST_FIT * item.error) for item in differences):
-        return None
-    median = sorted(ratios)[len(ratios) // 2]
-    spread = max(abs(ratio - median) for ratio in ratios)
-    return median if spread <= 0.01 * abs(median) and median != 0.0 else None
-
-
-Used = Sequence[tuple[OptimizerStep, ReplicaCaptured]]
-"""Optimizer steps on one rank, each with the state after the last reduction."""
-
-
-_FEWEST_STEPS = 3
-
-
-_EXACT = 64  # a sketch up to this size has every element, so the norm is exact
-
-
-_CLIP_TOLERANCE = 1e-3
-
-
 def judge_scaled_by_hooks(
     hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int], parameters: Collection[str]
 ) -> list[Finding]:
@@ -197,27 +171,29 @@ def judge_scaled_by_hooks(
     known = [change for changed in passes for change in changed.values() if change.kind]  # others are too small
     if not known or not parameters or not all(changed.keys() >= set(parameters) for changed in passes):
         return []
-    for factor, words in ((size, f"{size} (the world size)"), (1 / size, f"1/{size} (one over the world size)")):
-        if all(
-            change.kind == "scaled" and math.isclose(change.number, factor, rel_tol=_CLIP_TOLERANCE) for change in known
-        ):
-            return one_finding(
-                "DDP303",
-                sorted(parameters),
-                f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the "
-                f"optimizer uses {factor:.4g} times the gradient of the mean.",
-                location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
-                evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
-                fix="Remove the hook: DDP already averages the gradients.",
-            )
-    return []
+    factor = size if known[0].number > 1 else 1 / size
+    if any(c.kind != "scaled" or not math.isclose(c.number, factor, rel_tol=SCALE_TOLERANCE) for c in known):
+        return []
+    words = f"{size} (the world size)" if factor > 1 else f"1/{size} (one over the world size)"
+    return one_finding(
+        "DDP303",
+        sorted(parameters),
+        f"A hook multiplies the gradients of each rank by {words}, and DDP averages over the ranks: the optimizer uses "
+        f"{factor:.4g} times the gradient of the mean.",
+        location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
+        evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
+        fix="Remove the hook: DDP already averages the gradients.",
+    )
 
 
-def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
+def judge_rescaled(
+    used: Sequence[Sequence[tuple[OptimizerStep, ReplicaCaptured]]], losses: LossesByRank, size: int
+) -> list[Finding]:
     """Report averaged gradients scaled by the world size or its inverse (DDP303).
 
-    Needs a measured factor and a line that scales by the world size, because a factor such as 1/2 may be intended.
-    Losses that are also scaled by the world size, and optimizers invariant to gradient scale, are left out.
+    `used`: optimizer steps by rank, each with the state after the last reduction. Needs a measured factor and a line
+    that scales by the world size, because a factor such as 1/2 may be intended. Losses that are also scaled by the
+    world size, and optimizers invariant to gradient scale, are left out.
     """
     all_losses = [loss for rank_losses in losses for loss in rank_losses]
     if size < 2 or not all(used) or not all_losses or any(loss.scaled for loss in all_losses):
@@ -225,13 +201,13 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
     first = used[0][0][0]
     if first.rescaled_at is None or first.options.get("class", "").startswith(SCALE_FREE):
         return []
-    factors = [_factor_of(step, captured) for rank_steps in used for step, captured in rank_steps]
+    factors = [factor_of_reduced(step, captured) for rank_steps in used for step, captured in rank_steps]
     known = [factor for factor in factors if factor is not None]
-    if len(known) < _FEWEST_STEPS * len(used) or not math.isclose(
-        abs(math.log(known[0], size)), 1, rel_tol=_CLIP_TOLERANCE
+    if (
+        len(known) < FEWEST_PASSES * len(used)
+        or not math.isclose(abs(math.log(known[0], size)), 1, rel_tol=SCALE_TOLERANCE)
+        or not all(math.isclose(factor, known[0], rel_tol=SCALE_TOLERANCE) for factor in known)
     ):
-        return []
-    if not all(math.isclose(factor, known[0], rel_tol=_CLIP_TOLERANCE) for factor in known):
         return []
     divided = known[0] < 1
     return one_finding(
@@ -242,7 +218,7 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
         location=first.rescaled_at,
         evidence=[
             f"in all {len(known) // len(used)} steps that were compared, on every rank: a norm of {known[0]:.6g} times "
-            "that of the average",
+            "that of the average"
         ],
         related={"optimizer steps": first.location},
         severity=Severity.WARNING,
@@ -250,24 +226,8 @@ def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferent
     )
 
 
-def _factor_of(step: OptimizerStep, captured: ReplicaCaptured) -> float | None:
-    """Return the constant factor from reduced to used gradients, or None.
-
-    Only small gradients count, because their sketches have exact norms.
-    """
-    factors = [factor for factor in _factors(step, captured) if factor > 0]
-    is_constant = bool(factors) and max(factors) - min(factors) <= _CLIP_TOLERANCE * max(factors)
-    return sum(factors) / len(factors) if is_constant else None
-
-
-def _factors(step: OptimizerStep, captured: ReplicaCaptured) -> Iterator[float]:
-    for name, numbers in captured.averaged.items():
-        if 0 < len(numbers) <= _EXACT and (norm := math.hypot(*numbers)) > LEAST:
-            yield step.norms.get(f"{captured.wrapper}/{name}", 0.0) / norm
-
-
 def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one factor on all gradients, of shards or global batch (DDP303, 305).
+    """Report one factor on all gradients, of shards or global batch (DDP303).
 
     If shards alone give different gradients or cannot be run, loss values show the source of the factor. Runs before
     differences between ranks, because the factor is equal on all ranks.
@@ -276,10 +236,9 @@ def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
     ratio = analysis.against_global.ratio
     if facts.world_changed and facts.is_factor(analysis.against_shards):
         return _factor_of_the_world(facts, analysis.against_shards.ratio)
-    exchanges_tensors = any(call.elements > 1 for call in facts.suspect_calls)
-    if not facts.scaled or exchanges_tensors or (facts.ran and not facts.world_changed):
+    if not facts.has_one_factor:
         return []
-    if _losses_are_scaled(analysis.shard_losses, known.local.losses, ratio):
+    if facts.losses_are_scaled:
         return _factor_of_the_world(facts, ratio)
     if known.local.losses and values_are_close(known.local.losses, [analysis.global_loss] * len(known.local.losses)):
         return facts.one_finding(
@@ -292,8 +251,7 @@ def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
             fix=f"Multiply the loss by {known.count_of_replicas}, or gather with "
             "torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks.",
         )
-    weight = 1 / (known.world_size * ratio)
-    return judge_normalisation(facts, [LossTerm(weights=(weight,) * known.world_size)])
+    return []
 
 
 def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
@@ -364,17 +322,15 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Findin
     )
 
 
-def _losses_are_scaled(shard_losses: Sequence[float], rank_losses: Sequence[float], ratio: float) -> bool:
-    """Check if `rank_losses` are closer to `ratio * shard_losses` than to `shard_losses`."""
-    pairs = [(s, r) for s, r in zip(shard_losses, rank_losses, strict=False) if s * r > 0]
-    if not pairs or ratio <= 0:
-        return False
-    mean_log = sum(math.log(r / s) for s, r in pairs) / len(pairs)
-    return abs(mean_log - math.log(ratio)) < abs(mean_log)
+def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
+    """Report a loss of a script that does not have the scale for an average (DDP303)."""
+    whole = not losses.is_for_sums and not losses.is_partial(passes)
+    scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
+    return scaled or _judge_counted_again(passes, losses)
 
 
-def judge_scale(passes: Losses, together: int) -> list[Finding]:
-    """Report a mean scaled by the world size or model group size (DDP303)."""
+def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
+    """Report a mean scaled by the world size or model group size."""
     losses = [loss for by_rank in passes for loss in by_rank]
     kinds = {term.kind for loss in losses for term in loss.terms}
     if not kinds or not all(loss.scaled and loss.terms for loss in losses):
@@ -383,21 +339,23 @@ def judge_scale(passes: Losses, together: int) -> list[Finding]:
     scales = {
         round(abs(total_factor(t)) * (loss.number + 1), 4) for loss in losses for t in loss.terms if t.kind == kind
     }
-    sizes = _sizes(len(passes[0]), together)
-    for size in sizes:
-        divided = {round(1.0 / size, 4), *([float(size)] if kind == "mean" else [])}  # a sum may match by chance
-        fits = len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms)
-        if fits and len(scales) == 1 and scales <= divided and not any(loss.number + 1 == size for loss in losses):
-            break  # else the divisor may be the number of micro-batches
-    else:
+    counts = {loss.number + 1 for loss in losses}  # of micro-batches, which the divisor may be
+    fitting = [
+        (size, words)
+        for size, words in _sizes(len(passes[0]), ranks_per_model).items()
+        if (len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms))
+        and (scales == {round(1.0 / size, 4)} or (scales == {float(size)} and kind == "mean"))  # a sum by chance
+        and size not in counts
+    ]
+    if not fitting:
         return []
-    excess = max(scales) - 1
-    verb = "multiplied" if excess > 0 else "divided"
+    size, words = fitting[0]
+    verb, times = ("multiplied", f"{size} times") if max(scales) > 1 else ("divided", f"1/{size} of")
     return one_finding(
         "DDP303",
         ("loss",),
-        f"The loss is a mean that is {verb} by {sizes[size]}, and DDP averages its gradients over the ranks: they are "
-        f"{size if excess > 0 else f'1/{size} of'} {'times ' if excess > 0 else ''}those of the mean.",
+        f"The loss is a mean that is {verb} by {words}, and DDP averages its gradients over the ranks: they are "
+        f"{times} those of the mean.",
         location=losses[0].scaled,
         evidence=[f"in all {len(passes)} backward passes that were compared, on every rank"],
         severity=Severity.WARNING,
@@ -405,17 +363,17 @@ def judge_scale(passes: Losses, together: int) -> list[Finding]:
     )
 
 
-def _sizes(replicas: int, together: int) -> dict[int, str]:
+def _sizes(replicas: int, ranks_per_model: int) -> dict[int, str]:
     """Return the numbers of ranks that may scale a loss, with descriptions."""
-    words = {replicas * together: "the world size"}
-    if together > 1:
-        words.setdefault(together, "the number of ranks that compute one model together")
+    words = {replicas * ranks_per_model: "the world size"}
+    if ranks_per_model > 1:
+        words.setdefault(ranks_per_model, "the number of ranks that compute one model together")
         words.setdefault(replicas, "the number of models that are trained data parallel")
     return {size: text for size, text in words.items() if size > 1}
 
 
-def judge_shared(passes: Losses) -> list[Finding]:
-    """Report sums divided by a global number, and by DDP again (DDP303)."""
+def _judge_global_sum(passes: Passes) -> list[Finding]:
+    """Report sums divided by a global number, and by DDP again."""
     divisors = [divided_by(by_rank) for by_rank in passes]
     if not all(divisors):
         return []
@@ -433,6 +391,53 @@ def judge_shared(passes: Losses) -> list[Finding]:
         severity=Severity.WARNING,
         fix="Divide the number by dist.get_world_size(), or multiply the loss by it: DDP averages over the ranks.",
     )
+
+
+def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
+    """Report sums divided by a count that includes each model group's duplicates.
+
+    If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of models again.
+    """
+    together, summed = losses.ranks_per_model, losses.is_for_sums
+    steps = group_by(itertools.chain(*passes), lambda loss: loss.step)
+    compared = [
+        [term for loss in step_losses for term in loss.terms]
+        for step_losses in steps.values()
+        if all(len(loss.terms) == 1 and not loss.number for loss in step_losses)
+    ]
+    is_uniform = all(len({(term.kind, round(term.factor, 9)) for term in terms}) == 1 for terms in compared)
+    if together < 2 or len(compared) < max(FEWEST_PASSES, len(steps)) or not is_uniform or compared[0][0].kind != "sum":
+        return []
+    models = len(passes[0])
+    ratios = [1 / (abs(terms[0].factor) * sum(term.count for term in terms)) for terms in compared if terms[0].factor]
+    factors = [ratio * (1 if summed else models) for ratio in ratios]
+    factor = round(factors[0]) if factors else 0
+    sizes = {together} if summed else {together, models, together * models}
+    if factor not in sizes - {1} or any(abs(exact / factor - 1) > SCALE_TOLERANCE for exact in factors):
+        return []
+    first = passes[0][0]
+    note = "" if summed else ", and DDP averages over the replicas again"
+    return one_finding(
+        "DDP303",
+        ("loss",),
+        f"The loss is a sum, divided by {ratios[0]:.3g} times the number of its elements in all replicas{note}: "
+        f"gradients are 1/{factor} of those of the mean.",
+        location=first.scaled or first.made or first.location,
+        evidence=[
+            f"in all {len(compared)} backward passes that were compared",
+            f"{together} ranks compute one model together, and have the same elements",
+        ],
+        severity=Severity.WARNING,
+        fix="Sum the number over the data dimension of the mesh only"
+        + ("." if summed else ", and multiply the loss by the size of that, over which DDP averages."),
+    )
+
+
+def judge_gathered_loss(losses: Losses) -> list[Finding]:
+    """Report a loss of all ranks' features, gathered by a function of the script that returns the own gradient."""
+    if not losses.own_parts or losses.are_rescaled or not losses.own_parts_lack_factor:
+        return []
+    return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))
 
 
 locate_scale = partial(locate_reduction, "DDP303", ("hook", "scale"))

@@ -1,4 +1,4 @@
-"""DDP304 batch-coupled: warning
+"""DDP304 batch-coupled: warning, keeps_results
 
 Gradients differ from the single process because samples of a batch influence each other.
 
@@ -16,6 +16,9 @@ Detected: In a single process, ddpcheck computes the gradients of the global bat
 Ignore: If coupling within a rank is intended, as with plain BatchNorm, local negatives or batch dice. Many people
     train this way on purpose. So the finding is a warning, however large the difference is. If the loss only gives
     samples different weights, see DDP305.
+Line: The constructor of the module that couples the samples. If the loss couples them, the line that combines
+    samples, else the line that computes the loss. If parts of the model are chosen by the batch, the line that
+    registers their first parameter.
 Checks: report parity
 Explains: DDP214 DDP215 if its statistics
 Reports: pytorch/pytorch#49794 huggingface/accelerate#1154

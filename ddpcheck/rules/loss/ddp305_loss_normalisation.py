@@ -1,4 +1,4 @@
-"""DDP305 loss-normalisation: error
+"""DDP305 loss-normalisation: error, keeps_results
 
 Gradients differ from the single process because the loss is a sum, or a mean over a count that differs between ranks.
 
@@ -18,6 +18,8 @@ Ignore: If each rank should have the same weight, however many samples it has. A
     In each of at least five steps, the elements of one rank count more than those of another, always of the same two
     ranks, and by at least 10 % on average. Counts that differ by chance, as with padded batches, favour no rank, and
     many people train this way on purpose.
+Line: The line that computes the term of the loss, or the loss. If each rank divides by a sum over some of the ranks,
+    the all_reduce.
 Checks: report parity; run loop, loss, optimizers
 Reports: pytorch/pytorch#37359 huggingface/transformers#24725
 Example:
@@ -31,36 +33,43 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import capitalized, format_ranks, group_by, make_finding, one_finding, plural_verb
+from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb
+from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.check_context import SingleProcessFacts
-from ddpcheck.trace.losses import (
-    FEWEST_PASSES,
-    IS_SUM,
-    UNEQUAL_MESSAGES,
-    Losses,
-    MicroBatches,
-    format_term,
-    is_near,
-    severity_of_weights,
-)
+from ddpcheck.trace.factors import is_near
+from ddpcheck.trace.losses import FEWEST_PASSES, Passes, UnequalTargets, format_term
 
-_UNEQUAL = 0.02  # relative to the smallest count
+LEAST_ERROR = 0.05
+"""Relative error of gradients against the global batch from which a mean of means is an error."""
 
+TWICE = 2.0
+"""Ratio of the weights of elements on two ranks, in half of the steps, from which a mean of means is an error."""
 
-_WHOLE = 0.02  # distance from the nearest integer
+ALWAYS_HEAVIER = 1.1
+"""Ratio of average weights, if one rank's are larger in each step, from which a mean of means is an error."""
 
+FEWEST_ORDERED_STEPS = 5
+"""Steps in each of which one rank's weights are larger; by chance, one of two ranks leads in all (probability 1/16)."""
 
-_LARGEST = 1e5  # largest count recognizable as an integer from a float32 inverse
+UNEQUAL_COUNTS = 0.02  # difference of counts, relative to the smallest
+INTEGER_TOLERANCE = 0.02  # distance from the nearest integer
+LARGEST_COUNT = 1e5  # largest count recognizable as an integer from a float32 inverse
+TERM_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
 
+FEWEST_CONSTANT, FEWEST_DRIFTING = 3, 8  # backward passes with a constant ratio, or a drifting ratio
 
-_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
+CONSTANT = 1e-4  # relative
+SMALLEST_LOG_RATIO = 0.01
+LARGEST_DRIFT = 0.25  # relative change of the log ratio between passes
+
+BY_SAMPLE = "random numbers by sample"
+"""Tag of a DDP305 found with random numbers fixed per sample."""
 
 
 def judge_undefined_losses(
@@ -91,10 +100,11 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
     world_size, sizes, wrapper = facts.known.world_size, facts.known.local.shard_sizes, facts.known.wrapper.named
     by_sample = facts.analysis.numbers == "by sample"
     worst_first = sorted(wrong, key=lambda term: -term.error)
+    is_summed = [term.doubles_with_batch or (world_size > 1 and term.is_sum) for term in worst_first]
     reasons: dict[str, str] = {}
-    for term in worst_first:
+    for term, summed in zip(worst_first, is_summed, strict=True):
         name = format_term(term, facts.analysis.terms)
-        if term.doubles_with_batch or (world_size > 1 and term.is_sum):
+        if summed:
             message = (
                 f"{name} sums over samples, and {wrapper} averages over ranks: its gradient is "
                 f"{'' if term.is_sum else 'about '}1/{world_size} of the global batch's"
@@ -128,15 +138,23 @@ def judge_normalisation(facts: SingleProcessFacts, wrong: Sequence[LossTerm]) ->
         location=worst_first[0].location or facts.known.loss_location,
         fix="Divide by the number of samples on the rank (reduction='mean'), or keep the sum and multiply this term "
         f"by {facts.known.count_of_replicas}."
-        if " sums over " in first
+        if is_summed[0]
         else "",
-        tags=((IS_SUM,) if any(" sums over " in text for text in reasons) else ())
-        + ((BY_SAMPLE,) if by_sample else ()),
+        severity=None if any(is_summed) else _severity(facts),
+        tags=(BY_SAMPLE,) if by_sample else (),
     )
 
 
-BY_SAMPLE = "random numbers by sample"
-"""Tag of a DDP305 found with random numbers fixed per sample."""
+def _severity(facts: SingleProcessFacts) -> Severity | None:
+    return None if facts.largest_error_of_steps >= LEAST_ERROR else Severity.WARNING
+
+
+def explain_by_one_weight(facts: SingleProcessFacts) -> list[Finding]:
+    """Report one weight of all ranks' gradients (DDP305); runs after factors that have another reason."""
+    if not facts.has_one_factor:
+        return []
+    weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)
+    return judge_normalisation(facts, [LossTerm(weights=(weight,) * facts.known.world_size)])
 
 
 def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm]) -> list[Finding]:
@@ -151,6 +169,7 @@ def explain_by_batch_weights(facts: SingleProcessFacts, terms: Sequence[LossTerm
         "a shard gives these gradients in a single process too, and no count of its samples explains them",
         "the gradients of samples do not change with the outputs of the model for others",
         location=next((term.location for term in terms if term.location), None) or facts.known.loss_location,
+        severity=_severity(facts),
         fix="all_reduce the values that the weights are computed from (such as the number of samples of each class), "
         "or compute the weights once for the dataset.",
     )
@@ -164,12 +183,11 @@ def normalising_line(facts: SingleProcessFacts) -> list[Finding]:
         "gradients is not the gradient of the global batch.",
         f"the result of {facts.analysis.coupling.line} for a sample has a different scale in the global batch",
         location=facts.analysis.coupling.line,
+        severity=_severity(facts),
     )
 
 
-def unequal_counts_finding(
-    passes: Losses, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]
-) -> list[Finding]:
+def _unequal_counts(passes: Passes, all_counts: Sequence[list[float]], unequal: Sequence[list[float]]) -> list[Finding]:
     line = _line_of_sums(*next(pair for pair in zip(passes, all_counts, strict=True) if pair[1]))
     number = "a number that is summed over some of the ranks only" if line else "its own number of elements"
     return one_finding(
@@ -197,7 +215,7 @@ def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float])
     return None
 
 
-def _line_of_counts(passes: Losses) -> Location | None:
+def _line_of_counts(passes: Passes) -> Location | None:
     """Return the line of the only term whose count or factor differs."""
     lines = {
         terms[0].location
@@ -208,22 +226,7 @@ def _line_of_counts(passes: Losses) -> Location | None:
     return lines.pop() if len(lines) == 1 else None
 
 
-_FEWEST = 3  # backward passes with a constant ratio, or a drifting ratio
-
-
-_FEWEST_ADAPTED = 8  # backward passes with a constant ratio, or a drifting ratio
-
-
-_NEAR = 1e-4  # relative
-
-
-_APART = 0.01  # smallest relevant log ratio
-
-
-_SMOOTH = 0.25  # relative change of the log ratio between passes
-
-
-def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Finding]:
+def judge_own_weights(passes: Passes) -> list[Finding]:
     """Return at most one finding; `passes` are backward passes, each by rank."""
     shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
@@ -250,7 +253,7 @@ def judge_own_weights(passes: Sequence[Sequence[LossDifferentiated]]) -> list[Fi
 def _weight(term: ScaledTerm) -> float:
     """Return the factor of a term if made of program constants, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
-    return known if abs(known - abs(term.factor)) < _NEAR * known else 0.0
+    return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
 
 
 def _of_element(term: ScaledTerm) -> float:
@@ -262,46 +265,62 @@ def _persists(numbers: Sequence[Sequence[float]]) -> bool:
     for rank in range(1, len(numbers[0])):
         ratios = [math.log(by_rank[rank] / by_rank[0]) for by_rank in numbers]
         changes = [abs(after - before) for before, after in itertools.pairwise(ratios)]
-        typical, fewest = median(map(abs, ratios)), _FEWEST if max(changes, default=0.0) < _NEAR else _FEWEST_ADAPTED
-        if len(ratios) >= fewest and typical > _APART and len({ratio > 0 for ratio in ratios}) == 1:
-            if median(changes) < _SMOOTH * typical:
+        typical, fewest = (
+            median(map(abs, ratios)),
+            FEWEST_CONSTANT if max(changes, default=0.0) < CONSTANT else FEWEST_DRIFTING,
+        )
+        if len(ratios) >= fewest and typical > SMALLEST_LOG_RATIO and len({ratio > 0 for ratio in ratios}) == 1:
+            if median(changes) < LARGEST_DRIFT * typical:
                 return True
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class UnequalTargets:
-    """A step whose target weights differ because target counts differ."""
-
-    code: str
-    step: MicroBatches
-    factor: float  # largest weight / smallest weight
-    exact: bool
-
-    def finding(self, severity: Severity) -> Finding:
-        numbers = [
-            f"rank {rank}: {', '.join(f'{item.counted:.0f}' for item in items)}" for rank, items in enumerate(self.step)
-        ]
-        first = min(item.step for items in self.step for item in items)
-        return make_finding(
-            self.code,
-            ("loss",),
-            UNEQUAL_MESSAGES[self.code],
-            steps=(first,),
-            evidence=(
-                f"targets (such as tokens) by micro-batch: {'; '.join(numbers)}",
-                f"a target counts up to {self.factor:.3g} times as much as another",
-            ),
-            fix="Sum the loss over the targets of a micro-batch, divide by their number in all micro-batches of all "
-            "ranks that make the step, and multiply by the number of ranks, over which DDP averages. (In transformers: "
-            "by num_items_in_batch, in a compute_loss_func or in the model, with average_tokens_across_devices.)",
-            severity=severity if self.code == "DDP305" else None,
-        )
+def judge_targets_of_ranks(unequal: UnequalTargets) -> list[Finding]:
+    """Report weights of targets that differ between ranks only (DDP305)."""
+    if unequal.is_in_rank:
+        return []
+    return one_finding(
+        "DDP305",
+        ("loss",),
+        "The loss of each rank is divided by its own number of targets, and the numbers differ, so the average over "
+        "ranks is a mean of means and not that of all targets of the step.",
+        severity=severity_of_targets(unequal.history),
+        **unequal.describe(),
+    )
 
 
-def judge_counts(passes: Losses) -> list[Finding]:
+def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
+    """Return the severity of unequal target weights between ranks, over all steps."""
+    steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
+    for rank, items in enumerate(ranks):
+        for item in dict.fromkeys(items):
+            if item.counted and item.weight:
+                steps.setdefault((item.index, item.head), {}).setdefault(rank, []).append(item)
+    weights = [
+        [sum(b.weight * b.counted for b in batches) / sum(b.counted for b in batches) for batches in by_rank.values()]
+        for by_rank in steps.values()
+        if len(by_rank) == len(ranks)
+    ]
+    return severity_of_weights(weights)
+
+
+def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
+    """Return the severity of unequal element weights, by step and rank up to scale."""
+    steps = [step for step in steps if step and min(step) > 0]
+    if not steps:
+        return Severity.WARNING
+    if median(max(step) / min(step) for step in steps) >= TWICE:
+        return Severity.ERROR
+    shares = [[weight / sum(step) for weight in step] for step in steps]
+    average = [sum(rank_weights) / len(shares) for rank_weights in zip(*shares, strict=True)]
+    heaviest, lightest = average.index(max(average)), average.index(min(average))
+    always = len(shares) >= FEWEST_ORDERED_STEPS and all(share[heaviest] > share[lightest] for share in shares)
+    return Severity.ERROR if always and average[heaviest] >= ALWAYS_HEAVIER * average[lightest] else Severity.WARNING
+
+
+def judge_counts(passes: Passes) -> list[Finding]:
     """Report sums that each rank divides by its own number (DDP305)."""
-    for weight in _WEIGHTS:
+    for weight in TERM_WEIGHTS:
         all_counts = [_own_counts(by_rank, weight) for by_rank in passes]
         unequal = [counts for counts in all_counts if counts]
         distinct = len({tuple(counts) for counts in unequal})  # else a weight may yield integers by chance
@@ -310,7 +329,7 @@ def judge_counts(passes: Losses) -> list[Finding]:
             and 2 * len(unequal) > len(passes)
             and (weight == 1.0 or distinct >= FEWEST_PASSES)
         ):
-            return unequal_counts_finding(passes, all_counts, unequal)
+            return _unequal_counts(passes, all_counts, unequal)
     return []
 
 
@@ -321,8 +340,8 @@ def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[flo
         if any(term.head in sample_heads for term in terms):
             continue
         counts = [_divisor(term, weight, terms[0].factor) for term in terms]
-        if min(counts) >= 1 and max(counts) > min(counts) * (1 + _UNEQUAL):
-            if max(counts) < _LARGEST and all(abs(count - round(count)) < _WHOLE for count in counts):
+        if min(counts) >= 1 and max(counts) > min(counts) * (1 + UNEQUAL_COUNTS):
+            if max(counts) < LARGEST_COUNT and all(abs(count - round(count)) < INTEGER_TOLERANCE for count in counts):
                 return counts
     return []
 

@@ -1,4 +1,4 @@
-"""DDP307 nothing-compared: error
+"""DDP307 nothing-compared: error, keeps_results
 
 Nothing was compared: every gradient was zero or missing.
 
@@ -6,6 +6,7 @@ Why: A comparison of zeros always passes. Such a check says nothing about the mo
 Fix: Give the recipe a batch and a loss with a gradient: no empty mask, no factor of zero, no frozen model.
 Detected: In every step, the norms of all gradients are zero, in the single process and on the ranks.
 Ignore: Never. Such a check says nothing about the model.
+Line: No line: no statement of the recipe is at fault by itself.
 Checks: report parity
 Example:
     def loss(model, batch):

@@ -1,4 +1,4 @@
-"""DDP308 nondeterministic: warning
+"""DDP308 nondeterministic: warning, keeps_results
 
 The same run twice, from the same state and seed, differs by more than rounding.
 
@@ -11,6 +11,7 @@ Detected: ddpcheck runs one step twice on a rank, from the same state and with t
     the gradients differ by more than rounding.
 Ignore: If the randomness is intended and cannot be seeded. ddpcheck still withholds the verdicts that need equal
     runs.
+Line: No line: the source of the random numbers is not known.
 Checks: report parity
 Example:
     def batch(step):

@@ -1,4 +1,4 @@
-"""DDP309 collective-without-gradient: error
+"""DDP309 collective-without-gradient: error, keeps_results
 
 A collective that autograd does not differentiate is on the path from parameters to the loss.
 
@@ -14,6 +14,7 @@ Detected: ddpcheck records the collectives of the forward pass. DDP309 is report
     features with a gradient. Then only the gradient from the other ranks' losses is lost, or, if every rank computes
     the same loss, the gradient is too small by a factor of the world size.
 Ignore: If the values from other ranks should be constants, as negatives of a contrastive loss often are.
+Line: The call of the collective. If a function of the script gathers, its backward.
 Checks: report parity; run loss, loop
 Explains: DDP303; DDP101 DDP102 if same subjects
 Reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10
@@ -26,24 +27,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from ddpcheck.findings.evidence.loop import GatheredConstant
+from ddpcheck.findings.evidence.loop import OwnPartPutBack
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.findings.wording import counted, join_names, one_finding, plural_verb
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, is_one_over_world
 from ddpcheck.trace.loop import Loop
-from ddpcheck.trace.losses import MIN_GATHERS
+from ddpcheck.trace.losses import MIN_GATHERS, Losses
 from ddpcheck.trace.unwrapped_params import param_name
 
 
-def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
+def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Needs all ranks (`uses` by rank) in `_FEWEST` steps, or in one if parameters get no gradient: DDP raises next.
+    Needs all ranks in `MIN_GATHERS` steps, or in one if parameters get no gradient: DDP raises next.
     """
+    uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
     common = set.intersection(*steps) if len(uses) > 1 else set()
     if not common:
@@ -73,6 +76,58 @@ def judge_gathers(uses: Sequence[Sequence[GatheredConstant]]) -> list[Finding]:
         "features back (parts[rank] = features), and have every rank compute the loss of all rows, times the world "
         "size.",
     )
+
+
+def judge_own_parts(losses: Losses) -> list[Finding]:
+    """Report gathered features that pass on the gradient of the rank's own loss only (DDP309).
+
+    If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
+    gradient, and DDP divides the sum by the world size. If gradients differ, those of other ranks' losses are lost.
+    """
+    if not losses.own_parts:
+        return []
+    first = losses.own_parts[0][0]
+    if losses.gathered_gradients_differ:
+        return one_finding(
+            "DDP309",
+            (first.operation,),
+            f"The loss of each rank depends on the features of all ranks, gathered by {first.operation}, and its "
+            "gradient reaches the rank's own features only: the gradient from the losses of other ranks is lost.",
+            location=first.location,
+            evidence=[f"the gradient of the gathered rows differs between ranks, {_steps_of(losses)}"],
+            severity=Severity.WARNING,
+            fix=_fix_of_gather(first),
+        )
+    if first.by_function or not losses.own_parts_lack_factor:
+        return []
+    return one_finding("DDP309", (first.operation,), **describe_lost_factor(losses))
+
+
+def describe_lost_factor(losses: Losses) -> dict[str, Any]:
+    """Return message, line, evidence and fix for a loss of all rows whose gradient DDP averages."""
+    first, size, is_mixed = losses.own_parts[0][0], len(losses.parts), losses.uses_features_directly
+    phrase = "its part of the gradients is" if is_mixed else "gradients are"
+    besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
+    return {
+        "message": f"Each rank computes the loss of the rows of all ranks, gathered by {first.operation}, but the "
+        "gradient of this loss reaches the rank's own features only. DDP averages over the ranks: "
+        f"{phrase} 1/{size} of what the loss asks for.",
+        "location": first.location,
+        "evidence": [f"the gradient of the gathered rows is the same on every rank, {_steps_of(losses)}", besides],
+        "severity": Severity.WARNING,
+        "fix": f"Multiply {'these terms' if is_mixed else 'the loss'} by the world size. Or: {_fix_of_gather(first)}",
+    }
+
+
+def _steps_of(losses: Losses) -> str:
+    return f"in {counted(len(losses.own_parts), 'compared step')}"
+
+
+def _fix_of_gather(part: OwnPartPutBack) -> str:
+    advice = "Gather with torch.distributed.nn.functional.all_gather, whose backward adds up the gradients of all ranks"
+    if part.by_function:
+        return f"{advice}; or do so in the backward of the script's own function."
+    return f"{advice}, and put no part back."
 
 
 def explain_by_collective_without_gradient(facts: SingleProcessFacts) -> list[Finding]:
@@ -161,15 +216,12 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
     factor is wrong; from an average, nothing.
     """
-    uses_by_rank, world_size = loop.reduced_in_place, loop.world_size
-    for index, use in ((index, use) for uses in uses_by_rank for index, use in enumerate(uses)):
-        scaled = use.factor is not None and math.isclose(use.factor * world_size, 1.0, rel_tol=1e-5)
+    for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
+        scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)
         if use.elements == 1 and (not scaled or loop.accumulates):
             continue
-        alike = bool(use.gradient) and {uses[index].gradient for uses in uses_by_rank if len(uses) > index} == {
-            use.gradient
-        }
-        alike = alike and all(len(uses) > index for uses in uses_by_rank)
+        gradients = {uses[index].gradient if len(uses) > index else 0 for uses in loop.reduced_in_place}
+        alike = bool(use.gradient) and gradients == {use.gradient}
         severity, evidence, fix = None, [f"{use.elements} elements"], ""
         message = f"Backward passes through a tensor that {use.operation} has overwritten"
         if scaled:
@@ -185,7 +237,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
             severity = Severity.WARNING
             message += (
                 ", and all ranks compute the same from it: DDP averages gradients that should be summed, so they are "
-                f"1/{world_size} of the global batch's."
+                f"1/{loop.world_size} of the global batch's."
             )
             fix = FIX_OF_SUM
         else:

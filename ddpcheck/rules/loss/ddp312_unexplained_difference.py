@@ -11,6 +11,7 @@ Detected: The gradients differ from those of a single process on the global batc
     No explanation of DDP303 to DDP310, DDP514 and DDP516 fits. The size of a difference is relative to the norm of
     the parameter's gradient on the global batch.
 Ignore: If you have explained the difference yourself. If you have not, report it: the pattern may deserve a rule.
+Line: The line that computes the loss.
 Checks: report parity
 Example:
     smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with and without a process group

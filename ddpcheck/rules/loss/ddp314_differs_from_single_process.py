@@ -20,6 +20,10 @@ Detected: `ddpcheck run --check-parity` runs the script on the ranks, and again 
     acts as rank 1. So code that depends on the rank number is not blamed. If a finding of another rule may explain
     the difference, DDP314 is not reported. The line of this check in the report then names the other rule.
 Ignore: If the value should cover the rank's own samples only, as the negatives of a contrastive loss may.
+Line: For gradients, the line that computes the loss, or that clips the gradients. For parameters, the constructor of
+    the optimizer, and for the learning rate, the line that sets it. For numbers and saved states, the line that
+    computes the first different value, else the line that shows or saves it. For samples, the constructor of the
+    loader.
 Checks: run parity
 Example:
     weights = errors.detach().exp()
@@ -28,10 +32,13 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.trace.divergences import TRAINING_QUANTITIES, divergences
-from ddpcheck.trace.parity import Comparison
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.divergences import TRAINING_QUANTITIES, Parity
 
 _FIXES = {
     "gradients": "Check the divisor of the loss, and the values that it takes from other samples of its batch: each "
@@ -51,17 +58,18 @@ _FIXES = {
 }
 
 
-def judge_parity(comparison: Comparison) -> list[Finding]:
+@rule
+def judge_parity(parity: Parity) -> list[Finding]:
     """Return at most one finding: the first divergence, with the rest as evidence."""
-    diverged = divergences(comparison)
+    diverged = parity.divergences
     if not diverged:
         return []
     first = min(diverged, key=lambda divergence: (divergence.kind not in TRAINING_QUANTITIES, divergence.step))
-    other_messages = [divergence.said for divergence in diverged if divergence is not first]
+    other_messages = [divergence.message for divergence in diverged if divergence is not first]
     return one_finding(
         "DDP314",
         (first.kind,),
-        first.said,
+        first.message,
         location=first.location,
         evidence=[*first.evidence, *other_messages[:4]],
         fix=_FIXES.get("later gradients" if first.kind == "gradients" and first.step else first.kind, ""),
@@ -69,3 +77,11 @@ def judge_parity(comparison: Comparison) -> list[Finding]:
         if first.kind in (*TRAINING_QUANTITIES, "steps", "schedule", "samples")
         else Severity.WARNING,
     )
+
+
+def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
+    """Return the rules of `others` that may explain the divergence."""
+    codes = {other.code for other in others if other.severity is not Severity.NOTE} - {finding.code}
+    if finding.severity is Severity.ERROR:
+        return sorted(code for code in codes if not RULES[code].keeps_gradients)
+    return sorted(code for code in codes if not RULES[code].keeps_results)

@@ -1,4 +1,4 @@
-"""DDP514 accumulation-scale: error
+"""DDP514 accumulation-scale: error, keeps_results
 
 Accumulated gradients are not scaled by the number of micro-steps, or by the number of tokens in each.
 
@@ -17,6 +17,7 @@ Detected: `ddpcheck report` compares the number of backward passes on a rank wit
     targets that count more because their micro-batch has fewer targets.
 Ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
     tokens they have.
+Line: The line that computes the loss. If a function ignores the number of items that a trainer passes, this function.
 Checks: report parity; run loop, loss
 Reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
 Example:
@@ -34,10 +35,24 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
-from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_TOLERANCE, Losses, is_near, total_factor
+from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
+from ddpcheck.trace.losses import FEWEST_PASSES, LossesByRank, UnequalTargets, total_factor
 
 
-def judge_accumulated(losses: Losses) -> list[Finding]:
+def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
+    """Report weights of targets that differ between micro-batches of a step (DDP514)."""
+    if not unequal.is_in_rank:
+        return []
+    return one_finding(
+        "DDP514",
+        ("loss",),
+        "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "
+        "accumulated gradient is a mean of means and not that of all targets of the step.",
+        **unequal.describe(),
+    )
+
+
+def judge_accumulated(losses: LossesByRank) -> list[Finding]:
     """Report micro-batch means that are added up without division (DDP514).
 
     Backward passes are micro-batches if all come from one line, and either the wrapper averages only after the last

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.gradients import LOOSEST_FIT, Difference, ShardAnalysis
-from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import unless_all
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_program_data, judge_programs
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_changed_gradients
@@ -18,16 +17,15 @@ from ddpcheck.rules.loss.ddp303_scaled_gradient import (
 from ddpcheck.rules.loss.ddp304_batch_coupled import explain_by_batch_choice, explain_by_statistics, judge_coupling
 from ddpcheck.rules.loss.ddp305_loss_normalisation import (
     explain_by_batch_weights,
+    explain_by_one_weight,
     judge_normalisation,
     normalising_line,
 )
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import explain_by_collective_without_gradient
 from ddpcheck.rules.loss.ddp312_unexplained_difference import judge_unexplained
 from ddpcheck.rules.loss.ddp514_accumulation_scale import explain_by_micro_batches
-from ddpcheck.rules.loss.losses import LEAST_OF_GRADIENT
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_changing_data
 from ddpcheck.trace.check_context import JudgeContext, SingleProcessFacts, first_explanation, worst_first
-from ddpcheck.trace.losses import IS_SUM
 
 
 def explain_by_terms(facts: SingleProcessFacts) -> list[Finding]:
@@ -85,12 +83,9 @@ def judge_single_process(
         analysis=analysis or ShardAnalysis(error="they were not run"),
         known=known,
         evidence=(count, *map(str, worst_first(first)[:3])),
+        largest_error_of_steps=max(item.error for items in bad.values() for item in items),
     )
-    findings = first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
-    if max(item.error for items in bad.values() for item in items) >= LEAST_OF_GRADIENT:
-        return findings
-    severities = {"DDP305": Severity.WARNING}
-    return [f if IS_SUM in f.tags else replace(f, severity=severities.get(f.code, f.severity)) for f in findings]
+    return first_explanation(EXPLANATIONS, facts) or judge_unexplained(facts)
 
 
 def _explain_by_program(facts: SingleProcessFacts) -> list[Finding]:
@@ -113,6 +108,7 @@ EXPLANATIONS: tuple[Callable[[SingleProcessFacts], list[Finding]], ...] = (
     explain_by_micro_batches,
     explain_by_statistics,
     explain_by_one_factor,
+    explain_by_one_weight,
     _explain_by_program,
     explain_by_rank_weights,
     explain_by_collective_without_gradient,

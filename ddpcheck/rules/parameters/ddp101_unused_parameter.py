@@ -1,4 +1,4 @@
-"""DDP101 unused-parameter: error, stops_ddp, stops_run
+"""DDP101 unused-parameter: error, stops_ddp, stops_run, keeps_results
 
 A parameter requires grad, and no operation of the forward pass ever reads it.
 

@@ -1,4 +1,4 @@
-"""DDP102 non-contributing-parameter: error, stops_ddp, stops_run
+"""DDP102 non-contributing-parameter: error, stops_ddp, stops_run, keeps_results
 
 A parameter is used in the forward pass, but its result does not reach the loss.
 

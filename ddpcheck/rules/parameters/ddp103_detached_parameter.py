@@ -1,4 +1,4 @@
-"""DDP103 detached-parameter: error, stops_ddp, stops_run
+"""DDP103 detached-parameter: error, stops_ddp, stops_run, keeps_results
 
 A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without a gradient.
 

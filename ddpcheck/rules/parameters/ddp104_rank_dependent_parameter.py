@@ -1,4 +1,4 @@
-"""DDP104 rank-dependent-parameter: error, stops_ddp, by_family, stops_run
+"""DDP104 rank-dependent-parameter: error, stops_ddp, by_family, stops_run, keeps_results
 
 A parameter contributes to the loss on some ranks of a step and not on others.
 

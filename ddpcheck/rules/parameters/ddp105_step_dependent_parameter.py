@@ -1,4 +1,4 @@
-"""DDP105 step-dependent-parameter: error, stops_ddp, by_family, stops_run
+"""DDP105 step-dependent-parameter: error, stops_ddp, by_family, stops_run, keeps_results
 
 A parameter contributes to the loss in some steps only.
 

@@ -1,4 +1,4 @@
-"""DDP106 unregistered-parameter: error, stops_run
+"""DDP106 unregistered-parameter: error, stops_run, keeps_results
 
 A leaf tensor receives a gradient, but is not a parameter of the wrapped module.
 

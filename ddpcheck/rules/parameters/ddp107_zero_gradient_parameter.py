@@ -1,4 +1,4 @@
-"""DDP107 zero-gradient-parameter: warning, stops_run
+"""DDP107 zero-gradient-parameter: warning, stops_run, keeps_results
 
 Backward reaches a parameter, and its gradient is exactly zero in every step.
 

@@ -1,4 +1,4 @@
-"""DDP108 missing-gradient: error, stops_run
+"""DDP108 missing-gradient: error, stops_run, keeps_results
 
 Backward reaches a parameter, and the gradient that it computes is None.
 

@@ -1,4 +1,4 @@
-"""DDP109 needless-find-unused: note, stops_run
+"""DDP109 needless-find-unused: note, stops_run, keeps_results
 
 find_unused_parameters=True is set, and every parameter contributed in every step.
 

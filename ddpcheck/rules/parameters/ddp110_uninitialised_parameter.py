@@ -1,4 +1,4 @@
-"""DDP110 uninitialised-parameter: error, stops_run
+"""DDP110 uninitialised-parameter: error, stops_run, keeps_results
 
 A lazy parameter is wrapped before its shape is known.
 

@@ -1,4 +1,4 @@
-"""DDP111 ignored-parameter: error, stops_run
+"""DDP111 ignored-parameter: error, stops_run, keeps_results
 
 A parameter is trained, but the wrapper is configured to ignore it.
 

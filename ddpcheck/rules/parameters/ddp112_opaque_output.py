@@ -1,4 +1,4 @@
-"""DDP112 opaque-output: error, stops_ddp, stops_run
+"""DDP112 opaque-output: error, stops_ddp, stops_run, keeps_results
 
 forward returns an object in which DDP finds no tensor.
 

@@ -1,4 +1,4 @@
-"""DDP512 checkpoint-race: error, takes_severity
+"""DDP512 checkpoint-race: error, takes_severity, keeps_gradients, keeps_results
 
 Several ranks write the same checkpoint, or one reads it before it is complete.
 

@@ -1,4 +1,4 @@
-"""DDP601 debug-level-crash: error
+"""DDP601 debug-level-crash: error, keeps_gradients, keeps_results
 
 TORCH_DISTRIBUTED_DEBUG=DETAIL is set, and with gloo torch crashes when a module is wrapped.
 

@@ -1,4 +1,4 @@
-"""DDP602 environment-differs: warning
+"""DDP602 environment-differs: warning, keeps_gradients, keeps_results
 
 Versions or settings that affect numbers or communication differ between ranks.
 

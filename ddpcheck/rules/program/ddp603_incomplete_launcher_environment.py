@@ -1,4 +1,4 @@
-"""DDP603 incomplete-launcher-environment: error
+"""DDP603 incomplete-launcher-environment: error, keeps_gradients, keeps_results
 
 Some of the variables that give a process its rank are missing, or contradict each other.
 

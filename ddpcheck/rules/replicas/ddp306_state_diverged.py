@@ -1,4 +1,4 @@
-"""DDP306 state-diverged: error, spreads
+"""DDP306 state-diverged: error, spreads, keeps_results
 
 Parameters, buffers or optimizer state differ between ranks after a step.
 
