@@ -11,6 +11,10 @@ Detected: After a backward pass that synchronises, the ranks compare each gradie
     bit-identical, so there is no tolerance. If a rule for the cause applies (DDP101, DDP501, DDP503 and others), that
     rule is reported instead.
 Ignore: If each rank changes its gradients on purpose after they were averaged.
+Line: The line that changes averaged gradients differently on each rank: a clip, the load of a GradScaler's state, or
+    another write. If no such line is known: the optimizer's step. For gradients that DDP leaves different: the call
+    that registers the communication hook, else the line that creates the first parameter. For a model split over
+    ranks: the line that splits it, or seeds it differently.
 Checks: report reducer; run replicas, optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191

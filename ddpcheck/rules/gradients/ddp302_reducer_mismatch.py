@@ -13,6 +13,8 @@ Detected: ddpcheck runs the same module on the same samples without the wrapper,
     tolerance for rounding is relative to the ranks' own gradients, before averaging.
 Ignore: If a communication hook compresses gradients and you accept its rounding. ddpcheck allows the rounding of
     bfloat16. For a communication hook that the script registers, `ddpcheck run` reports only a note.
+Line: The call that registers the communication hook, else the line that creates the first parameter. If ranks that
+    compute one model together have different losses: the line that computes the loss.
 Checks: report reducer; run reducer
 Example:
     loss = ddp(x).sum()

@@ -14,6 +14,8 @@ Detected: ddpcheck repeats a step with a loss twice as large. DDP310 is reported
     step. Hooks that clamp the elements of a gradient are reported as a warning, even with the same limit on every
     rank. A hook that steps the optimizer during backward is reported if parameters then differ between ranks.
 Ignore: If each rank should clip its own gradients, as some private or robust training does.
+Line: The line that defines the hook, calls the clip, or calls the optimizer's step inside backward. If no hook is
+    known: the line that creates the first parameter.
 Checks: report parity; run reducer, optimizers
 Explains: DDP302 if same subjects
 Example:

@@ -11,6 +11,9 @@ Detected: ddpcheck records the order of no_sync, forward and backward passes, an
     in which no backward pass was averaged. It also reports a step that uses gradients which a backward pass has added
     to averaged ones. A no_sync without effect is reported as a warning.
 Ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
+Line: The innermost `if` around no_sync, if no loop is between them; else the call of no_sync,
+    set_requires_gradient_sync or set_requires_all_reduce that switches the reduction off. If no such line is known:
+    the optimizer's step.
 Checks: report reducer; run loop
 Explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps; quietly DDP214 if of a copy
 Reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233

@@ -11,6 +11,8 @@ Detected: ddpcheck compares how many backward passes and optimizer steps each ra
     at least two ranks skip different passes. If the numbers vary much, or more than three passes in a row are
     skipped, nothing is reported.
 Ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
+Line: The only line that can skip the backward pass or the step, such as an `if` or `continue`. If several can: the
+    call that some ranks skip, so the optimizer's step or the backward pass.
 Checks: report reducer; run loop, optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636

@@ -19,6 +19,8 @@ Detected: `ddpcheck run` reports torch.save of a model's shards if only some ran
     (experts, embedding tables) belong to one rank each. An all_reduce of their gradients over all ranks is reported.
 Ignore: If the file is for inspection only, or if shards are equal at the start on purpose, as in a model of identical
     blocks.
+Line: The line that saves, loads or copies the values, or that takes the norm or reduces the gradients. If no line
+    loads the equal shards: the call of fully_shard.
 Checks: report reducer; run loop, optimizers, files
 Example:
     fully_shard(model)
