@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import GradientsClipped
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import capitalized, format_ranks, one_finding, unless_all
 from ddpcheck.stream.ledger import Contribution, Ledger
@@ -79,6 +79,12 @@ class ReducerFacts:
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
         more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
         return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
+
+
+def draws_differ(evidence: Sequence[CompiledStep]) -> bool:
+    """Check if compiled gradients differ and the model drew random numbers."""
+    differ = any(difference.bad for item in evidence for difference in item.differences)
+    return differ and any(item.drew for item in evidence)
 
 
 def differing_losses(facts: ReducerFacts) -> str:

@@ -15,14 +15,15 @@ from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
+from ddpcheck.rules.data.loaders import judge_samples
 from ddpcheck.rules.gradients.reducer import (
     judge_compiled,
+    judge_loop,
     judge_reducer,
     judge_sharded,
     judge_wrapper_error,
     tell_compiled,
 )
-from ddpcheck.rules.gradients.training_loop import judge_loop, judge_samples
 from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
 from ddpcheck.rules.loss.single_process import judge_single_process

@@ -20,11 +20,9 @@ Example:
 
 from __future__ import annotations
 
-import re
-
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names
-from ddpcheck.trace.failures import RaisedFacts, count_forwards
+from ddpcheck.trace.failures import MARKED_TWICE, RaisedFacts, WrapperErrorFacts, count_forwards, parameters_in
 from ddpcheck.trace.parameters import ParameterFacts
 
 
@@ -46,14 +44,18 @@ def explain_marked_twice(facts: RaisedFacts, text: str) -> list[Finding]:
     elif unused:
         cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
-    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", text)))
     return facts.one_finding(
         "DDP406",
-        names or ("backward",),
+        parameters_in(text) or ("backward",),
         f"A gradient that DDP had marked ready arrived again in the same backward pass{cause}.",
         location=where,
         fix=fix,
     )
+
+
+def explain_error_of_second_gradient(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP406: likewise, in a step that the bare module completes."""
+    return facts.finding_of_error("DDP406", "DDP took a gradient to be complete, and it came again", MARKED_TWICE)
 
 
 def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:

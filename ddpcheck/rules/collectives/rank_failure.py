@@ -21,13 +21,13 @@ from ddpcheck.rules.collectives.first_divergence import judge_divergences
 from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import explain_overwritten
 from ddpcheck.rules.gradients.ddp509_backward_without_forward_pairing import explain_undefined_gradient
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import explain_mixed_norms, explain_whole_into_shards
-from ddpcheck.rules.gradients.reducer import SENTENCES
 from ddpcheck.rules.parameters.ddp101_unused_parameter import explain_unfinished_reduction
 from ddpcheck.rules.parameters.ddp513_static_graph_violated import explain_graph_changed
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import replaced_after_sharding
 from ddpcheck.trace.check_context import first_explanation
 from ddpcheck.trace.collectives import EndedThread, first_unequal_call, thread_kind
 from ddpcheck.trace.failures import (
+    ERRORS_OF_DDP,
     TIMEOUT_PATTERN,
     FailureFacts,
     RaisedFacts,
@@ -154,7 +154,7 @@ def _is_of_backend(failure: RankFailure) -> bool:
 def follows_from_another_rank(failure: RankFailure) -> bool:
     """Check for a secondary failure: a wait, a lost peer or a DDP error."""
     text = f"{failure.message}\n{failure.traceback}"
-    return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in SENTENCES)
+    return failure.kind == "stuck" or _is_of_backend(failure) or any(sentence in text for sentence in ERRORS_OF_DDP)
 
 
 def judge_threads(ended: Sequence[EndedThread], failures: Sequence[RankFailure], world_size: int) -> list[Finding]:

@@ -32,6 +32,7 @@ from itertools import chain
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import GradientsClipped
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
@@ -50,7 +51,7 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.check_context import group_by_step
+from ddpcheck.trace.check_context import JudgeContext, group_by_step
 from ddpcheck.trace.gradients import (
     AVERAGE_ALL,
     RETURN_AVERAGE,
@@ -130,6 +131,20 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         steps=unless_all(steps, facts.step_count),
         evidence=["" if is_known else wrapper_note, *evidence_between_ranks(facts)],
         fix=fix,
+    )
+
+
+def judge_compiled_ranks(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """Report gradients of one step that differ between ranks only under `torch.compile` (DDP301)."""
+    names = list(differing_names([item.gradients for item in items]))
+    if not names:
+        return []
+    return known.names.one_finding(
+        "DDP301",
+        names,
+        f"Under torch.compile the gradients of {len(names)} of {len(items[0].gradients)} parameters differ between "
+        f"ranks after backward, in step {items[0].step}; without it they are equal.",
+        steps=(items[0].step,),
     )
 
 

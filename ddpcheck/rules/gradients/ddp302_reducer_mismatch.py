@@ -24,9 +24,35 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
-from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses
+from ddpcheck.trace.check_context import JudgeContext
+from ddpcheck.trace.failures import NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, WrapperErrorFacts
+from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses, draws_differ
+
+
+def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
+    """Report a parameter without a gradient, if backward without the wrapper reaches it (DDP302)."""
+    message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
+    return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
+
+
+def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """Report gradients of one step that are not the average only under `torch.compile` (DDP302)."""
+    wrong = {bad.name: bad for item in items for bad in item.differences if bad.bad}
+    if not wrong or draws_differ(items):
+        return []
+    return known.names.one_finding(
+        "DDP302",
+        list(wrong),
+        f"Under torch.compile the gradients of {len(wrong)} of {len(items[0].gradients)} parameters, in step "
+        f"{items[0].step}, are not the average of the ranks' own; without torch.compile they are.",
+        steps=(items[0].step,),
+        evidence=[*map(str, sorted(wrong.values(), key=lambda item: -item.error)[:3])],
+    )
 
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:

@@ -90,6 +90,12 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
     )
 
 
+def explain_error_of_overwritten_tensor(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP311: tensor of unknown name that is overwritten in place."""
+    message = "A tensor that backward needs was overwritten after the forward pass"
+    return facts.finding_of_error("DDP311", message, MODIFIED_IN_PLACE)
+
+
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
     """Report buffer broadcasts that overwrite tensors needed by an earlier backward (DDP311).
 

@@ -17,8 +17,7 @@ from ddpcheck.findings.wording import counted, format_steps, group_by, join_name
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
-from ddpcheck.rules.gradients.reducer import judge_reducer
-from ddpcheck.rules.gradients.training_loop import judge_loop
+from ddpcheck.rules.gradients.reducer import judge_loop, judge_reducer
 from ddpcheck.rules.loss.target_weights import judge_normalisation
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp306_state_diverged import NEVER_AVERAGED
