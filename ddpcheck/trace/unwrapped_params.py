@@ -32,10 +32,28 @@ def are_close(values: Sequence[float | None]) -> bool:
     return relative(max(known) - min(known), max(known)) <= _TOLERANCE
 
 
+def is_equal(steps: Steps, name: str) -> bool:
+    """Check if an unwrapped parameter has the same value on all ranks."""
+    return len({entry.alone.get(name) for entry in steps}) == 1
+
+
 def gradients_differ(steps: Steps, name: str) -> bool:
     """Check if an unwrapped parameter has different gradients on the ranks."""
-    sketches = [entry.gradients[name] for entry in steps if name in entry.gradients]
-    return len(sketches) == len(steps) and not are_near(sketches)
+    return all(name in entry.gradients for entry in steps) and not are_near([e.gradients[name] for e in steps])
+
+
+def gradients_agree(steps: Steps, name: str) -> bool:
+    """Check if an unwrapped parameter has the same nonzero gradient on all ranks."""
+    return any(steps[0].gradients.get(name, ())) and is_averaged([steps], name)
+
+
+def is_averaged(steps: Sequence[Steps], name: str) -> bool:
+    """Check if all ranks have the same gradient in each step, not always zero.
+
+    It may be zero in the first step if a later layer is zero-initialized.
+    """
+    sketches = [[entry.gradients.get(name, ()) for entry in step] for step in steps]
+    return all(all(row) and are_near(row) for row in sketches) and any(any(row[0]) for row in sketches)
 
 
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:

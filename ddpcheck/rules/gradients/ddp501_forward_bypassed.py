@@ -27,13 +27,20 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.trace.failures import WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
 from ddpcheck.trace.loop import Loop
-from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, VALUES_DIVERGED, Steps, are_near
+from ddpcheck.trace.unwrapped_params import (
+    MIN_TAKEN_STEPS,
+    VALUES_DIVERGED,
+    Steps,
+    are_near,
+    are_scaled,
+    gradients_differ,
+)
 
 
 def explain_error_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
@@ -117,6 +124,51 @@ def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], locati
         evidence=[VALUES_DIVERGED],
         related={"optimizer steps": steps[0][0].location},
         fix="all_reduce every gradient before the optimizer's step, or wrap the module in DistributedDataParallel.",
+    )
+
+
+_NOT_AVERAGED = {  # by what averages the other gradients: the cause and the fix
+    "other steps": ("{is_are} never averaged, while the others are, after some steps", "Average it with the others."),
+    "wrapper": (
+        "{is_are} in no DistributedDataParallel",
+        "Put it into the wrapped module, or into a separate DistributedDataParallel.",
+    ),
+    "step": (
+        "{is_are} not reduced inside the optimizer's step, where others are",
+        "Have the step reduce every gradient, or average it before the step on all ranks.",
+    ),
+    "collectives": (
+        "{has} a different gradient on each rank after the collectives of a step",
+        "all_reduce every gradient, and change it afterwards in the same way on every rank, including random numbers.",
+    ),
+    "nothing": (
+        "{is_are} averaged by nothing in this script",
+        "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
+    ),
+}
+
+
+def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
+    """DDP501: parameters that nothing averages; `averaged_by`: what averages the others, as in `_NOT_AVERAGED`."""
+    first, calls = steps[0][0], [step[0].collectives for step in steps]
+    if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
+        averaged_by = "collectives"
+        averaged = [name for name in names if all(name in are_scaled(names, step) for step in steps)]  # by a local clip
+        names = [name for name in names if name not in averaged] or names
+    if averaged_by == "step":
+        names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names
+    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.made
+    cause, fix = _NOT_AVERAGED[averaged_by]
+    words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
+    return one_finding(
+        "DDP501",
+        names,
+        f"{join_names(names)} {cause.format(**words)}: every rank trains {plural_verb('it', 'them', names)} on its own "
+        "gradients.",
+        location=(averaged_by != "other steps" and line) or first.location,
+        evidence=[VALUES_DIVERGED],
+        related={"optimizer steps": first.location},
+        fix=fix,
     )
 
 

@@ -18,7 +18,6 @@ from ddpcheck.rules.causes import ReportedCauses
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_hooked
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
-from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.losses import are_for_sums
 from ddpcheck.rules.loss.target_weights import severity_of_targets
@@ -39,7 +38,7 @@ from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported,
 from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.replicas import judge_options
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
-from ddpcheck.trace.unwrapped_params import gradients_differ
+from ddpcheck.trace.unwrapped_params import gradients_agree, gradients_differ
 
 _FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
 
