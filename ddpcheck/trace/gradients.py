@@ -103,6 +103,13 @@ def differing_losses(facts: ReducerFacts) -> str:
 _ANOTHER_LOSS = 1e-3  # relative rounding tolerance
 
 
+BY_FACTOR = "scaled by a factor"
+"""Tag of a finding on gradients that are the average times a factor, as sums over the ranks are."""
+
+UNEQUAL = "unequal gradients"
+"""Tag of a finding on gradients that differ between ranks after backward."""
+
+
 RETURN_AVERAGE = "Let the communication hook return the average over the ranks, or take it off."
 
 

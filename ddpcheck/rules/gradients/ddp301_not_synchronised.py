@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, spreads
+"""DDP301 not-synchronised: error, needs_average, spreads
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 
@@ -55,6 +55,7 @@ from ddpcheck.trace.check_context import JudgeContext, group_by_step
 from ddpcheck.trace.gradients import (
     AVERAGE_ALL,
     RETURN_AVERAGE,
+    UNEQUAL,
     Clips,
     ReducerFacts,
     differing_losses,
@@ -131,6 +132,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         steps=unless_all(steps, facts.step_count),
         evidence=["" if is_known else wrapper_note, *evidence_between_ranks(facts)],
         fix=fix,
+        tags=(UNEQUAL,),
     )
 
 
@@ -281,6 +283,7 @@ def judge_apart_meshes(
         evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
         fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, the first of which replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
+        tags=(UNEQUAL,),
     )
 
 

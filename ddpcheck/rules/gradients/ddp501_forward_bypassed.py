@@ -1,4 +1,4 @@
-"""DDP501 forward-bypassed: error
+"""DDP501 forward-bypassed: error, needs_average
 
 Gradients are computed by a forward pass that bypasses the wrapper.
 

@@ -1,4 +1,4 @@
-"""DDP502 no-sync-misuse: error, stops_run
+"""DDP502 no-sync-misuse: error, needs_average, stops_run
 
 no_sync is not entered, never left, or does not enclose the forward pass.
 

@@ -39,7 +39,7 @@ from ddpcheck.findings.wording import capitalized, counted, one_finding
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
-from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
+from ddpcheck.trace.gradients import BY_FACTOR, MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, divided_by, format_term, is_near, total_factor
 from ddpcheck.trace.unwrapped_params import are_near
 
@@ -158,6 +158,7 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
         if facts.known.wrapper.sharded
         else "Average once: the wrapper of the model, or a hook on its parameters, scales gradients that are already "
         "averaged, or adds them up.",
+        tags=(BY_FACTOR,),
     )
 
 
@@ -207,6 +208,7 @@ def judge_scaled_by_hooks(
                 location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
                 evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
                 fix="Remove the hook: DDP already averages the gradients.",
+                tags=(BY_FACTOR,),
             )
     return []
 

@@ -37,8 +37,10 @@ from statistics import median
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, make_finding, one_finding, plural_verb
+from ddpcheck.stream.rank_report import MicroBatch, RankReport
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.losses import (
     FEWEST_PASSES,
@@ -338,3 +340,26 @@ def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
+
+
+def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None = None) -> Severity:
+    """Return the severity of unequal target weights between ranks, over all steps."""
+    steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
+    for rank, items in enumerate(ranks):
+        for item in dict.fromkeys(items):
+            if item.counted and item.weight and head in (None, item.head):
+                steps.setdefault((item.index, item.head), {}).setdefault(rank, []).append(item)
+    weights = [
+        [sum(b.weight * b.counted for b in batches) / sum(b.counted for b in batches) for batches in by_rank.values()]
+        for by_rank in steps.values()
+        if len(by_rank) == len(ranks)
+    ]
+    return severity_of_weights(weights)
+
+
+def settle_severity(finding: Finding, reports: Sequence[Sequence[RankReport]]) -> Finding:
+    """Give a finding on a step the severity over all steps; `reports` by rank."""
+    if finding.code != "DDP305":
+        return finding
+    batches = [[batch for report in rank_reports for batch in report.micro_batches] for rank_reports in reports]
+    return replace(finding, severity=severity_of_targets(batches))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import group_by
-from ddpcheck.rules.loss.ddp305_loss_normalisation import UnequalTargets
+from ddpcheck.rules.loss.ddp305_loss_normalisation import UnequalTargets, severity_of_targets
 from ddpcheck.stream.rank_report import MicroBatch
-from ddpcheck.trace.losses import MicroBatches, severity_of_weights
+from ddpcheck.trace.losses import MicroBatches
 
 _SAME = 0.02  # relative rounding error of half precision
 
@@ -40,21 +40,6 @@ def judge_normalisation(ranks: Sequence[Sequence[MicroBatch]]) -> list[Finding]:
             if len(repeated) == _OFTEN:
                 return [last.finding(severity_of_targets(ranks, head)) for last in repeated[-1:]]
     return []
-
-
-def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]], head: str | None = None) -> Severity:
-    """Return the severity of unequal target weights between ranks, over all steps."""
-    steps: dict[tuple[int, str], dict[int, list[MicroBatch]]] = {}
-    for rank, items in enumerate(ranks):
-        for item in dict.fromkeys(items):
-            if item.counted and item.weight and head in (None, item.head):
-                steps.setdefault((item.index, item.head), {}).setdefault(rank, []).append(item)
-    weights = [
-        [sum(b.weight * b.counted for b in batches) / sum(b.counted for b in batches) for batches in by_rank.values()]
-        for by_rank in steps.values()
-        if len(by_rank) == len(ranks)
-    ]
-    return severity_of_weights(weights)
 
 
 def _unequal(step: MicroBatches) -> UnequalTargets | None:
