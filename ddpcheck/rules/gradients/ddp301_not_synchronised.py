@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import GradientsClipped
@@ -43,6 +44,7 @@ from ddpcheck.findings.wording import (
     group_by,
     group_by_value,
     join_names,
+    make_finding,
     minority_ranks,
     one_finding,
     plural_verb,
@@ -76,6 +78,18 @@ from ddpcheck.trace.unwrapped_params import (
     spell_values,
 )
 
+MIN_SPLIT_STEPS = 3
+"""Recorded steps before a parameter of a model split by hand is judged: fewer may differ by chance."""
+
+CHANGE_ALIKE = (
+    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
+    "data."
+)
+NAME_IN_PLAN = (
+    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
+    "gradients over the group of tensor parallelism before the step."
+)
+
 
 def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that differ only within tensor parallel groups (DDP301)."""
@@ -93,14 +107,8 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         "parallelism): each rank has the gradient of its part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
         evidence=[differing_losses(facts), *evidence_between_ranks(facts)],
-        fix=PLAN_ADVICE,
+        fix=NAME_IN_PLAN,
     )
-
-
-PLAN_ADVICE = (
-    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
-    "gradients over the group of tensor parallelism before the step."
-)
 
 
 def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
@@ -150,38 +158,22 @@ def judge_compiled_ranks(items: Sequence[CompiledStep], known: JudgeContext) -> 
     )
 
 
-_ALIKE = (
-    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
-    "data."
-)
-
-
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
     """Report averaged gradients that differ between ranks at the optimizer step (DDP301)."""
     for by_rank in steps:
         if not all(step.averaged for step in by_rank) or len({step.reductions for step in by_rank}) > 1:
             continue
         unaveraged = {name for step in by_rank for name in step.unaveraged}
-        names = [name for name in differing([step.norms for step in by_rank]) if name not in unaveraged]
-        if names:
-            values = {name: [step.norms.get(name) for step in by_rank] for name in names}
-            ranks = minority_of([step.norms for step in by_rank], names)
-            findings = one_finding(
-                "DDP301",
-                [param_name(name) for name in names],
+        norms = [step.norms for step in by_rank]
+        if names := [name for name in differing(norms) if name not in unaveraged]:
+            shown = {param_name(n): [spell_values(rank_norms.get(n)) for rank_norms in norms] for n in names[:3]}
+            message = (
                 f"The averaged {plural_verb('gradient', 'gradients', names)} of "
-                f"{join_names([param_name(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
-                "backward, differently on each rank.",
-                ranks=ranks,
-                steps=(by_rank[0].count,),
-                location=by_rank[0].location,
-                evidence=[
-                    f"norm before the optimizer's step: {text}"
-                    for text in told_by_rank({param_name(n): [spell_values(v) for v in values[n]] for n in names[:3]})
-                ],
-                fix=_ALIKE,
+                f"{join_names([*map(param_name, names)])} {plural_verb('was', 'were', names)} changed after backward, "
+                "differently on each rank."
             )
-            return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+            evidence = [f"norm before the optimizer's step: {text}" for text in told_by_rank(shown)]
+            return _changed_finding(by_rank, clips, names, message, minority_of(norms, names), evidence)
     return []
 
 
@@ -192,35 +184,29 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
         if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
             continue
         sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]
-        findings = one_finding(
-            "DDP301",
-            [param_name(name) for name in names],
-            f"The gradients of {join_names([param_name(name) for name in names])} are those of the other ranks times a "
-            "factor: they were scaled after the ranks had averaged them, differently on each rank.",
-            ranks=minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else (),
-            steps=(by_rank[0].count,),
-            location=by_rank[0].location,
-            evidence=[f"norm of {param_name(names[0])}: {_by_rank(sizes)}"],
-            fix=_ALIKE,
+        ranks = minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else ()
+        message = (
+            f"The gradients of {join_names([*map(param_name, names)])} are those of the other ranks times a factor: "
+            "they were scaled after the ranks had averaged them, differently on each rank."
         )
-        return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+        evidence = [f"norm of {param_name(names[0])}: {_by_rank(sizes)}"]
+        return _changed_finding(by_rank, clips, names, message, ranks, evidence)
     return []
 
 
-def _at_scale(finding: Finding, steps: Steps) -> Finding | None:
-    """Relocate a finding to the load of a GradScaler with rank-dependent scale."""
-    scales = [step.scale for step in steps]
-    if len(set(scales)) < 2:
-        return None
-    evidence = *finding.evidence, f"the scale of the GradScaler: {_by_rank(scales)}"
-    fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
-    load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
-    return replace(finding, evidence=evidence, fix=fix).relocated(load_line, "optimizer steps")
-
-
-def _at_cause(finding: Finding, steps: Steps, clips: Clips) -> Finding:
-    line = steps[0].changed_at or steps[0].reduced_at
-    return _at_clip(finding, clips) or finding.relocated(line, "optimizer steps")
+def _changed_finding(
+    steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
+) -> list[Finding]:
+    """Create a finding at the load of a GradScaler, the clip, or another line that changes gradients."""
+    first, scales = steps[0], [step.scale for step in steps]
+    at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
+    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
+    if len(set(scales)) > 1:
+        text = f"the scale of the GradScaler: {_by_rank(scales)}"
+        fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
+        load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
+        return [replace(finding, evidence=(*evidence, text), fix=fix).relocated(load_line, "optimizer steps")]
+    return [_at_clip(finding, clips) or finding.relocated(first.changed_at or first.reduced_at, "optimizer steps")]
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
@@ -228,17 +214,18 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
     early = [(r, clip) for r, rank_clips in enumerate(clips) for clip in rank_clips if clip.step <= finding.steps[0]]
     if not all(clips) and (clipped := {rank: clip for rank, clip in early if clip.norm > clip.limit}):
         first = next(iter(clipped.values()))
-        message, fix = f"{first.by} is called there, on no other rank", f"Call {first.by} on every rank, or on none."
-        explained = replace(finding, ranks=tuple(clipped), evidence=(*finding.evidence, message), fix=fix)
-        return explained.relocated(first.location, "optimizer steps")
+        fix = f"Call {first.by} on every rank, or on none."
+        return replace(_at_call(finding, first, "is called there, on no other rank", fix), ranks=tuple(clipped))
     for by_rank in zip(*clips, strict=False):
-        first = by_rank[0]
         is_paired = len({(clip.count, clip.step, clip.location, clip.by) for clip in by_rank}) == 1
         if is_paired and (difference := _clip_difference(by_rank)) is not None:
-            message, fix = difference
-            explained = replace(finding, evidence=(*finding.evidence, f"{first.by} {message}"), fix=fix)
-            return explained.relocated(first.location, "optimizer steps")
+            return _at_call(finding, by_rank[0], *difference)
     return None
+
+
+def _at_call(finding: Finding, clip: GradientsClipped, message: str, fix: str) -> Finding:
+    explained = replace(finding, evidence=(*finding.evidence, f"{clip.by} {message}"), fix=fix)
+    return explained.relocated(clip.location, "optimizer steps")
 
 
 def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | None:
@@ -294,9 +281,6 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
     return set(chain.from_iterable(map(differing_names, values)))
 
 
-_FEWEST_STEPS = 3
-
-
 def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: parameters that start equal on ranks of one model but get different gradients.
 
@@ -333,7 +317,7 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
 def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     """Return parameters that start equal on ranks of one model, then always differ."""
     steps = sorted(set(captured[0]).intersection(*captured))
-    if len(steps) < _FEWEST_STEPS:
+    if len(steps) < MIN_SPLIT_STEPS:
         return []
     first, *later = [[by_step[step] for by_step in captured] for step in steps]
 
@@ -389,7 +373,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and similar layers have to give all of them the same result."
         if drawn
-        else PLAN_ADVICE,
+        else NAME_IN_PLAN,
     )
 
 
