@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient, ModuleChanged
+from ddpcheck.findings.evidence.loop import GradientsHooked, HookedGradient, ModuleChanged
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import capitalized, counted, group_by_value, join_names, make_finding, one_finding
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
-from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, Clips, ReducerFacts
-from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
+from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
+from ddpcheck.trace.loop import GradientChanges
 
 _Hooked = Mapping[int, Mapping[str, HookedGradient]]
 """Gradient changes by hooks on one rank, by step and parameter name."""
@@ -62,19 +63,12 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
+@rule
+def judge_clips(changes: GradientChanges) -> list[Finding]:
     """Report gradients clipped by each rank's own norm before the average (DDP310)."""
-    matched = [
-        by_rank for by_rank in zip(*clips, strict=False) if len({(clip.count, clip.location) for clip in by_rank}) == 1
-    ]
-    matched = [by_rank for by_rank in matched if not by_rank[0].of_parts]
-    unequal = [by_rank for by_rank in matched if not are_close([clip.norm for clip in by_rank])]
-    if any(len({(clip.step, clip.location) for clip in rank_clips}) < len(rank_clips) for rank_clips in clips):
-        return []  # several clips per step, such as one per sample
-    averaged = [by_rank for optimizer_steps in steps for by_rank in optimizer_steps if all_gradients_agree(by_rank)]
-    if len(unequal) < 2 or 2 * len(unequal) <= len(matched) or not averaged or len(averaged) < sum(map(len, steps)):
+    first = next(iter(changes.local_clips), None)
+    if first is None:
         return []
-    first = unequal[0]
     return one_finding(
         "DDP310",
         (first[0].by,),
@@ -85,35 +79,23 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
     )
 
 
-def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
-    """Report gradients that are clipped or changed between micro-batches (DDP310).
-
-    Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
-    known clip functions count.
-    """
-    matched = [
-        by_rank
-        for by_rank in zip(*changes, strict=False)
-        if len({(change.wrapper, change.step, change.by, change.location) for change in by_rank}) == 1
-    ]
-    local = [by_rank for by_rank in matched if all(change.put_off for change in by_rank)]
-    unequal = [by_rank for by_rank in local if not are_close([change.factor for change in by_rank])]
-    clipped = [by_rank for by_rank in matched if by_rank[0].by and not any(change.put_off for change in by_rank)]
-    shown = unequal if len(unequal) > 1 and 2 * len(unequal) > len(local) else clipped
-    if len(shown) < 2:
+@rule
+def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
+    """Report gradients that are clipped or changed between micro-batches (DDP310)."""
+    if changes.local_clips or not changes.partial_changes:
         return []
-    first = shown[0]
-    cause = first[0].by or "The script"
-    when = "by its own factor on each rank, before they are averaged" if shown is unequal else "before the step has all"
+    first = changes.partial_changes[0]
+    is_local, by = first[0].put_off, first[0].by
+    when = "by its own factor on each rank, before they are averaged" if is_local else "before the step has all"
     return one_finding(
         "DDP310",
-        (first[0].by or "gradients",),
-        f"{cause} changes the gradients after each micro-batch, {when}; those of the next micro-batch are added to the "
-        "changed ones.",
+        (by or "gradients",),
+        f"{by or 'The script'} changes the gradients after each micro-batch, {when}; those of the next micro-batch are "
+        "added to the changed ones.",
         location=first[0].location,
         evidence=[f"rank {r}: it multiplies their norm by {change.factor:.4g}" for r, change in enumerate(first[:4])],
-        severity=Severity.ERROR if shown is unequal else Severity.WARNING,
-        fix=f"Call {first[0].by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
+        severity=Severity.ERROR if is_local else Severity.WARNING,
+        fix=f"Call {by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
     )
 
 

@@ -26,6 +26,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LoopEvent
 from ddpcheck.findings.program_blocks import blocks_of_lines
@@ -35,6 +36,9 @@ from ddpcheck.findings.wording import counted, one_finding, unless_all
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.trace.gradients import Ledgers, ReducerFacts, contribution_ranks, contribution_steps
 from ddpcheck.trace.script_facts import ScriptFacts
+
+BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
+"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
 
 _SWITCHES = {
     "set_requires_gradient_sync": "no gradient of its module is reduced",
@@ -48,22 +52,24 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     if not unreduced:
         return []
     item, last = unreduced[-1]
-    call = _switched_off(item.events)
-    kind = call.kind if call is not None else "set_requires_gradient_sync"
-    in_turn = any(event.kind == kind and event.synchronises for event in item.events)
-    return one_finding(
-        "DDP502",
-        (kind,),
-        f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the optimizer steps "
-        "without its gradients."
-        if in_turn
-        else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
-        "no gradient, and the optimizer's steps do not change them.",
-        ranks=unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence)),
-        location=Location.parse(call.location if call is not None and call.location else last.ended_by.location),
-        related={"optimizer steps": Location.parse(last.ended_by.location)},
-        fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
+    stepped_at = Location.parse(last.ended_by.location)
+    call = _switched_off(item.events) or LoopEvent("set_requires_gradient_sync")
+    kind, in_turn = call.kind, any(event.kind == call.kind and event.synchronises for event in item.events)
+    message = f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have no gradient, "
+    message += "and the optimizer's steps do not change them."
+    if in_turn:
+        message = f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the "
+        message += "optimizer steps without its gradients."
+    ranks = unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence))
+    related = {"optimizer steps": stepped_at}
+    return _switch_finding(
+        call, message, ranks=ranks, location=Location.parse(call.location) or stepped_at, related=related
     )
+
+
+def _switch_finding(call: LoopEvent, message: str, **more: Any) -> list[Finding]:
+    fix = f"Call {call.kind}(True) before the last backward of a step, or leave it out."
+    return one_finding("DDP502", (call.kind,), message, fix=fix, **more)
 
 
 def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
@@ -75,15 +81,11 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     call = _switched_off(facts.evidence[0].events)
     if not wrong or call is None:
         return []
-    count = len(facts.evidence[0].gradients)
-    return one_finding(
-        "DDP502",
-        (call.kind,),
-        f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of {len(wrong)} "
-        f"of {counted(count, 'parameter')} are not the average of the ranks'.",
-        location=Location.parse(call.location),
-        fix=f"Call {call.kind}(True) before the last backward of a step, or leave it out.",
+    message = f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of "
+    message += (
+        f"{len(wrong)} of {counted(len(facts.evidence[0].gradients), 'parameter')} are not the average of the ranks'."
     )
+    return _switch_finding(call, message, location=Location.parse(call.location))
 
 
 def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
@@ -94,20 +96,15 @@ def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
 
 def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
     """Move a DDP502 to the innermost `if` around `no_sync`, if no loop is inside."""
-    line = str(finding.location or "")
-    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # the value of a setting decides
-    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line or not enters:
+    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
-    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
+    if finding.subjects != ("no_sync",) or BY_FLAG in finding.evidence:
+        return finding
+    line = str(finding.location)
+    kinds = ("branch", "loop", "function")
+    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
     decides = bool(around) and around[-1].kind == "branch"
     return replace(finding, location=Location(around[-1].path, around[-1].line)) if decides else finding
-
-
-_DECIDES = ("branch", "loop", "function")
-
-
-BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
-"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
 
 
 def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
@@ -159,17 +156,17 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
 
 def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
     """DDP502: `no_sync` without effect, because it encloses no forward."""
-    for _, ledger in ledgers:
-        for event, message in (
-            *((entry, "no_sync() is called and its context never entered") for entry in ledger.not_entered),
-            *((entry, "no_sync encloses a backward pass and not its forward") for entry in ledger.around_backward),
-        ):
-            return one_finding(
-                "DDP502",
-                ("no_sync",),
-                f"{message}, so it changes nothing.",
-                location=Location.parse(event.location),
-                evidence=["the gradients are right, and every micro-step pays for a reduction"],
-                severity=Severity.WARNING,
-            )
-    return []
+    first = next((ledger for _, ledger in ledgers if ledger.not_entered or ledger.around_backward), None)
+    if first is None:
+        return []
+    message = "no_sync() is called and its context never entered, so it changes nothing."
+    if not first.not_entered:
+        message = "no_sync encloses a backward pass and not its forward, so it changes nothing."
+    return one_finding(
+        "DDP502",
+        ("no_sync",),
+        message,
+        location=Location.parse((*first.not_entered, *first.around_backward)[0].location),
+        evidence=["the gradients are right, and every micro-step pays for a reduction"],
+        severity=Severity.WARNING,
+    )

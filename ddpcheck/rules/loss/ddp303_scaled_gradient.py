@@ -37,9 +37,11 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, counted, one_finding
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_normalisation
+from ddpcheck.rules.registry import rule
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
 from ddpcheck.trace.gradients import BY_FACTOR, MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
+from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, Losses, divided_by, format_term, is_near, total_factor
 from ddpcheck.trace.unwrapped_params import are_near
 
@@ -211,6 +213,14 @@ def judge_scaled_by_hooks(
                 tags=(BY_FACTOR,),
             )
     return []
+
+
+@rule
+def judge_rescaled_gradients(changes: GradientChanges) -> list[Finding]:
+    """DDP303: averaged gradients that are scaled, if local gradients are not changed before."""
+    if changes.local_clips or changes.partial_changes:
+        return []
+    return [f for used in changes.reduced for f in judge_rescaled(used, changes.losses, len(changes.losses))]
 
 
 def judge_rescaled(used: Sequence[Used], losses: Sequence[Sequence[LossDifferentiated]], size: int) -> list[Finding]:
