@@ -39,8 +39,8 @@ _Hooked = Mapping[int, Mapping[str, HookedGradient]]
 """Gradient changes by hooks on one rank, by step and parameter name."""
 
 
-_FACTORS_APART = 0.01
-
+FACTOR_TOLERANCE = 0.01
+"""Relative difference of factors from which they are different: smaller ones are rounding."""
 
 UNCHANGED = HookedGradient("scaled", 1.0)
 
@@ -99,7 +99,14 @@ def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
     )
 
 
-def hook_finding(
+_HOOK_KINDS = {  # by kind of change: what the hook does, and a number of a rank
+    "scaled": ("multiplies each rank's own gradient by a different factor", "times {0:.4g}"),
+    "masked": ("sets different elements of the gradient to zero on each rank", "a different mask"),
+    "limited": ("limits the elements of each rank's own gradient", "cut off at {0:.4g}"),
+}
+
+
+def _hook_finding(
     hooks: Sequence[Sequence[GradientsHooked]],
     first: Sequence[Mapping[str, HookedGradient]],
     names: Sequence[str],
@@ -107,12 +114,7 @@ def hook_finding(
     steps: Sequence[int],
 ) -> list[Finding]:
     changes = [by_name.get(names[0], UNCHANGED) for by_name in first]
-    action = {
-        "scaled": "multiplies each rank's own gradient by a different factor",
-        "masked": "sets different elements of the gradient to zero on each rank",
-        "limited": "limits the elements of each rank's own gradient",
-    }[kind]
-    number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[kind]
+    action, number = _HOOK_KINDS[kind]
     texts = ["no element is changed" if change == UNCHANGED else number.format(change.number) for change in changes]
     return one_finding(
         "DDP310",
@@ -183,11 +185,11 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
         for name in dict.fromkeys(name for by_name in by_rank for name in by_name):
             if kind := _hook_difference([by_name.get(name, UNCHANGED) for by_name in by_rank]):
                 steps_by_kind.setdefault(kind, {}).setdefault(name, []).append(step)
-    for kind in ("scaled", "masked", "limited"):
+    for kind in _HOOK_KINDS:
         names = [name for name, seen in steps_by_kind.get(kind, {}).items() if len(seen) >= MIN_HOOKED_STEPS]
         when = steps_by_kind[kind][names[0]] if names else []
         if names and not (kind == "scaled" and _are_weights(changes, names, when)):
-            return hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
+            return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
     return _hooked_in_modules(hooks, steps)
 
 
@@ -203,7 +205,7 @@ def _hooked_in_modules(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequen
         if len(when) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
             changes = [HookedGradient("scaled", factors[0]) for factors in by_rank]
             if _hook_difference(changes):
-                return hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
+                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
     return []
 
 
@@ -218,7 +220,7 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
         return "masked"
     factors = [change.number for change in changes]
     average = sum(factors) / len(factors)
-    return "scaled" if _factors_differ(factors) and abs(average - 1.0) > _FACTORS_APART else ""
+    return "scaled" if _factors_differ(factors) and abs(average - 1.0) > FACTOR_TOLERANCE else ""
 
 
 def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
@@ -238,4 +240,4 @@ def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence
 
 
 def _factors_differ(factors: Sequence[float]) -> bool:
-    return max(factors) - min(factors) > _FACTORS_APART * max(map(abs, factors))
+    return max(factors) - min(factors) > FACTOR_TOLERANCE * max(map(abs, factors))

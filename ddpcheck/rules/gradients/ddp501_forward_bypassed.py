@@ -185,25 +185,21 @@ def judge_taken(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     `calls` has those on one wrapper, by rank.
     """
     rows = list(zip(*calls, strict=False))
-    sizes = {len(rank_calls) for rank_calls in calls}
-    if (
-        len(rows) < MIN_TAKEN_STEPS
-        or sizes != {len(rows)}
-        or any(len({call.count for call in row}) > 1 for row in rows)
-    ):
+    all_calls = [call for row in rows for call in row]
+    is_paired = len(all_calls) == sum(map(len, calls)) and all(len({call.count for call in row}) == 1 for row in rows)
+    if len(rows) < MIN_TAKEN_STEPS or not is_paired:
         return []
-    if any(call.reductions or call.put_off for row in rows for call in row):
+    if any(call.reductions or call.put_off for call in all_calls):
         return []  # the wrapper averages backward passes, now or later
-    marks = zip(
-        *(tuple(itertools.chain.from_iterable(call.marks for call in rank_calls)) for rank_calls in calls), strict=False
-    )
+
+    def is_equal(row: Sequence[GradientsTaken], name: str) -> bool:
+        return len({call.parameters.get(name) for call in row}) == 1
+
+    marks = zip(*([mark for call in rank_calls for mark in call.marks] for rank_calls in calls), strict=False)
     are_equal = [len(set(row)) == 1 for row in marks]
-    names = [name for name in rows[0][0].parameters if len({call.parameters.get(name) for call in rows[0]}) == 1]
-    diverged = [name for name in names if len({call.parameters.get(name) for call in rows[-1]}) > 1]
-    unequal = [[name for name in diverged if len({call.parameters.get(name) for call in row}) > 1] for row in rows]
-    if any(later and not before for before, later in itertools.pairwise(are_equal)) or not diverged:
-        return []
-    if any(before and not later for before, later in itertools.pairwise(unequal)):
+    diverged = [name for name in rows[0][0].parameters if is_equal(rows[0], name) and not is_equal(rows[-1], name)]
+    differ = [not all(is_equal(row, name) for name in diverged) for row in rows]
+    if not diverged or (False, True) in itertools.pairwise(are_equal) or (True, False) in itertools.pairwise(differ):
         return []
     local = [row for row in rows if any(_differ([call.gradients.get(name, ()) for call in row]) for name in diverged)]
     known = [row for row in rows if row[0].gradients]

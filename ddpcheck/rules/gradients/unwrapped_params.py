@@ -42,7 +42,7 @@ def judge_unsynchronized(
     if len(ends) == len(marks):
         marks = [rank_marks + end.marks for rank_marks, end in zip(marks, ends, strict=True)]
     are_equal = [len(set(step_marks)) == 1 for step_marks in zip(*marks, strict=False)]
-    if any(later and not before for before, later in itertools.pairwise(are_equal)):
+    if (False, True) in itertools.pairwise(are_equal):
         return explain_by_divergence(steps, are_equal)
     if any(params_equal(later[0]) and not params_equal(earlier[-1]) for earlier, later in itertools.pairwise(others)):
         return []  # averaged between the steps of two optimizers
