@@ -60,8 +60,6 @@ from ddpcheck.trace.gradients import (
     UNEQUAL,
     Clips,
     ReducerFacts,
-    differing_losses,
-    evidence_between_ranks,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
 from ddpcheck.trace.replicas import differing_names
@@ -106,7 +104,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has the gradient of its part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
-        evidence=[differing_losses(facts), *evidence_between_ranks(facts)],
+        evidence=[facts.differing_losses, *facts.evidence_between_ranks],
         fix=NAME_IN_PLAN,
     )
 
@@ -138,7 +136,7 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
-        evidence=["" if is_known else wrapper_note, *evidence_between_ranks(facts)],
+        evidence=["" if is_known else wrapper_note, *facts.evidence_between_ranks],
         fix=fix,
         tags=(UNEQUAL,),
     )

@@ -31,7 +31,7 @@ from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.failures import NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, WrapperErrorFacts
-from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses, draws_differ
+from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
 
 
 def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
@@ -57,12 +57,12 @@ def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
     """Report ranks of a tensor parallel group with different losses (DDP302)."""
-    description = differing_losses(facts)
-    if not description or not facts.mismatched:
+    if not facts.differing_losses or not facts.mismatched:
         return []
     return facts.mismatch(
         "DDP302",
-        f"{description}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
+        f"{facts.differing_losses}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their "
+        "sum.",
         subjects=("loss",),
         location=facts.known.loss_location,
         fix="Replicate the inputs of the loss in the plan of parallelize_module (output_layouts=Replicate()), or "

@@ -31,7 +31,7 @@ from ddpcheck.findings.wording import counted, format_ranks, join_names, one_fin
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.trace.failures import WrapperErrorFacts
-from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import (
     MIN_TAKEN_STEPS,
@@ -109,7 +109,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
             f"gradients of {counted(len(names), 'parameter')} differ between ranks" if names else "",
-            *evidence_between_ranks(facts),
+            *facts.evidence_between_ranks,
         ],
     )
 

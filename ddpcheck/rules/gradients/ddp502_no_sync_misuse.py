@@ -34,7 +34,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding, unless_all
 from ddpcheck.stream.ledger import Ledger
-from ddpcheck.trace.gradients import Ledgers, ReducerFacts, contribution_ranks, contribution_steps
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts, ranks_and_steps
 from ddpcheck.trace.script_facts import ScriptFacts
 
 BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
@@ -122,8 +122,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
             "DDP502",
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
-            ranks=contribution_ranks(used, ledgers),
-            steps=contribution_steps(used, ledgers),
+            **ranks_and_steps(used, ledgers),
             location=Location.parse(first.under or step.location),
         )
     called = unreduced[-1].under
@@ -138,7 +137,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
         "rank steps on its own."
         if len(unreduced) < len(step_contributions)
         else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
-        ranks=contribution_ranks(used, ledgers),
+        ranks=unless_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
             BY_FLAG,
