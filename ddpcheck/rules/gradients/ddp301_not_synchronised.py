@@ -247,7 +247,7 @@ def _by_rank(values: Sequence[float]) -> str:
     return "; ".join(group_by_value([spell_values(value) for value in values]))
 
 
-def judge_apart_meshes(
+def judge_separate_meshes(
     ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
 ) -> list[Finding]:
     """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
@@ -287,7 +287,7 @@ def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> lis
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
-    names_by_group = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
+    names_by_group = {members: _diverged_on([_captured(ranks[n], number) for n in members]) for members in groups}
     names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
@@ -312,29 +312,25 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
     return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
-def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
+def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     """Return parameters that start equal on ranks of one model, then always differ."""
     steps = sorted(set(captured[0]).intersection(*captured))
     if len(steps) < MIN_SPLIT_STEPS:
         return []
     first, *later = [[by_step[step] for by_step in captured] for step in steps]
 
-    def is_one(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+    def is_equal(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
         return len({replica.state.values.parameters.get(name) for replica in replicas}) == 1
 
-    def near(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
-        sketches = [replica.averaged[name] for replica in replicas if name in replica.averaged]
-        return len(sketches) < len(replicas) or are_near(sketches)
+    def may_be_averaged(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        sketches = [replica.averaged.get(name, ()) for replica in replicas]
+        return not all(sketches) or are_near(sketches)
 
     names = [name for name in first[0].parts if all(name in replica.parts for replica in first)]
-    equal = [name for name in names if is_one(first, name)]
-    if len(equal) == len(names):
-        return []
-    return [
-        name
-        for name in equal
-        if not any(is_one(step, name) for step in later) and not any(near(step, name) for step in (first, *later))
-    ]
+    equal = [name for name in names if is_equal(first, name)]
+    differ = [name for name in equal if not any(is_equal(step, name) for step in later)]
+    averaged = {name for name in differ if any(may_be_averaged(step, name) for step in (first, *later))}
+    return [name for name in differ if name not in averaged] if len(equal) < len(names) else []
 
 
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
@@ -343,7 +339,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
     if not mismatches or 2 * len(mismatches) <= len(steps):
         return []
     rank_steps, names = mismatches[0]
-    drawn = _draw_apart(steps)
+    drawn = _generators_differ(steps)
     seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if drawn else None
     message = (
         f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
@@ -381,7 +377,7 @@ def _differing(rank_steps: PartSteps) -> list[str]:
     return [name for name in common if not are_near([step.gradients[name] for step in rank_steps])]
 
 
-def _draw_apart(steps: Sequence[PartSteps]) -> bool:
+def _generators_differ(steps: Sequence[PartSteps]) -> bool:
     """Return True if generator states differ between ranks and advance in every step."""
     states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
     moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:MIN_PART_STEPS]))
@@ -406,4 +402,4 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
             if replica.shard >= 0:
                 by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
     complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
-    return judge_apart_meshes(ranks, complete, wrappers[0].made.location)
+    return judge_separate_meshes(ranks, complete, wrappers[0].made.location)

@@ -190,10 +190,10 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
         when = steps_by_kind[kind][names[0]] if names else []
         if names and not (kind == "scaled" and _are_weights(changes, names, when)):
             return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
-    return _hooked_in_modules(hooks, steps)
+    return _judge_module_hooks(hooks, steps)
 
 
-def _hooked_in_modules(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
+def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
     """Report module backward hooks that scale by a constant factor per rank (DDP310).
 
     A factor that changes between steps may depend on the samples, as in a single process.

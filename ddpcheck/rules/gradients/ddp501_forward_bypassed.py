@@ -175,10 +175,10 @@ def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged
 @rule
 def judge_autograd_grad(loop: Loop) -> list[Finding]:
     """DDP501: parameters of a wrapper that are updated by gradients of `torch.autograd.grad`."""
-    return next(filter(None, map(judge_taken, loop.taken)), [])
+    return next(filter(None, map(judge_autograd_calls, loop.taken)), [])
 
 
-def judge_taken(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
     Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.

@@ -119,7 +119,7 @@ def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> lis
     return []
 
 
-def tell_compiled(evidence: Sequence[CompiledStep]) -> str:
+def describe_compiled(evidence: Sequence[CompiledStep]) -> str:
     """Describe the steps run under `torch.compile`."""
     if not evidence:
         return "torch.compile was not run: everything is checked as the code is written"

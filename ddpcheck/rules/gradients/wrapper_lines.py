@@ -46,7 +46,7 @@ def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
         "loop": (f"forward, backward, {switch} and optimizer steps had a valid order in {steps}", ""),
     }
     return {
-        check: Verdict(by_check[check], "" if missing else passed, not_here(missing) or not_compared)
+        check: Verdict(by_check[check], "" if missing else passed, describe_missing_ranks(missing) or not_compared)
         for check, (passed, not_compared) in compared.items()
     }
 
@@ -55,7 +55,7 @@ def _check_of(finding: Finding, checks: Sequence[str]) -> str:
     return next((check for check in RULES[finding.code].checks.get("run", ()) if check in checks), checks[-1])
 
 
-def not_here(missing: Sequence[int]) -> str:
+def describe_missing_ranks(missing: Sequence[int]) -> str:
     """Return why not all ranks were compared, or ''."""
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
