@@ -391,15 +391,12 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
     skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in wrappers]
-    if any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks):
+    is_pipeline = any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks)
+    if is_pipeline or len(wrappers) < 2 or sum(map(len, ranks)) < world_size:
         return []
-    if len(wrappers) < 2 or any(w.made.context.sharded is None for w in wrappers) or sum(map(len, ranks)) < world_size:
+    if any(wrapper.made.context.sharded is None or wrapper.missing for wrapper in wrappers):
         return []
-    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in wrappers]
-    by_step: dict[int, list[list[ReplicaCaptured]]] = {}
-    for group, replicas in enumerate(captured):
-        for replica in replicas:
-            if replica.shard >= 0:
-                by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
-    complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
-    return judge_separate_meshes(ranks, complete, wrappers[0].made.location)
+    captured = [wrapper.compared for wrapper in wrappers]
+    steps = {step: [by_step[step] for by_step in captured] for step in set(captured[0]).intersection(*captured)}
+    sharded = {step: groups for step, groups in steps.items() if all(r.shard >= 0 for r in chain(*groups))}
+    return judge_separate_meshes(ranks, sharded, wrappers[0].made.location)
