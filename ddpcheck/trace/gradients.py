@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import GradientsClipped
@@ -15,6 +15,8 @@ from ddpcheck.findings.wording import capitalized, format_ranks, one_finding, un
 from ddpcheck.stream.ledger import Contribution, Ledger
 from ddpcheck.trace.check_context import JudgeContext, group_by_step, worst_first
 from ddpcheck.trace.replicas import differing_names
+
+_Entry = TypeVar("_Entry")
 
 Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
 Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
@@ -116,6 +118,11 @@ class ReducerFacts:
         facts = [*evidence, *self.reduction(names), *map(str, worst_first(self.mismatches)[:3])]
         more = {"subjects": self.known.names.subjects(names), "location": self.known.names.location(names), **more}
         return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
+
+
+def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
+    """Return the n-th entries of the ranks, each by rank, if all have the same key."""
+    return [by_rank for by_rank in zip(*entries, strict=False) if len({key(entry) for entry in by_rank}) == 1]
 
 
 def draws_differ(evidence: Sequence[CompiledStep]) -> bool:

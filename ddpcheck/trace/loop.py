@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.script import (
     ReducedInPlace,
 )
 from ddpcheck.stream.entries import ReplicaCaptured
-from ddpcheck.trace.gradients import Clips
+from ddpcheck.trace.gradients import Clips, paired
 from ddpcheck.trace.script_facts import ScriptFacts, used_by
 from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
 from ddpcheck.trace.view import View
@@ -88,8 +88,7 @@ class GradientChanges(View):
     @property
     def local_clips(self) -> list[Sequence[GradientsClipped]]:
         """Calls that clip each rank's own gradients, averaged later; each by rank."""
-        calls = [call for call in zip(*self.clips, strict=False) if len({(c.count, c.location) for c in call}) == 1]
-        calls = [call for call in calls if not call[0].of_parts]
+        calls = [c for c in paired(self.clips, lambda clip: (clip.count, clip.location)) if not c[0].of_parts]
         unequal = [call for call in calls if not are_close([clip.norm for clip in call])]
         steps = [step for optimizer_steps in self.steps for step in optimizer_steps]
         if any(len({(clip.step, clip.location) for clip in rank_clips}) < len(rank_clips) for rank_clips in self.clips):
@@ -104,10 +103,7 @@ class GradientChanges(View):
         Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
         known clip functions count.
         """
-        by_rank = zip(*self.between_backwards, strict=False)
-        changes = [
-            c for c in by_rank if len({(entry.wrapper, entry.step, entry.by, entry.location) for entry in c}) == 1
-        ]
+        changes = paired(self.between_backwards, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))
         local = [change for change in changes if all(entry.put_off for entry in change)]
         unequal = [change for change in local if not are_close([entry.factor for entry in change])]
         clipped = [change for change in changes if change[0].by and not any(entry.put_off for entry in change)]

@@ -60,6 +60,7 @@ from ddpcheck.trace.gradients import (
     UNEQUAL,
     Clips,
     ReducerFacts,
+    paired,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
 from ddpcheck.trace.replicas import differing_names
@@ -214,9 +215,8 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
         first = next(iter(clipped.values()))
         fix = f"Call {first.by} on every rank, or on none."
         return replace(_at_call(finding, first, "is called there, on no other rank", fix), ranks=tuple(clipped))
-    for by_rank in zip(*clips, strict=False):
-        is_paired = len({(clip.count, clip.step, clip.location, clip.by) for clip in by_rank}) == 1
-        if is_paired and (difference := _clip_difference(by_rank)) is not None:
+    for by_rank in paired(clips, lambda clip: (clip.count, clip.step, clip.location, clip.by)):
+        if (difference := _clip_difference(by_rank)) is not None:
             return _at_call(finding, by_rank[0], *difference)
     return None
 

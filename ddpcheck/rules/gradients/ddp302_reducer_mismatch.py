@@ -77,7 +77,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """
     if not facts.mismatched:
         return []
-    hook = facts.known.wrapper.comm_hook
+    hook, sharded = facts.known.wrapper.comm_hook, facts.known.wrapper.sharded
+    parameters = counted(len(facts.mismatched), "parameter")
     if facts.known.own_hook:
         return facts.mismatch(
             "DDP302",
@@ -89,18 +90,12 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
             fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
             "ranks, divided by their number, in the order of its elements.",
         )
-    sharded = facts.known.wrapper.sharded
-    if facts.known.models and not facts.known.wrapper.comm_hook:
-        return facts.mismatch(
-            "DDP302",
-            f"With the model split over ranks, the gradients of {counted(len(facts.mismatched), 'parameter')} differ "
-            "from those of the unsplit model, averaged over the ranks.",
-            fix="Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
-            "layer are replicated, and which are sharded.",
-        )
-    return facts.mismatch(
-        "DDP302",
-        f"Under {'fully_shard' if sharded else 'the wrapper'}, the gradients of "
-        f"{counted(len(facts.mismatched), 'parameter')} are not the average of the ranks' own gradients.",
-        fix="" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL,
-    )
+    under = "fully_shard" if sharded else "the wrapper"
+    message = f"Under {under}, the gradients of {parameters} are not the average of the ranks' own gradients."
+    fix = "" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL
+    if facts.known.models and not hook:
+        message = f"With the model split over ranks, the gradients of {parameters} differ from those of the unsplit "
+        message += "model, averaged over the ranks."
+        fix = "Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
+        fix += "layer are replicated, and which are sharded."
+    return facts.mismatch("DDP302", message, fix=fix)

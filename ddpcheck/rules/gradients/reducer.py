@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
@@ -94,14 +94,11 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
     return between_ranks or first_explanation(FROM_AVERAGE, facts)
 
 
-_Explanations = tuple[Callable[[ReducerFacts], list[Finding]], ...]
-
-
-BETWEEN_RANKS: _Explanations = (explain_by_bypassed_forward, explain_by_parts_of_models, explain_by_missing_reduction)
+BETWEEN_RANKS = (explain_by_bypassed_forward, explain_by_parts_of_models, explain_by_missing_reduction)
 """Explanations, in order, of gradients that differ between ranks."""
 
 
-FROM_AVERAGE: _Explanations = (
+FROM_AVERAGE = (
     explain_by_losses_of_parts,
     explain_by_constant_factor,
     explain_by_wrap_hooks,
