@@ -71,6 +71,7 @@ class Rule:
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
     takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
+    needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself
     spreads: bool = False  # if findings on more and more tensors are one defect
     by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs

@@ -24,7 +24,7 @@ from ddpcheck.gather.state.fingerprints import fingerprints
 from ddpcheck.recipe.pytree import tree_tensors
 from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_apart_meshes
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_separate_meshes
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.worlds.wire import get_value, put_value, remove_value
@@ -64,7 +64,7 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         if by_step and not any(stage for entries in by_step.values() for _, stage, _ in entries):
             groups = {key: group_by(entries, lambda entry: entry[0]) for key, entries in by_step.items()}
             states = {key: [[item for *_, item in mesh] for mesh in group.values()] for key, group in groups.items()}
-            self._tell(judge_apart_meshes(list(groups[self._looks[0]]), states, None))
+            self._tell(judge_separate_meshes(list(groups[self._looks[0]]), states, None))
 
     def _put(self, step: int, recorder: StepRecorder, data: bytes) -> None:
         store = default_store()

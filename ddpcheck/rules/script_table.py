@@ -23,11 +23,10 @@ from ddpcheck.rules.data.ddp505_duplicate_data import (
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_noise, judge_step_draws
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
 from ddpcheck.rules.data.loaders import judge_loaders
-from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
+from ddpcheck.rules.gradients.wrapper_lines import CHECKS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parameters_unheld
 from ddpcheck.rules.optimizers.script_optimizers import (
-    judge_all_clips,
     judge_all_of_optimizers,
     judge_states_of_optimizers,
 )
@@ -40,7 +39,7 @@ from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.compilation import Compilations
 from ddpcheck.trace.data import FEWEST_INPUTS, OTHER_VALUES, deal_repeated, hold_own_parts, line_of_selection
 from ddpcheck.trace.evaluations import Evaluations
-from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
@@ -142,11 +141,11 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(judge_states_of_optimizers, ("optimizers",)),
     Row(_works, ("collectives",), over_ranks=False),
     Row(judge_constructions, ("replicas", "collectives")),
-    Row(judge_all_of_wrappers, tuple(PARTS), over_ranks=False),
+    Row(judge_all_of_wrappers, CHECKS, over_ranks=False),
     Row(compare_groups, ("replicas", "data")),
     Row(compare_hand_split, ("replicas",)),
     row_of(Losses),
-    Row(judge_all_clips, ("optimizers",)),
+    row_of(GradientChanges),
     Row(judge_all_of_optimizers, ("optimizers",)),
     row_of(Metrics),
     row_of(Loop),

@@ -24,7 +24,7 @@ from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
 from ddpcheck.report.settings import Settings
-from ddpcheck.rules.gradients.wrapper_lines import not_here
+from ddpcheck.rules.gradients.wrapper_lines import describe_missing_ranks
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
@@ -274,7 +274,9 @@ def _of_collectives(
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
     if not calls and not told:
         return None
-    lacking = not_here(facts.elsewhere) or ("" if facts.ended else "the ranks have not reached the end of the script")
+    lacking = describe_missing_ranks(facts.elsewhere) or (
+        "" if facts.ended else "the ranks have not reached the end of the script"
+    )
     passed = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
     return status_of(Verdict((), passed, lacking), told, kept)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, one_finding
 
@@ -42,6 +43,14 @@ def _hold_the_same(first: LoaderPass, second: LoaderPass) -> bool:
     common = len({*first.indices} & {*second.indices})
     shared = len({*first.rows} & {*second.rows})
     return bool(first.samples) and first.samples == second.samples and 2 * shared >= common >= FEWEST_ROWS
+
+
+def describe_left_out(local: Sequence[LocalStep]) -> str:
+    """Describe the samples of the global batch that are on no rank, or return '' (also if ranks create samples)."""
+    batch = Counter(local[0].global_sample_fingerprints)
+    on_ranks = Counter(sample for item in local for sample in item.sample_fingerprints)
+    missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0
+    return f"{missing} of {batch.total()} samples of the global batch are on no rank" if missing else ""
 
 
 def is_whole_pass(loader: LoaderPass) -> bool:

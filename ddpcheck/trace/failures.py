@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,3 +208,27 @@ class WrapperErrorFacts:
     def one_finding(self, code: str, subjects: Sequence[str], message: str, **more: Any) -> list[Finding]:
         """Create a finding on the ranks that raised, with the first message as evidence."""
         return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
+
+    def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
+        """Create a finding on the parameters that an error names, if it has one of torch's sentences."""
+        if not any(sentence in self.text for sentence in sentences):
+            return []
+        subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)
+        return self.one_finding(code, subjects, f"{message}, in {self.failures[0].place or 'the step'}.")
+
+
+def parameters_in(error: str) -> tuple[str, ...]:
+    """Return the parameter names in an error message of DDP."""
+    return tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", error)))
+
+
+MARKED_TWICE = "mark a variable ready only once"
+UNDEFINED_GRADIENT = "gradient which is undefined, but still allreduced"
+MODIFIED_IN_PLACE = "modified by an inplace operation"
+NOT_FINISHED = "Expected to have finished reduction"
+NOT_FINISHED_IN_LIGHTNING = "not used in producing the loss returned by training_step"
+GRAPH_CHANGED = "training graph has changed in this iteration"
+ERRORS_OF_DDP = (
+    *(MARKED_TWICE, UNDEFINED_GRADIENT, MODIFIED_IN_PLACE, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, GRAPH_CHANGED),
+)
+"""Sentences in error messages of DDP and autograd; torch has no error codes."""

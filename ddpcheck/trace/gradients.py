@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import GradientsClipped
-from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, ShardedStep
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import capitalized, format_ranks, one_finding, unless_all
 from ddpcheck.stream.ledger import Contribution, Ledger
 from ddpcheck.trace.check_context import JudgeContext, group_by_step, worst_first
 from ddpcheck.trace.replicas import differing_names
+
+_Entry = TypeVar("_Entry")
+
+Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
+Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
+
+MIN_HOOKED_STEPS = 2
+"""Steps in which a hook has to change gradients in the same way, for a finding on it."""
+
+LOSS_TOLERANCE = 1e-3
+"""Relative difference of losses that may be rounding."""
+
+BY_FACTOR = "scaled by a factor"
+"""Tag of a finding on gradients that are the average times a factor, as sums over the ranks are."""
+
+UNEQUAL = "unequal gradients"
+"""Tag of a finding on gradients that differ between ranks after backward."""
+
+RETURN_AVERAGE = "Let the communication hook return the average over the ranks, or take it off."
+AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by the world size, or use DDP."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +92,25 @@ class ReducerFacts:
             )
         return facts
 
+    @property
+    def evidence_between_ranks(self) -> list[str]:
+        """Lines on gradients that differ between ranks."""
+        names = self.not_synchronised
+        wrong = [self.wrong[name] for name in names if name in self.wrong]
+        return [*self.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
+
+    @property
+    def differing_losses(self) -> str:
+        """First step with different losses in a tensor parallel group, in words; or ''."""
+        losses = {(item.step, item.rank): item.loss for item in self.evidence if isinstance(item, ShardedStep)}
+        for step, model in itertools.product(sorted({step for step, _ in losses}), self.known.models):
+            known = [loss for rank in model if (loss := losses.get((step, rank))) is not None]
+            if len(known) == len(model) and max(known) - min(known) > LOSS_TOLERANCE * max(map(abs, known)):
+                text = " and ".join(f"{loss:.6g}" for loss in known[:4])
+                ranks = capitalized(format_ranks(model))
+                return f"{ranks} compute one model together, and each a different loss, {text} in step {step}"
+        return ""
+
     def mismatch(self, code: str, message: str, *evidence: str, **more: Any) -> list[Finding]:
         """Create a finding on the gradients in `mismatched`."""
         names = list(self.mismatched)
@@ -81,49 +120,21 @@ class ReducerFacts:
         return one_finding(code, message=message, steps=unless_all(steps, self.step_count), evidence=facts, **more)
 
 
-def differing_losses(facts: ReducerFacts) -> str:
-    """Describe the first step with different losses in a tensor parallel group."""
-    losses = {(item.step, item.rank): item.loss for item in facts.evidence if isinstance(item, ShardedStep)}
-    for step, model in itertools.product(sorted({step for step, _ in losses}), facts.known.models):
-        model_losses = [losses.get((step, rank)) for rank in model]
-        known = [loss for loss in model_losses if loss is not None]
-        if len(known) == len(model) and max(known) - min(known) > _ANOTHER_LOSS * max(map(abs, known)):
-            text = " and ".join(f"{loss:.6g}" for loss in known[:4])
-            ranks = capitalized(format_ranks(model))
-            return f"{ranks} compute one model together, and each a different loss, {text} in step {step}"
-    return ""
+def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
+    """Return the n-th entries of the ranks, each by rank, if all have the same key."""
+    return [by_rank for by_rank in zip(*entries, strict=False) if len({key(entry) for entry in by_rank}) == 1]
 
 
-_ANOTHER_LOSS = 1e-3  # relative rounding tolerance
+def draws_differ(evidence: Sequence[CompiledStep]) -> bool:
+    """Check if compiled gradients differ and the model drew random numbers."""
+    differ = any(difference.bad for item in evidence for difference in item.differences)
+    return differ and any(item.drew for item in evidence)
 
 
-RETURN_AVERAGE = "Let the communication hook return the average over the ranks, or take it off."
-
-
-AVERAGE_ALL = "Have the wrapper all_reduce every gradient and divide the sum by the world size, or use DDP."
-
-
-def evidence_between_ranks(facts: ReducerFacts) -> list[str]:
-    names = facts.not_synchronised
-    wrong = [facts.wrong[name] for name in names if name in facts.wrong]
-    return [*facts.reduction(names), *[str(by_step[min(by_step)]) for by_step in wrong][:3]]
-
-
-Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
-
-
-MIN_HOOKED_STEPS = 2  # steps
-
-
-Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
-
-
-_Contributions = Sequence[tuple[DdpStepEvidence, Contribution]]
-
-
-def contribution_ranks(contributions: _Contributions, ledgers: Ledgers) -> tuple[int, ...]:
-    return unless_all(sorted({item.rank for item, _ in contributions}), len({item.rank for item, _ in ledgers}))
-
-
-def contribution_steps(contributions: _Contributions, ledgers: Ledgers) -> tuple[int, ...]:
-    return unless_all(sorted({item.step for item, _ in contributions}), len({item.step for item, _ in ledgers}))
+def ranks_and_steps(contributions: Sequence[tuple[DdpStepEvidence, Contribution]], ledgers: Ledgers) -> dict[str, Any]:
+    """Return the ranks and steps of contributions, as fields of a finding."""
+    ranks, steps = {item.rank for item, _ in contributions}, {item.step for item, _ in contributions}
+    return {
+        "ranks": unless_all(sorted(ranks), len({item.rank for item, _ in ledgers})),
+        "steps": unless_all(sorted(steps), len({item.step for item, _ in ledgers})),
+    }

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from ddpcheck.findings.evidence.loop import GradientsLeft, GradientsTaken, PaceRun, WrapperPace
-from ddpcheck.findings.evidence.script import GradientsZeroed, OptimizerStep, ReducedInPlace
-from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, GradientsTaken, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.script import (
+    GradientsClipped,
+    GradientsZeroed,
+    LossDifferentiated,
+    OptimizerStep,
+    ReducedInPlace,
+)
+from ddpcheck.stream.entries import ReplicaCaptured
+from ddpcheck.trace.gradients import Clips, paired
+from ddpcheck.trace.script_facts import ScriptFacts, used_by
+from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
 from ddpcheck.trace.view import View
 
 _MOST_RUNS = 1024  # recording limit, reached only without a regular pace
@@ -51,3 +60,52 @@ class Loop(View):
             facts.of(GradientsLeft),
             [p for wrapper, p in zip(facts.wrappers, paces, strict=True) if len(p) == len(wrapper.made.ranks)],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientChanges(View):
+    """Clips and other changes of gradients by the script, by rank in order of time."""
+
+    check: ClassVar[str] = "optimizers"
+    clips: Clips = ()
+    between_backwards: Sequence[Sequence[GradientsChanged]] = ()
+    steps: Sequence[Sequence[Steps]] = ()  # by optimizer
+    # by optimizer and rank: steps with the reduction before each
+    reduced: Sequence[Sequence[Sequence[tuple[OptimizerStep, ReplicaCaptured]]]] = ()
+    losses: Sequence[Sequence[LossDifferentiated]] = ()
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        steps = [optimizer.steps for optimizer in facts.optimizers]
+        reduced = [
+            [[*used_by(rank, [step[n] for step in opt_steps])] for n, rank in enumerate(facts.ranks)]
+            for opt_steps in steps
+            if all(len(step) == len(facts.ranks) for step in opt_steps)
+        ]
+        clips, changed = facts.of(GradientsClipped), facts.of(GradientsChanged)
+        return cls(clips, changed, steps, reduced, facts.of(LossDifferentiated))
+
+    @property
+    def local_clips(self) -> list[Sequence[GradientsClipped]]:
+        """Calls that clip each rank's own gradients, averaged later; each by rank."""
+        calls = [c for c in paired(self.clips, lambda clip: (clip.count, clip.location)) if not c[0].of_parts]
+        unequal = [call for call in calls if not are_close([clip.norm for clip in call])]
+        steps = [step for optimizer_steps in self.steps for step in optimizer_steps]
+        if any(len({(clip.step, clip.location) for clip in rank_clips}) < len(rank_clips) for rank_clips in self.clips):
+            return []  # several clips per step, such as one per sample
+        is_usual = len(unequal) > 1 and 2 * len(unequal) > len(calls)
+        return unequal if is_usual and steps and all(map(all_gradients_agree, steps)) else []
+
+    @property
+    def partial_changes(self) -> list[Sequence[GradientsChanged]]:
+        """Changes of gradients to which later micro-batches are added; each by rank.
+
+        Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
+        known clip functions count.
+        """
+        changes = paired(self.between_backwards, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))
+        local = [change for change in changes if all(entry.put_off for entry in change)]
+        unequal = [change for change in local if not are_close([entry.factor for entry in change])]
+        clipped = [change for change in changes if change[0].by and not any(entry.put_off for entry in change)]
+        shown = unequal if len(unequal) > 1 and 2 * len(unequal) > len(local) else clipped
+        return shown if len(shown) > 1 else []

@@ -50,6 +50,16 @@ class WatchedWrapper:
         return [[entry for entry in entries_of(rank, kind) if _is_on(entry, self.number)] for rank in self.ranks]
 
     @property
+    def captured(self) -> dict[int, list[ReplicaCaptured]]:
+        """Replicas after backward, by step."""
+        return group_by(itertools.chain.from_iterable(self.of(ReplicaCaptured)), lambda replica: replica.step)
+
+    @property
+    def compared(self) -> dict[int, list[ReplicaCaptured]]:
+        """Replicas after backward by step, of steps that each of `ranks` has captured."""
+        return {step: replicas for step, replicas in self.captured.items() if len(replicas) == len(self.ranks)}
+
+    @property
     def values_built(self) -> list[Mapping[str, int]]:
         """Parameter values before sharding, by rank; empty for DDP."""
         contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]

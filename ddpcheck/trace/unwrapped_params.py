@@ -11,7 +11,8 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.wording import minority_ranks
 
 _TOLERANCE = 1e-3  # relative rounding tolerance of norms and sketches
-
+MIN_TAKEN_STEPS = 3  # recorded calls of torch.autograd.grad
+VALUES_DIVERGED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
 
 Steps = Sequence[OptimizerStep]  # an optimizer before one step, by rank
 
@@ -32,10 +33,28 @@ def are_close(values: Sequence[float | None]) -> bool:
     return relative(max(known) - min(known), max(known)) <= _TOLERANCE
 
 
+def is_equal(steps: Steps, name: str) -> bool:
+    """Check if an unwrapped parameter has the same value on all ranks."""
+    return len({entry.alone.get(name) for entry in steps}) == 1
+
+
 def gradients_differ(steps: Steps, name: str) -> bool:
     """Check if an unwrapped parameter has different gradients on the ranks."""
-    sketches = [entry.gradients[name] for entry in steps if name in entry.gradients]
-    return len(sketches) == len(steps) and not are_near(sketches)
+    return all(name in entry.gradients for entry in steps) and not are_near([e.gradients[name] for e in steps])
+
+
+def gradients_agree(steps: Steps, name: str) -> bool:
+    """Check if an unwrapped parameter has the same nonzero gradient on all ranks."""
+    return any(steps[0].gradients.get(name, ())) and is_averaged([steps], name)
+
+
+def is_averaged(steps: Sequence[Steps], name: str) -> bool:
+    """Check if all ranks have the same gradient in each step, not always zero.
+
+    It may be zero in the first step if a later layer is zero-initialized.
+    """
+    sketches = [[entry.gradients.get(name, ()) for entry in step] for step in steps]
+    return all(all(row) and are_near(row) for row in sketches) and any(any(row[0]) for row in sketches)
 
 
 def are_near(sketches: Sequence[Sequence[float]]) -> bool:
@@ -71,13 +90,9 @@ def any_gradient_differs(steps: Steps) -> bool:
 
 def minority_of(values: Sequence[Mapping[str, float]], names: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that differ from most; empty for two ranks."""
-    if len(values) < 3:
-        return ()
-    return minority_ranks([tuple(_rounded(rank_values.get(name)) for name in names) for rank_values in values])
-
-
-def _rounded(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}"
+    known = [[(name, rank_values.get(name)) for name in names] for rank_values in values]
+    rounded = [tuple((n, f"{value:.3g}") for n, value in rank_values if value is not None) for rank_values in known]
+    return minority_ranks(rounded) if len(values) > 2 else ()
 
 
 def spell_values(value: float | None, nothing: str = "no gradient") -> str:
@@ -88,12 +103,6 @@ def spell_values(value: float | None, nothing: str = "no gradient") -> str:
 def param_name(name: str) -> str:
     """Strip the wrapper number from a parameter name."""
     return name.partition("/")[2] or name
-
-
-VALUES_DIVERGED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
-
-
-MIN_TAKEN_STEPS = 3  # recorded calls of torch.autograd.grad
 
 
 def are_local(steps: Sequence[Steps]) -> bool:

@@ -15,8 +15,8 @@ from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
+from ddpcheck.rules import registry
 from ddpcheck.rules.gradients.reducer import judge_reducer
-from ddpcheck.rules.optimizers import script_optimizers
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.rules.script_table import ROWS
@@ -25,6 +25,7 @@ from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, 
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
 from ddpcheck.trace.check_context import JudgeContext
+from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.script_facts import ScriptFacts
 
 BFLOAT16 = 0.0078125
@@ -73,7 +74,8 @@ def test_a_hook_that_does_not_divide_is_an_error_of_its_own():
 def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypatch: pytest.MonkeyPatch):
     """What is seen before the optimizer's step was there when backward ended."""
     later = make_finding("DDP301", ["body.weight"], "changed after backward")
-    monkeypatch.setattr(script_optimizers, "judge_clips", lambda *_, **__: [later])
+    registry.import_rules()
+    monkeypatch.setitem(registry._judges, GradientChanges, [lambda _: [later]])
     ranks = []
     for rank in range(2):
         made = WrapperMade(

@@ -18,13 +18,15 @@ from ddpcheck.rules.collectives.diagnose import diagnose, explain_by_mismatch
 from ddpcheck.rules.gradients.ddp301_not_synchronised import explain_by_missing_reduction
 from ddpcheck.rules.gradients.ddp302_reducer_mismatch import judge_unexplained_mismatch
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import explain_by_wrap_hooks
-from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import explain_by_overwritten_buffers
+from ddpcheck.rules.gradients.ddp311_saved_tensor_overwritten import (
+    explain_by_overwritten_buffers,
+    explain_error_of_overwritten_tensor,
+)
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_bypassed_forward
 from ddpcheck.rules.gradients.reducer import (
     BETWEEN_RANKS,
     ERROR_EXPLANATIONS,
     FROM_AVERAGE,
-    explain_by_sentence_of_torch,
     judge_reducer,
 )
 from ddpcheck.rules.loss.ddp303_scaled_gradient import explain_by_constant_factor
@@ -157,7 +159,7 @@ def wrapper_facts(*failures: RankFailure, results: dict[int, object] | None = No
 
 def test_a_rank_that_never_called_the_wrapper_is_the_cause_of_the_failure_of_the_others() -> None:
     facts = wrapper_facts(failure(IN_PLACE), results={0: step(0, wrapper_calls=0, inner_calls=1)})
-    assert codes(explain_by_sentence_of_torch(facts)) == ["DDP311"]
+    assert codes(explain_error_of_overwritten_tensor(facts)) == ["DDP311"]
     assert codes(first_explanation(ERROR_EXPLANATIONS, facts)) == ["DDP501"]
 
 
@@ -165,7 +167,7 @@ def test_a_parameter_that_ddpcheck_has_named_is_told_before_the_sentence_of_torc
     facts = wrapper_facts(failure(IN_PLACE, traceback="ddpcheck: overwritten in place: a, b"))
     (finding,) = first_explanation(ERROR_EXPLANATIONS, facts)
     assert (finding.code, finding.subjects) == ("DDP311", ("a", "b"))
-    (unnamed,) = explain_by_sentence_of_torch(facts)
+    (unnamed,) = explain_error_of_overwritten_tensor(facts)
     assert unnamed.subjects == ("backward",)
     assert first_explanation(ERROR_EXPLANATIONS, wrapper_facts(failure("rank 1 raised KeyError"))) == []
 

@@ -62,7 +62,7 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state
 from ddpcheck.stream.entries import ReplicaCaptured, Sketch
 from ddpcheck.stream.rank_report import ReplicaState
 from ddpcheck.trace.captured import without_alike_later, without_rounding
-from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
@@ -506,7 +506,7 @@ def test_a_clip_by_a_norm_of_what_each_rank_has_of_its_own(norms: tuple[float, f
     steps = step(norms={"0/w": 0.5}), step(norms={"0/w": 0.7})
     (found,) = judge_step_gradients([[replace(one, location=Location("train.py", 99)) for one in steps]], clips)
     assert (found.code, found.location == LINE) == ("DDP301", at_clip)
-    assert not judge_clips(clips, [[(step(), step())] * 3])  # they differ by right
+    assert not judge_clips(GradientChanges(clips, steps=[[(step(), step())] * 3]))  # they differ by right
 
 
 def test_optimizer_state_that_differs() -> None:
@@ -758,7 +758,7 @@ def test_clipping_before_gradients_are_averaged(
 ) -> None:
     clips = [[GradientsClipped(count, norm, LINE, count) for count in range(3)] for norm in norms]
     steps = [[alone(count, 1, gradient or 1.0), alone(count, 1, gradient or 2.0)] for count in range(2)]
-    assert codes(judge_clips(clips, [steps])) == found
+    assert codes(judge_clips(GradientChanges(clips, steps=[steps]))) == found
 
 
 # Losses

@@ -19,13 +19,13 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules import Severity
-from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed, judge_hooked
+from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_hooked, judge_partial_changes
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
 from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_without_optimizer, judge_unchanged_params
 from ddpcheck.rules.registry import judge_view
-from ddpcheck.trace.loop import Loop
+from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
@@ -104,7 +104,7 @@ def changed(*factors: float, by: str = "", put_off: bool = True) -> list[Gradien
 def test_gradients_that_are_changed_after_each_micro_batch(
     ranks: list[list[GradientsChanged]], found: list[Severity]
 ) -> None:
-    assert [one.severity for one in judge_changed(ranks)] == found
+    assert [one.severity for one in judge_partial_changes(GradientChanges(between_backwards=ranks))] == found
 
 
 def hooked(*changes: HookedGradient | None) -> list[GradientsHooked]:

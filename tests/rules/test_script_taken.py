@@ -16,7 +16,7 @@ from ddpcheck.record.loss.loss_recorder import LossRecorder
 from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_taken
+from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_autograd_calls
 
 LINE = Location("train.py", 8)
 
@@ -30,25 +30,27 @@ def _taken(values: list[int], *, gradient: float = 0.0, **named: Any) -> list[Gr
 
 
 def test_each_rank_moves_the_parameters_by_its_own() -> None:
-    (finding,) = judge_taken([_taken([1, 2, 3]), _taken([1, 12, 13], gradient=1.0)])
+    (finding,) = judge_autograd_calls([_taken([1, 2, 3]), _taken([1, 12, 13], gradient=1.0)])
     assert (finding.code, finding.location, finding.subjects) == ("DDP501", LINE, ("torch.autograd.grad",))
 
 
 def test_what_is_averaged_in_one_way_or_another() -> None:
     mine, theirs = [1, 2, 3], [1, 12, 13]
-    assert not judge_taken([_taken(mine), _taken(mine, gradient=1.0)])  # by hand
-    assert not judge_taken([_taken([1, 2, 3, 4, 5]), _taken([1, 12, 13, 4, 15], gradient=1.0)])  # now and then
-    assert not judge_taken([_taken(mine, reductions=1), _taken(theirs, gradient=1.0, reductions=1)])  # a penalty
-    assert not judge_taken([_taken(mine, put_off=True), _taken(theirs, gradient=1.0, put_off=True)])
-    assert not judge_taken([_taken([1, 2, 3]), _taken([11, 12, 13], gradient=1.0)])  # they began apart
-    assert not judge_taken([_taken(mine), _taken(theirs)])  # of the same gradients: another cause
-    assert not judge_taken([_taken([1, 2]), _taken([1, 12], gradient=1.0)])  # too few
-    assert not judge_taken([_taken(mine), []])
+    assert not judge_autograd_calls([_taken(mine), _taken(mine, gradient=1.0)])  # by hand
+    assert not judge_autograd_calls([_taken([1, 2, 3, 4, 5]), _taken([1, 12, 13, 4, 15], gradient=1.0)])  # now and then
+    assert not judge_autograd_calls(
+        [_taken(mine, reductions=1), _taken(theirs, gradient=1.0, reductions=1)]
+    )  # a penalty
+    assert not judge_autograd_calls([_taken(mine, put_off=True), _taken(theirs, gradient=1.0, put_off=True)])
+    assert not judge_autograd_calls([_taken([1, 2, 3]), _taken([11, 12, 13], gradient=1.0)])  # they began apart
+    assert not judge_autograd_calls([_taken(mine), _taken(theirs)])  # of the same gradients: another cause
+    assert not judge_autograd_calls([_taken([1, 2]), _taken([1, 12], gradient=1.0)])  # too few
+    assert not judge_autograd_calls([_taken(mine), []])
 
 
 def test_marks_between_the_looks_tell_that_parameters_are_averaged() -> None:
     mine, theirs = [_taken([1, 2, 3], marks=(4, 5)), _taken([1, 12, 13], gradient=1.0, marks=(14, 5))]
-    assert not judge_taken([mine, theirs])
+    assert not judge_autograd_calls([mine, theirs])
 
 
 @pytest.mark.parametrize("imported_by_name", [False, True])

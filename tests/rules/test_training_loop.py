@@ -19,7 +19,8 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
-from ddpcheck.rules.gradients.training_loop import judge_loop, judge_samples
+from ddpcheck.rules.data.loaders import judge_samples
+from ddpcheck.rules.gradients.reducer import judge_loop
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
 from tests.reports import only

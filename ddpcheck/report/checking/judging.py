@@ -15,14 +15,15 @@ from ddpcheck.report.checking.check_state import CheckState
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations, judge_recompilations
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
+from ddpcheck.rules.data.loaders import judge_samples
 from ddpcheck.rules.gradients.reducer import (
+    describe_compiled,
     judge_compiled,
+    judge_loop,
     judge_reducer,
     judge_sharded,
     judge_wrapper_error,
-    tell_compiled,
 )
-from ddpcheck.rules.gradients.training_loop import judge_loop, judge_samples
 from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
 from ddpcheck.rules.loss.single_process import judge_single_process
@@ -133,7 +134,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     if state.replicas_stay_equal:  # each rank may step only its part of the parameters and share the result
         state.keep(lambda finding: not _is_of_parts(finding))
     if any(item.compiles for item in state.steps.local):
-        state.log.notes.append(tell_compiled(state.steps.compiled))
+        state.log.notes.append(describe_compiled(state.steps.compiled))
         state.add(state.log.call_judge("reducer", _judge_compilations, state), "reducer")
         state.part_findings = [(part, without_prefix(finding)) for part, finding in state.part_findings]
     state.findings = [finding for _, finding in state.part_findings]

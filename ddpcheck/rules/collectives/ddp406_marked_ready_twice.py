@@ -22,11 +22,15 @@ Example:
 
 from __future__ import annotations
 
-import re
-
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names
-from ddpcheck.trace.failures import FailureFacts, count_forwards
+from ddpcheck.trace.failures import (
+    MARKED_TWICE,
+    FailureFacts,
+    WrapperErrorFacts,
+    count_forwards,
+    parameters_in,
+)
 from ddpcheck.trace.parameters import ParameterFacts
 
 
@@ -48,14 +52,18 @@ def explain_marked_twice(facts: FailureFacts) -> list[Finding]:
     elif unused:
         cause = ": a parameter that find_unused_parameters=True takes for unused is used after all, outside of forward"
         fix = "Use parameters inside the wrapper's forward only, so that DDP finds them in its output."
-    names = tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", facts.text)))
     return facts.one_finding(
         "DDP406",
-        names or ("backward",),
+        parameters_in(facts.text) or ("backward",),
         f"A gradient that DDP had marked ready arrived again in the same backward pass{cause}.",
         location=where,
         fix=fix,
     )
+
+
+def explain_error_of_second_gradient(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP406: likewise, in a step that the bare module completes."""
+    return facts.finding_of_error("DDP406", "DDP took a gradient to be complete, and it came again", MARKED_TWICE)
 
 
 def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:

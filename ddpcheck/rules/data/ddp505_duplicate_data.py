@@ -32,6 +32,7 @@ from types import MappingProxyType
 from ddpcheck.findings import wording
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import Evaluated, Inputs, LoaderPass, LossDifferentiated
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.trace.data import (
@@ -41,6 +42,7 @@ from ddpcheck.trace.data import (
     all_inputs_differ,
     common_steps,
     deal_repeated,
+    describe_left_out,
     finding_on_loader,
     first_training_indices,
     is_whole_pass,
@@ -432,4 +434,30 @@ def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) 
         "random numbers, so together they do the work of one.",
         location=line or known[0][0].location,
         evidence=[f"their bits are equal on all ranks in all {len(known)} steps that were compared"],
+    )
+
+
+def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
+    """DDP505: samples of a step on several ranks; the gradients must show it, since uses of a sample may differ."""
+    step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
+    batch = Counter(local[0].global_sample_fingerprints)
+    repeated = {sample for sample, count in Counter(itertools.chain(*rows)).items() if 0 < batch[sample] < count}
+    gradients_alike = len({item.norm for item in local}) == 1 and local[0].norm > 0
+    if not repeated or not (gradients_differ or gradients_alike):
+        return []
+    shared = []
+    for place, item in enumerate(local):
+        for other in local[:place]:
+            if common := len(repeated & set(rows[place]) & set(other.sample_fingerprints)):
+                is_are = "is" if common == 1 else "are"
+                rank, other_rank = item.evidence.rank, other.evidence.rank
+                shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
+    return one_finding(
+        "DDP505",
+        ("shard",),
+        f"{len(repeated)} of the {batch.total()} samples of step {step} are on more than one rank, and count more "
+        "than once in the average."
+        if len(repeated) < len(set(rows[0]))
+        else f"The ranks train on the same samples in step {step}, so together they do the work of fewer.",
+        evidence=[*shared[:3], describe_left_out(local)],
     )

@@ -24,10 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import one_finding
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
     are_disjoint,
+    describe_left_out,
     finding_on_loader,
     has_distinct_rows,
     is_one_share,
@@ -147,3 +150,16 @@ def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
             if len(set(named)) > 1 and all(a == b for a, b in named):
                 return False  # ranks transform the same samples differently
     return True
+
+
+def judge_samples_on_no_rank(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
+    """DDP519: samples of the batch of a step that are on no rank."""
+    left_out = describe_left_out(local)
+    if not left_out or not gradients_differ:
+        return []
+    return one_finding(
+        "DDP519",
+        ("shard",),
+        f"The shards leave samples out: {left_out} in step {local[0].evidence.step}.",
+        evidence=[f"samples a rank: {', '.join(str(len(item.sample_fingerprints)) for item in local)}"],
+    )

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 
 from ddpcheck.findings import wording
 from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.rules.data.ddp505_duplicate_data import judge_later_overlap, judge_overlap, judge_workers
+from ddpcheck.rules.data.ddp505_duplicate_data import (
+    judge_later_overlap,
+    judge_overlap,
+    judge_repeated_samples,
+    judge_workers,
+)
 from ddpcheck.rules.data.ddp506_sampler_epoch import (
     judge_epoch_order,
     judge_restarted,
@@ -17,7 +23,7 @@ from ddpcheck.rules.data.ddp506_sampler_epoch import (
 )
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_shared_draws
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_labels, judge_other_values, judge_split
-from ddpcheck.rules.data.ddp519_samples_left_out import judge_left_out, judge_sharded_twice
+from ddpcheck.rules.data.ddp519_samples_left_out import judge_left_out, judge_samples_on_no_rank, judge_sharded_twice
 from ddpcheck.trace.data import judge_rows, load_the_same_data
 
 
@@ -38,6 +44,17 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             findings += judge_epoch_order(matched) or judge_stale_workers(matched)
             findings += judge_shared_draws(matched, same_data=same_data)
     return findings
+
+
+def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
+    """Judge the samples of a step (DDP505, else DDP519, which has the same shards as cause).
+
+    `gradients_differ`: the average over ranks is not the gradient of the global batch.
+    """
+    if len(local) < 2 or not local[0].global_sample_fingerprints or not all(item.sample_fingerprints for item in local):
+        return []
+    repeated = judge_repeated_samples(local, gradients_differ=gradients_differ)
+    return repeated or judge_samples_on_no_rank(local, gradients_differ=gradients_differ)
 
 
 def _trained_on(

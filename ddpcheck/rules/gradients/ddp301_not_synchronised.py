@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, spreads, keeps_results
+"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 
@@ -11,6 +11,10 @@ Detected: After a backward pass that synchronises, the ranks compare each gradie
     bit-identical, so there is no tolerance. If a rule for the cause applies (DDP101, DDP501, DDP503 and others), that
     rule is reported instead.
 Ignore: If each rank changes its gradients on purpose after they were averaged.
+Line: The line that changes averaged gradients differently on each rank: a clip, the load of a GradScaler's state, or
+    another write. If no such line is known: the optimizer's step. For gradients that DDP leaves different: the call
+    that registers the communication hook, else the line that creates the first parameter. For a model split over
+    ranks: the line that splits it, or seeds it differently.
 Checks: report reducer; run replicas, optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
@@ -26,9 +30,11 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import GradientsClipped
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
@@ -39,6 +45,7 @@ from ddpcheck.findings.wording import (
     group_by,
     group_by_value,
     join_names,
+    make_finding,
     minority_ranks,
     one_finding,
     plural_verb,
@@ -48,14 +55,14 @@ from ddpcheck.findings.wording import (
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.check_context import group_by_step
+from ddpcheck.trace.check_context import JudgeContext, group_by_step
 from ddpcheck.trace.gradients import (
     AVERAGE_ALL,
     RETURN_AVERAGE,
+    UNEQUAL,
     Clips,
     ReducerFacts,
-    differing_losses,
-    evidence_between_ranks,
+    paired,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
 from ddpcheck.trace.replicas import differing_names
@@ -70,6 +77,18 @@ from ddpcheck.trace.unwrapped_params import (
     minority_of,
     param_name,
     spell_values,
+)
+
+MIN_SPLIT_STEPS = 3
+"""Recorded steps before a parameter of a model split by hand is judged: fewer may differ by chance."""
+
+CHANGE_ALIKE = (
+    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
+    "data."
+)
+NAME_IN_PLAN = (
+    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
+    "gradients over the group of tensor parallelism before the step."
 )
 
 
@@ -88,15 +107,9 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         f"{' and between '.join(map(format_ranks, models[:2]))}, which compute one model together (tensor "
         "parallelism): each rank has the gradient of its part.",
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
-        evidence=[differing_losses(facts), *evidence_between_ranks(facts)],
-        fix=PLAN_ADVICE,
+        evidence=[facts.differing_losses, *facts.evidence_between_ranks],
+        fix=NAME_IN_PLAN,
     )
-
-
-PLAN_ADVICE = (
-    "Name these modules in the plan of parallelize_module (SequenceParallel() for a norm), or all_reduce their "
-    "gradients over the group of tensor parallelism before the step."
-)
 
 
 def _unequal_on(facts: ReducerFacts, ranks: Sequence[int]) -> set[str]:
@@ -126,15 +139,24 @@ def explain_by_missing_reduction(facts: ReducerFacts) -> list[Finding]:
         f"The gradients of {'all' if len(names) == count else f'{len(names)} of'} {counted(count, 'parameter')} "
         f"differ between ranks after backward, from {format_steps(steps[:1])} on.",
         steps=unless_all(steps, facts.step_count),
-        evidence=["" if is_known else wrapper_note, *evidence_between_ranks(facts)],
+        evidence=["" if is_known else wrapper_note, *facts.evidence_between_ranks],
         fix=fix,
+        tags=(UNEQUAL,),
     )
 
 
-_ALIKE = (
-    "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
-    "data."
-)
+def judge_compiled_ranks(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """Report gradients of one step that differ between ranks only under `torch.compile` (DDP301)."""
+    names = list(differing_names([item.gradients for item in items]))
+    if not names:
+        return []
+    return known.names.one_finding(
+        "DDP301",
+        names,
+        f"Under torch.compile the gradients of {len(names)} of {len(items[0].gradients)} parameters differ between "
+        f"ranks after backward, in step {items[0].step}; without it they are equal.",
+        steps=(items[0].step,),
+    )
 
 
 def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
@@ -143,26 +165,16 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
         if not all(step.averaged for step in by_rank) or len({step.reductions for step in by_rank}) > 1:
             continue
         unaveraged = {name for step in by_rank for name in step.unaveraged}
-        names = [name for name in differing([step.norms for step in by_rank]) if name not in unaveraged]
-        if names:
-            values = {name: [step.norms.get(name) for step in by_rank] for name in names}
-            ranks = minority_of([step.norms for step in by_rank], names)
-            findings = one_finding(
-                "DDP301",
-                [param_name(name) for name in names],
+        norms = [step.norms for step in by_rank]
+        if names := [name for name in differing(norms) if name not in unaveraged]:
+            shown = {param_name(n): [spell_values(rank_norms.get(n)) for rank_norms in norms] for n in names[:3]}
+            message = (
                 f"The averaged {plural_verb('gradient', 'gradients', names)} of "
-                f"{join_names([param_name(name) for name in names])} {plural_verb('was', 'were', names)} changed after "
-                "backward, differently on each rank.",
-                ranks=ranks,
-                steps=(by_rank[0].count,),
-                location=by_rank[0].location,
-                evidence=[
-                    f"norm before the optimizer's step: {text}"
-                    for text in told_by_rank({param_name(n): [spell_values(v) for v in values[n]] for n in names[:3]})
-                ],
-                fix=_ALIKE,
+                f"{join_names([*map(param_name, names)])} {plural_verb('was', 'were', names)} changed after backward, "
+                "differently on each rank."
             )
-            return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+            evidence = [f"norm before the optimizer's step: {text}" for text in told_by_rank(shown)]
+            return _changed_finding(by_rank, clips, names, message, minority_of(norms, names), evidence)
     return []
 
 
@@ -173,35 +185,29 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
         if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
             continue
         sizes = [math.hypot(*step.gradients[names[0]]) for step in by_rank]
-        findings = one_finding(
-            "DDP301",
-            [param_name(name) for name in names],
-            f"The gradients of {join_names([param_name(name) for name in names])} are those of the other ranks times a "
-            "factor: they were scaled after the ranks had averaged them, differently on each rank.",
-            ranks=minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else (),
-            steps=(by_rank[0].count,),
-            location=by_rank[0].location,
-            evidence=[f"norm of {param_name(names[0])}: {_by_rank(sizes)}"],
-            fix=_ALIKE,
+        ranks = minority_ranks([round(size / max(sizes), 3) for size in sizes]) if len(sizes) > 2 else ()
+        message = (
+            f"The gradients of {join_names([*map(param_name, names)])} are those of the other ranks times a factor: "
+            "they were scaled after the ranks had averaged them, differently on each rank."
         )
-        return [_at_scale(finding, by_rank) or _at_cause(finding, by_rank, clips) for finding in findings]
+        evidence = [f"norm of {param_name(names[0])}: {_by_rank(sizes)}"]
+        return _changed_finding(by_rank, clips, names, message, ranks, evidence)
     return []
 
 
-def _at_scale(finding: Finding, steps: Steps) -> Finding | None:
-    """Relocate a finding to the load of a GradScaler with rank-dependent scale."""
-    scales = [step.scale for step in steps]
-    if len(set(scales)) < 2:
-        return None
-    evidence = *finding.evidence, f"the scale of the GradScaler: {_by_rank(scales)}"
-    fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
-    load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
-    return replace(finding, evidence=evidence, fix=fix).relocated(load_line, "optimizer steps")
-
-
-def _at_cause(finding: Finding, steps: Steps, clips: Clips) -> Finding:
-    line = steps[0].changed_at or steps[0].reduced_at
-    return _at_clip(finding, clips) or finding.relocated(line, "optimizer steps")
+def _changed_finding(
+    steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
+) -> list[Finding]:
+    """Create a finding at the load of a GradScaler, the clip, or another line that changes gradients."""
+    first, scales = steps[0], [step.scale for step in steps]
+    at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
+    finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
+    if len(set(scales)) > 1:
+        text = f"the scale of the GradScaler: {_by_rank(scales)}"
+        fix = "Load the same state into the GradScaler on every rank, or on none; the same init_scale likewise."
+        load_line = next((step.scale_at for step in steps if step.scale_at is not None), None)
+        return [replace(finding, evidence=(*evidence, text), fix=fix).relocated(load_line, "optimizer steps")]
+    return [_at_clip(finding, clips) or finding.relocated(first.changed_at or first.reduced_at, "optimizer steps")]
 
 
 def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
@@ -209,17 +215,17 @@ def _at_clip(finding: Finding, clips: Clips) -> Finding | None:
     early = [(r, clip) for r, rank_clips in enumerate(clips) for clip in rank_clips if clip.step <= finding.steps[0]]
     if not all(clips) and (clipped := {rank: clip for rank, clip in early if clip.norm > clip.limit}):
         first = next(iter(clipped.values()))
-        message, fix = f"{first.by} is called there, on no other rank", f"Call {first.by} on every rank, or on none."
-        explained = replace(finding, ranks=tuple(clipped), evidence=(*finding.evidence, message), fix=fix)
-        return explained.relocated(first.location, "optimizer steps")
-    for by_rank in zip(*clips, strict=False):
-        first = by_rank[0]
-        is_paired = len({(clip.count, clip.step, clip.location, clip.by) for clip in by_rank}) == 1
-        if is_paired and (difference := _clip_difference(by_rank)) is not None:
-            message, fix = difference
-            explained = replace(finding, evidence=(*finding.evidence, f"{first.by} {message}"), fix=fix)
-            return explained.relocated(first.location, "optimizer steps")
+        fix = f"Call {first.by} on every rank, or on none."
+        return replace(_at_call(finding, first, "is called there, on no other rank", fix), ranks=tuple(clipped))
+    for by_rank in paired(clips, lambda clip: (clip.count, clip.step, clip.location, clip.by)):
+        if (difference := _clip_difference(by_rank)) is not None:
+            return _at_call(finding, by_rank[0], *difference)
     return None
+
+
+def _at_call(finding: Finding, clip: GradientsClipped, message: str, fix: str) -> Finding:
+    explained = replace(finding, evidence=(*finding.evidence, f"{clip.by} {message}"), fix=fix)
+    return explained.relocated(clip.location, "optimizer steps")
 
 
 def _clip_difference(clips: Sequence[GradientsClipped]) -> tuple[str, str] | None:
@@ -243,7 +249,7 @@ def _by_rank(values: Sequence[float]) -> str:
     return "; ".join(group_by_value([spell_values(value) for value in values]))
 
 
-def judge_apart_meshes(
+def judge_separate_meshes(
     ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
 ) -> list[Finding]:
     """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
@@ -264,6 +270,7 @@ def judge_apart_meshes(
         evidence=[f"all parameters were equal before step {min(by_step)}, and different before step {max(by_step)}"],
         fix="Give fully_shard a mesh of all ranks: of one dimension, or of two, the first of which replicates "
         '(init_device_mesh(..., mesh_dim_names=("replicate", "shard"))).',
+        tags=(UNEQUAL,),
     )
 
 
@@ -274,9 +281,6 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
     return set(chain.from_iterable(map(differing_names, values)))
 
 
-_FEWEST_STEPS = 3
-
-
 def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: parameters that start equal on ranks of one model but get different gradients.
 
@@ -285,7 +289,7 @@ def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> lis
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
-    names_by_group = {members: _apart([_captured(ranks[n], number) for n in members]) for members in groups}
+    names_by_group = {members: _diverged_on([_captured(ranks[n], number) for n in members]) for members in groups}
     names = next(filter(None, names_by_group.values()), [])
     if not names:
         return []
@@ -310,29 +314,25 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
     return {item.step: item for item in entries_of(rank, ReplicaCaptured) if item.wrapper == wrapper and item.averaged}
 
 
-def _apart(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
+def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     """Return parameters that start equal on ranks of one model, then always differ."""
     steps = sorted(set(captured[0]).intersection(*captured))
-    if len(steps) < _FEWEST_STEPS:
+    if len(steps) < MIN_SPLIT_STEPS:
         return []
     first, *later = [[by_step[step] for by_step in captured] for step in steps]
 
-    def is_one(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+    def is_equal(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
         return len({replica.state.values.parameters.get(name) for replica in replicas}) == 1
 
-    def near(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
-        sketches = [replica.averaged[name] for replica in replicas if name in replica.averaged]
-        return len(sketches) < len(replicas) or are_near(sketches)
+    def may_be_averaged(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
+        sketches = [replica.averaged.get(name, ()) for replica in replicas]
+        return not all(sketches) or are_near(sketches)
 
     names = [name for name in first[0].parts if all(name in replica.parts for replica in first)]
-    equal = [name for name in names if is_one(first, name)]
-    if len(equal) == len(names):
-        return []
-    return [
-        name
-        for name in equal
-        if not any(is_one(step, name) for step in later) and not any(near(step, name) for step in (first, *later))
-    ]
+    equal = [name for name in names if is_equal(first, name)]
+    differ = [name for name in equal if not any(is_equal(step, name) for step in later)]
+    averaged = {name for name in differ if any(may_be_averaged(step, name) for step in (first, *later))}
+    return [name for name in differ if name not in averaged] if len(equal) < len(names) else []
 
 
 def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelSplit) -> list[Finding]:
@@ -341,7 +341,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
     if not mismatches or 2 * len(mismatches) <= len(steps):
         return []
     rank_steps, names = mismatches[0]
-    drawn = _draw_apart(steps)
+    drawn = _generators_differ(steps)
     seeded = next((step.seeded for step in rank_steps if step.seeded is not None), None) if drawn else None
     message = (
         f"The {plural_verb('gradient', 'gradients', names)} of {join_names(names)} "
@@ -369,7 +369,7 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
         fix="Seed ranks that compute one model together equally (by their place in the data dimension of the mesh): "
         "dropout and similar layers have to give all of them the same result."
         if drawn
-        else PLAN_ADVICE,
+        else NAME_IN_PLAN,
     )
 
 
@@ -379,7 +379,7 @@ def _differing(rank_steps: PartSteps) -> list[str]:
     return [name for name in common if not are_near([step.gradients[name] for step in rank_steps])]
 
 
-def _draw_apart(steps: Sequence[PartSteps]) -> bool:
+def _generators_differ(steps: Sequence[PartSteps]) -> bool:
     """Return True if generator states differ between ranks and advance in every step."""
     states = list(zip(*([step.random for step in rank_steps] for rank_steps in steps), strict=True))
     moves = all(before != after for by_step in states for before, after in itertools.pairwise(by_step[:MIN_PART_STEPS]))
@@ -393,18 +393,15 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
     skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in wrappers]
-    if any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks):
+    is_pipeline = any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks)
+    if is_pipeline or len(wrappers) < 2 or sum(map(len, ranks)) < world_size:
         return []
-    if len(wrappers) < 2 or any(w.made.context.sharded is None for w in wrappers) or sum(map(len, ranks)) < world_size:
+    if any(wrapper.made.context.sharded is None or wrapper.missing for wrapper in wrappers):
         return []
-    captured = [chain.from_iterable(wrapper.of(ReplicaCaptured)) for wrapper in wrappers]
-    by_step: dict[int, list[list[ReplicaCaptured]]] = {}
-    for group, replicas in enumerate(captured):
-        for replica in replicas:
-            if replica.shard >= 0:
-                by_step.setdefault(replica.step, [[] for _ in wrappers])[group].append(replica)
-    complete = {step: groups for step, groups in by_step.items() if [*map(len, groups)] == [*map(len, ranks)]}
-    return judge_apart_meshes(ranks, complete, wrappers[0].made.location)
+    captured = [wrapper.compared for wrapper in wrappers]
+    steps = {step: [by_step[step] for by_step in captured] for step in set(captured[0]).intersection(*captured)}
+    sharded = {step: groups for step, groups in steps.items() if all(r.shard >= 0 for r in chain(*groups))}
+    return judge_separate_meshes(ranks, sharded, wrappers[0].made.location)
 
 
 locate_hook_of_synchronisation = partial(locate_reduction, "DDP301", ("hook",))

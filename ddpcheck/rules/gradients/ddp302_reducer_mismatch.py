@@ -13,6 +13,8 @@ Detected: ddpcheck runs the same module on the same samples without the wrapper,
     tolerance for rounding is relative to the ranks' own gradients, before averaging.
 Ignore: If a communication hook compresses gradients and you accept its rounding. ddpcheck allows the rounding of
     bfloat16. For a communication hook that the script registers, `ddpcheck run` reports only a note.
+Line: The call that registers the communication hook, else the line that creates the first parameter. If ranks that
+    compute one model together have different losses: the line that computes the loss.
 Checks: report reducer; run reducer
 Example:
     loss = ddp(x).sum()
@@ -22,22 +24,47 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
+from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.replicas.changes import locate_reduction
-from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, differing_losses
+from ddpcheck.trace.check_context import JudgeContext
+from ddpcheck.trace.failures import NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, WrapperErrorFacts
+from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
+
+
+def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
+    """Report a parameter without a gradient, if backward without the wrapper reaches it (DDP302)."""
+    message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
+    return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
+
+
+def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
+    """Report gradients of one step that are not the average only under `torch.compile` (DDP302)."""
+    wrong = {bad.name: bad for item in items for bad in item.differences if bad.bad}
+    if not wrong or draws_differ(items):
+        return []
+    return known.names.one_finding(
+        "DDP302",
+        list(wrong),
+        f"Under torch.compile the gradients of {len(wrong)} of {len(items[0].gradients)} parameters, in step "
+        f"{items[0].step}, are not the average of the ranks' own; without torch.compile they are.",
+        steps=(items[0].step,),
+        evidence=[*map(str, sorted(wrong.values(), key=lambda item: -item.error)[:3])],
+    )
 
 
 def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
     """Report ranks of a tensor parallel group with different losses (DDP302)."""
-    description = differing_losses(facts)
-    if not description or not facts.mismatched:
+    if not facts.differing_losses or not facts.mismatched:
         return []
     return facts.mismatch(
         "DDP302",
-        f"{description}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their sum.",
+        f"{facts.differing_losses}: the gradients of {counted(len(facts.mismatched), 'parameter')} are those of their "
+        "sum.",
         subjects=("loss",),
         location=facts.known.loss_location,
         fix="Replicate the inputs of the loss in the plan of parallelize_module (output_layouts=Replicate()), or "
@@ -52,7 +79,8 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """
     if not facts.mismatched:
         return []
-    hook = facts.known.wrapper.comm_hook
+    hook, sharded = facts.known.wrapper.comm_hook, facts.known.wrapper.sharded
+    parameters = counted(len(facts.mismatched), "parameter")
     if facts.known.own_hook:
         return facts.mismatch(
             "DDP302",
@@ -64,21 +92,15 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
             fix="Nothing, if the hook compresses. If it is to average, return the sum of bucket.buffer() over the "
             "ranks, divided by their number, in the order of its elements.",
         )
-    sharded = facts.known.wrapper.sharded
-    if facts.known.models and not facts.known.wrapper.comm_hook:
-        return facts.mismatch(
-            "DDP302",
-            f"With the model split over ranks, the gradients of {counted(len(facts.mismatched), 'parameter')} differ "
-            "from those of the unsplit model, averaged over the ranks.",
-            fix="Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
-            "layer are replicated, and which are sharded.",
-        )
-    return facts.mismatch(
-        "DDP302",
-        f"Under {'fully_shard' if sharded else 'the wrapper'}, the gradients of "
-        f"{counted(len(facts.mismatched), 'parameter')} are not the average of the ranks' own gradients.",
-        fix="" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL,
-    )
+    under = "fully_shard" if sharded else "the wrapper"
+    message = f"Under {under}, the gradients of {parameters} are not the average of the ranks' own gradients."
+    fix = "" if sharded or facts.known.wrapper.is_ddp else AVERAGE_ALL
+    if facts.known.models and not hook:
+        message = f"With the model split over ranks, the gradients of {parameters} differ from those of the unsplit "
+        message += "model, averaged over the ranks."
+        fix = "Compare the plan of parallelize_module with forward: its layouts define which inputs and outputs of a "
+        fix += "layer are replicated, and which are sharded."
+    return facts.mismatch("DDP302", message, fix=fix)
 
 
 locate_hook_of_reducer = partial(locate_reduction, "DDP302", ("hook",))

@@ -14,6 +14,8 @@ Detected: ddpcheck repeats a step with a loss twice as large. DDP310 is reported
     step. Hooks that clamp the elements of a gradient are reported as a warning, even with the same limit on every
     rank. A hook that steps the optimizer during backward is reported if parameters then differ between ranks.
 Ignore: If each rank should clip its own gradients, as some private or robust training does.
+Line: The line that defines the hook, calls the clip, or calls the optimizer's step inside backward. If no hook is
+    known: the line that creates the first parameter.
 Checks: report parity; run reducer, optimizers
 Explains: DDP302 if same subjects
 Example:
@@ -25,19 +27,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsHooked, HookedGradient, ModuleChanged
+from ddpcheck.findings.evidence.loop import GradientsHooked, HookedGradient, ModuleChanged
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import capitalized, counted, group_by_value, join_names, make_finding, one_finding
+from ddpcheck.rules.registry import rule
 from ddpcheck.trace.check_context import SingleProcessFacts, values_are_close
-from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, Clips, ReducerFacts
-from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
+from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
+from ddpcheck.trace.loop import GradientChanges
 
 _Hooked = Mapping[int, Mapping[str, HookedGradient]]
 """Gradient changes by hooks on one rank, by step and parameter name."""
 
 
-_FACTORS_APART = 0.01
-
+FACTOR_TOLERANCE = 0.01
+"""Relative difference of factors from which they are different: smaller ones are rounding."""
 
 UNCHANGED = HookedGradient("scaled", 1.0)
 
@@ -60,19 +63,12 @@ def explain_by_wrap_hooks(facts: ReducerFacts) -> list[Finding]:
     )
 
 
-def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]:
+@rule
+def judge_clips(changes: GradientChanges) -> list[Finding]:
     """Report gradients clipped by each rank's own norm before the average (DDP310)."""
-    matched = [
-        by_rank for by_rank in zip(*clips, strict=False) if len({(clip.count, clip.location) for clip in by_rank}) == 1
-    ]
-    matched = [by_rank for by_rank in matched if not by_rank[0].of_parts]
-    unequal = [by_rank for by_rank in matched if not are_close([clip.norm for clip in by_rank])]
-    if any(len({(clip.step, clip.location) for clip in rank_clips}) < len(rank_clips) for rank_clips in clips):
-        return []  # several clips per step, such as one per sample
-    averaged = [by_rank for optimizer_steps in steps for by_rank in optimizer_steps if all_gradients_agree(by_rank)]
-    if len(unequal) < 2 or 2 * len(unequal) <= len(matched) or not averaged or len(averaged) < sum(map(len, steps)):
+    first = next(iter(changes.local_clips), None)
+    if first is None:
         return []
-    first = unequal[0]
     return one_finding(
         "DDP310",
         (first[0].by,),
@@ -83,39 +79,34 @@ def judge_clips(clips: Clips, steps: Sequence[Sequence[Steps]]) -> list[Finding]
     )
 
 
-def judge_changed(changes: Sequence[Sequence[GradientsChanged]]) -> list[Finding]:
-    """Report gradients that are clipped or changed between micro-batches (DDP310).
-
-    Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
-    known clip functions count.
-    """
-    matched = [
-        by_rank
-        for by_rank in zip(*changes, strict=False)
-        if len({(change.wrapper, change.step, change.by, change.location) for change in by_rank}) == 1
-    ]
-    local = [by_rank for by_rank in matched if all(change.put_off for change in by_rank)]
-    unequal = [by_rank for by_rank in local if not are_close([change.factor for change in by_rank])]
-    clipped = [by_rank for by_rank in matched if by_rank[0].by and not any(change.put_off for change in by_rank)]
-    shown = unequal if len(unequal) > 1 and 2 * len(unequal) > len(local) else clipped
-    if len(shown) < 2:
+@rule
+def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
+    """Report gradients that are clipped or changed between micro-batches (DDP310)."""
+    if changes.local_clips or not changes.partial_changes:
         return []
-    first = shown[0]
-    cause = first[0].by or "The script"
-    when = "by its own factor on each rank, before they are averaged" if shown is unequal else "before the step has all"
+    first = changes.partial_changes[0]
+    is_local, by = first[0].put_off, first[0].by
+    when = "by its own factor on each rank, before they are averaged" if is_local else "before the step has all"
     return one_finding(
         "DDP310",
-        (first[0].by or "gradients",),
-        f"{cause} changes the gradients after each micro-batch, {when}; those of the next micro-batch are added to the "
-        "changed ones.",
+        (by or "gradients",),
+        f"{by or 'The script'} changes the gradients after each micro-batch, {when}; those of the next micro-batch are "
+        "added to the changed ones.",
         location=first[0].location,
         evidence=[f"rank {r}: it multiplies their norm by {change.factor:.4g}" for r, change in enumerate(first[:4])],
-        severity=Severity.ERROR if shown is unequal else Severity.WARNING,
-        fix=f"Call {first[0].by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
+        severity=Severity.ERROR if is_local else Severity.WARNING,
+        fix=f"Call {by or 'it'} once a step, after its last backward pass and before the optimizer's step.",
     )
 
 
-def hook_finding(
+_HOOK_KINDS = {  # by kind of change: what the hook does, and a number of a rank
+    "scaled": ("multiplies each rank's own gradient by a different factor", "times {0:.4g}"),
+    "masked": ("sets different elements of the gradient to zero on each rank", "a different mask"),
+    "limited": ("limits the elements of each rank's own gradient", "cut off at {0:.4g}"),
+}
+
+
+def _hook_finding(
     hooks: Sequence[Sequence[GradientsHooked]],
     first: Sequence[Mapping[str, HookedGradient]],
     names: Sequence[str],
@@ -123,12 +114,7 @@ def hook_finding(
     steps: Sequence[int],
 ) -> list[Finding]:
     changes = [by_name.get(names[0], UNCHANGED) for by_name in first]
-    action = {
-        "scaled": "multiplies each rank's own gradient by a different factor",
-        "masked": "sets different elements of the gradient to zero on each rank",
-        "limited": "limits the elements of each rank's own gradient",
-    }[kind]
-    number = {"scaled": "times {0:.4g}", "masked": "a different mask", "limited": "cut off at {0:.4g}"}[kind]
+    action, number = _HOOK_KINDS[kind]
     texts = ["no element is changed" if change == UNCHANGED else number.format(change.number) for change in changes]
     return one_finding(
         "DDP310",
@@ -199,15 +185,15 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
         for name in dict.fromkeys(name for by_name in by_rank for name in by_name):
             if kind := _hook_difference([by_name.get(name, UNCHANGED) for by_name in by_rank]):
                 steps_by_kind.setdefault(kind, {}).setdefault(name, []).append(step)
-    for kind in ("scaled", "masked", "limited"):
+    for kind in _HOOK_KINDS:
         names = [name for name, seen in steps_by_kind.get(kind, {}).items() if len(seen) >= MIN_HOOKED_STEPS]
         when = steps_by_kind[kind][names[0]] if names else []
         if names and not (kind == "scaled" and _are_weights(changes, names, when)):
-            return hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
-    return _hooked_in_modules(hooks, steps)
+            return _hook_finding(hooks, [by_step.get(when[0], {}) for by_step in changes], names, kind, when)
+    return _judge_module_hooks(hooks, steps)
 
 
-def _hooked_in_modules(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
+def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
     """Report module backward hooks that scale by a constant factor per rank (DDP310).
 
     A factor that changes between steps may depend on the samples, as in a single process.
@@ -219,7 +205,7 @@ def _hooked_in_modules(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequen
         if len(when) >= MIN_HOOKED_STEPS and not any(map(_factors_differ, by_rank)):
             changes = [HookedGradient("scaled", factors[0]) for factors in by_rank]
             if _hook_difference(changes):
-                return hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
+                return _hook_finding(hooks, [{name: change} for change in changes], [name], "scaled", when)
     return []
 
 
@@ -234,7 +220,7 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
         return "masked"
     factors = [change.number for change in changes]
     average = sum(factors) / len(factors)
-    return "scaled" if _factors_differ(factors) and abs(average - 1.0) > _FACTORS_APART else ""
+    return "scaled" if _factors_differ(factors) and abs(average - 1.0) > FACTOR_TOLERANCE else ""
 
 
 def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
@@ -254,4 +240,4 @@ def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence
 
 
 def _factors_differ(factors: Sequence[float]) -> bool:
-    return max(factors) - min(factors) > _FACTORS_APART * max(map(abs, factors))
+    return max(factors) - min(factors) > FACTOR_TOLERANCE * max(map(abs, factors))

@@ -14,6 +14,8 @@ Detected: DDP311 is reported if autograd raises an error about an in-place chang
     ddpcheck compares the gradients with the average of the ranks' own gradients. A difference is reported as DDP311
     only if DDP broadcast buffers in several forwards before one backward.
 Ignore: Never. Backward has failed or has used wrong values.
+Line: The line where backward raises. In `ddpcheck report`: the line that creates the first of the overwritten
+    parameters or buffers.
 Checks: report reducer
 Explains: DDP214 DDP215 DDP302 DDP304 DDP312
 Reports: pytorch/pytorch#22095 pytorch/pytorch#65907 pytorch/pytorch#175024 pytorch/pytorch#110363
@@ -86,6 +88,12 @@ def explain_by_overwritten_parameters(facts: WrapperErrorFacts) -> list[Finding]
         evidence=[first.message],
         fix="Write it after the backward passes that need it (weight decay, say, in the optimizer), or read a clone.",
     )
+
+
+def explain_error_of_overwritten_tensor(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP311: tensor of unknown name that is overwritten in place."""
+    message = "A tensor that backward needs was overwritten after the forward pass"
+    return facts.finding_of_error("DDP311", message, MODIFIED_IN_PLACE)
 
 
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:

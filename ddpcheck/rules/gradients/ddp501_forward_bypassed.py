@@ -1,4 +1,4 @@
-"""DDP501 forward-bypassed: error
+"""DDP501 forward-bypassed: error, needs_average
 
 Gradients are computed by a forward pass that bypasses the wrapper.
 
@@ -9,6 +9,8 @@ Fix: Call the wrapper, not the module in it; move code that uses parameters into
 Detected: DDP501 is reported if the loss depends on parameters of the wrapped module, but the wrapper was not called
     for this loss. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
 Ignore: If the gradients are averaged in another way, or if each rank should train these parameters separately.
+Line: The line that computes the loss or calls backward, or the call of torch.autograd.grad. For parameters in no
+    wrapper: the line that constructs their optimizer, or the line that reduces the other gradients.
 Checks: report reducer; run loop, optimizers
 Explains: DDP208 DDP306 DDP515; quietly DDP214 if of a copy
 Reports: jingyaogong/minimind#853 intel/e2eAIOK#198 kohya-ss/sd-scripts#989
@@ -25,13 +27,20 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, unless_all
+from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.rules.registry import rule
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.trace.failures import FailureFacts, WrapperErrorFacts
-from ddpcheck.trace.gradients import Ledgers, ReducerFacts, evidence_between_ranks
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts
 from ddpcheck.trace.loop import Loop
-from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, VALUES_DIVERGED, Steps, are_near
+from ddpcheck.trace.unwrapped_params import (
+    MIN_TAKEN_STEPS,
+    VALUES_DIVERGED,
+    Steps,
+    are_near,
+    are_scaled,
+    gradients_differ,
+)
 
 
 def explain_error_by_bypassed_forward(facts: WrapperErrorFacts) -> list[Finding]:
@@ -113,7 +122,7 @@ def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
         steps=unless_all(sorted({item.step for item in bypassed}), facts.step_count),
         evidence=[
             f"gradients of {counted(len(names), 'parameter')} differ between ranks" if names else "",
-            *evidence_between_ranks(facts),
+            *facts.evidence_between_ranks,
         ],
     )
 
@@ -131,38 +140,79 @@ def explain_by_late_average(names: Sequence[str], steps: Sequence[Steps], locati
     )
 
 
+_NOT_AVERAGED = {  # by what averages the other gradients: the cause and the fix
+    "other steps": ("{is_are} never averaged, while the others are, after some steps", "Average it with the others."),
+    "wrapper": (
+        "{is_are} in no DistributedDataParallel",
+        "Put it into the wrapped module, or into a separate DistributedDataParallel.",
+    ),
+    "step": (
+        "{is_are} not reduced inside the optimizer's step, where others are",
+        "Have the step reduce every gradient, or average it before the step on all ranks.",
+    ),
+    "collectives": (
+        "{has} a different gradient on each rank after the collectives of a step",
+        "all_reduce every gradient, and change it afterwards in the same way on every rank, including random numbers.",
+    ),
+    "nothing": (
+        "{is_are} averaged by nothing in this script",
+        "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step.",
+    ),
+}
+
+
+def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
+    """DDP501: parameters that nothing averages; `averaged_by`: what averages the others, as in `_NOT_AVERAGED`."""
+    first, calls = steps[0][0], [step[0].collectives for step in steps]
+    if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
+        averaged_by = "collectives"
+        averaged = [name for name in names if all(name in are_scaled(names, step) for step in steps)]  # by a local clip
+        names = [name for name in names if name not in averaged] or names
+    if averaged_by == "step":
+        names = [name for name in names if all(gradients_differ(step, name) for step in steps)] or names
+    line = steps[-1][0].reduced_at if averaged_by in ("step", "collectives") else first.made
+    cause, fix = _NOT_AVERAGED[averaged_by]
+    words = {"is_are": plural_verb("is", "are", names), "has": plural_verb("has", "have", names)}
+    return one_finding(
+        "DDP501",
+        names,
+        f"{join_names(names)} {cause.format(**words)}: every rank trains {plural_verb('it', 'them', names)} on its own "
+        "gradients.",
+        location=(averaged_by != "other steps" and line) or first.location,
+        evidence=[VALUES_DIVERGED],
+        related={"optimizer steps": first.location},
+        fix=fix,
+    )
+
+
 @rule
 def judge_autograd_grad(loop: Loop) -> list[Finding]:
     """DDP501: parameters of a wrapper that are updated by gradients of `torch.autograd.grad`."""
-    return next(filter(None, map(judge_taken, loop.taken)), [])
+    return next(filter(None, map(judge_autograd_calls, loop.taken)), [])
 
 
-def judge_taken(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
+def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Finding]:
     """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
     Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
     `calls` has those on one wrapper, by rank.
     """
     rows = list(zip(*calls, strict=False))
-    sizes = {len(rank_calls) for rank_calls in calls}
-    if (
-        len(rows) < MIN_TAKEN_STEPS
-        or sizes != {len(rows)}
-        or any(len({call.count for call in row}) > 1 for row in rows)
-    ):
+    all_calls = [call for row in rows for call in row]
+    is_paired = len(all_calls) == sum(map(len, calls)) and all(len({call.count for call in row}) == 1 for row in rows)
+    if len(rows) < MIN_TAKEN_STEPS or not is_paired:
         return []
-    if any(call.reductions or call.put_off for row in rows for call in row):
+    if any(call.reductions or call.put_off for call in all_calls):
         return []  # the wrapper averages backward passes, now or later
-    marks = zip(
-        *(tuple(itertools.chain.from_iterable(call.marks for call in rank_calls)) for rank_calls in calls), strict=False
-    )
+
+    def is_equal(row: Sequence[GradientsTaken], name: str) -> bool:
+        return len({call.parameters.get(name) for call in row}) == 1
+
+    marks = zip(*([mark for call in rank_calls for mark in call.marks] for rank_calls in calls), strict=False)
     are_equal = [len(set(row)) == 1 for row in marks]
-    names = [name for name in rows[0][0].parameters if len({call.parameters.get(name) for call in rows[0]}) == 1]
-    diverged = [name for name in names if len({call.parameters.get(name) for call in rows[-1]}) > 1]
-    unequal = [[name for name in diverged if len({call.parameters.get(name) for call in row}) > 1] for row in rows]
-    if any(later and not before for before, later in itertools.pairwise(are_equal)) or not diverged:
-        return []
-    if any(before and not later for before, later in itertools.pairwise(unequal)):
+    diverged = [name for name in rows[0][0].parameters if is_equal(rows[0], name) and not is_equal(rows[-1], name)]
+    differ = [not all(is_equal(row, name) for name in diverged) for row in rows]
+    if not diverged or (False, True) in itertools.pairwise(are_equal) or (True, False) in itertools.pairwise(differ):
         return []
     local = [row for row in rows if any(_differ([call.gradients.get(name, ()) for call in row]) for name in diverged)]
     known = [row for row in rows if row[0].gradients]

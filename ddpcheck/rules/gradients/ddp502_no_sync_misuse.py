@@ -1,4 +1,4 @@
-"""DDP502 no-sync-misuse: error, stops_run
+"""DDP502 no-sync-misuse: error, needs_average, stops_run
 
 no_sync is not entered, never left, or does not enclose the forward pass.
 
@@ -11,6 +11,9 @@ Detected: ddpcheck records the order of no_sync, forward and backward passes, an
     in which no backward pass was averaged. It also reports a step that uses gradients which a backward pass has added
     to averaged ones. A no_sync without effect is reported as a warning.
 Ignore: If you use local SGD: the ranks step separately on purpose, and average parameters occasionally.
+Line: The innermost `if` around no_sync, if no loop is between them; else the call of no_sync,
+    set_requires_gradient_sync or set_requires_all_reduce that switches the reduction off. If no such line is known:
+    the optimizer's step.
 Checks: report reducer; run loop
 Explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps; quietly DDP214 if of a copy
 Reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
@@ -23,6 +26,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, DdpStepEvidence, LoopEvent
 from ddpcheck.findings.program_blocks import blocks_of_lines
@@ -31,9 +35,12 @@ from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_ranks, one_finding, plural_verb, unless_all
 from ddpcheck.stream.entries import Backward
 from ddpcheck.stream.ledger import Ledger
-from ddpcheck.trace.gradients import Ledgers, ReducerFacts, contribution_ranks, contribution_steps
+from ddpcheck.trace.gradients import Ledgers, ReducerFacts, ranks_and_steps
 from ddpcheck.trace.positions import EndingFacts
 from ddpcheck.trace.script_facts import ScriptFacts
+
+BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
+"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
 
 _SWITCHES = {
     "set_requires_gradient_sync": "no gradient of its module is reduced",
@@ -47,22 +54,24 @@ def judge_switched_off(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
     if not unreduced:
         return []
     item, last = unreduced[-1]
-    call = _switched_off(item.events)
-    kind = call.kind if call is not None else "set_requires_gradient_sync"
-    in_turn = any(event.kind == kind and event.synchronises for event in item.events)
-    return one_finding(
-        "DDP502",
-        (kind,),
-        f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the optimizer steps "
-        "without its gradients."
-        if in_turn
-        else f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have "
-        "no gradient, and the optimizer's steps do not change them.",
-        ranks=unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence)),
-        location=Location.parse(call.location if call is not None and call.location else last.ended_by.location),
-        related={"optimizer steps": Location.parse(last.ended_by.location)},
-        fix=f"Call {kind}(True) before the last backward of a step, or leave it out.",
+    stepped_at = Location.parse(last.ended_by.location)
+    call = _switched_off(item.events) or LoopEvent("set_requires_gradient_sync")
+    kind, in_turn = call.kind, any(event.kind == call.kind and event.synchronises for event in item.events)
+    message = f"{kind}(False) is in force in every backward pass, so {_SWITCHES[kind]}: those shards have no gradient, "
+    message += "and the optimizer's steps do not change them."
+    if in_turn:
+        message = f"{kind}(False) is in force in the last backward pass of a step, so {_SWITCHES[kind]}, and the "
+        message += "optimizer steps without its gradients."
+    ranks = unless_all(sorted({step.rank for step, _ in unreduced}), len(evidence))
+    related = {"optimizer steps": stepped_at}
+    return _switch_finding(
+        call, message, ranks=ranks, location=Location.parse(call.location) or stepped_at, related=related
     )
+
+
+def _switch_finding(call: LoopEvent, message: str, **more: Any) -> list[Finding]:
+    fix = f"Call {call.kind}(True) before the last backward of a step, or leave it out."
+    return one_finding("DDP502", (call.kind,), message, fix=fix, **more)
 
 
 def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
@@ -74,15 +83,11 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
     call = _switched_off(facts.evidence[0].events)
     if not wrong or call is None:
         return []
-    count = len(facts.evidence[0].gradients)
-    return one_finding(
-        "DDP502",
-        (call.kind,),
-        f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of {len(wrong)} "
-        f"of {counted(count, 'parameter')} are not the average of the ranks'.",
-        location=Location.parse(call.location),
-        fix=f"Call {call.kind}(True) before the last backward of a step, or leave it out.",
+    message = f"{call.kind}(False) is in force in every backward of a step, so {_SWITCHES[call.kind]}: those of "
+    message += (
+        f"{len(wrong)} of {counted(len(facts.evidence[0].gradients), 'parameter')} are not the average of the ranks'."
     )
+    return _switch_finding(call, message, location=Location.parse(call.location))
 
 
 def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
@@ -93,20 +98,15 @@ def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
 
 def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
     """Move a DDP502 to the innermost `if` around `no_sync`, if no loop is inside."""
-    line = str(finding.location or "")
-    enters = finding.subjects == ("no_sync",) and BY_FLAG not in finding.evidence  # the value of a setting decides
-    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or not line or not enters:
+    if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
-    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in _DECIDES]
+    if finding.subjects != ("no_sync",) or BY_FLAG in finding.evidence:
+        return finding
+    line = str(finding.location)
+    kinds = ("branch", "loop", "function")
+    around = [block for block in blocks_of_lines([line], source=facts.source)[line] if block.kind in kinds]
     decides = bool(around) and around[-1].kind == "branch"
     return replace(finding, location=Location(around[-1].path, around[-1].line)) if decides else finding
-
-
-_DECIDES = ("branch", "loop", "function")
-
-
-BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
-"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
 
 
 def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
@@ -124,8 +124,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
             "DDP502",
             ("no_sync",),
             "Every forward of the step runs under no_sync, so its gradients are never averaged.",
-            ranks=contribution_ranks(used, ledgers),
-            steps=contribution_steps(used, ledgers),
+            **ranks_and_steps(used, ledgers),
             location=Location.parse(first.under or step.location),
         )
     called = unreduced[-1].under
@@ -140,7 +139,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
         "rank steps on its own."
         if len(unreduced) < len(step_contributions)
         else "No gradient of the step is averaged: every forward pass of it ran with synchronisation off.",
-        ranks=contribution_ranks(used, ledgers),
+        ranks=unless_all(sorted({item.rank for item, _ in used}), len({item.rank for item, _ in ledgers})),
         location=Location.parse(set_at or called or step.location or unreduced[-1].backward.location),
         evidence=[
             BY_FLAG,
@@ -158,20 +157,20 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
 
 def judge_useless_no_sync(ledgers: Ledgers) -> list[Finding]:
     """DDP502: `no_sync` without effect, because it encloses no forward."""
-    for _, ledger in ledgers:
-        for event, message in (
-            *((entry, "no_sync() is called and its context never entered") for entry in ledger.not_entered),
-            *((entry, "no_sync encloses a backward pass and not its forward") for entry in ledger.around_backward),
-        ):
-            return one_finding(
-                "DDP502",
-                ("no_sync",),
-                f"{message}, so it changes nothing.",
-                location=Location.parse(event.location),
-                evidence=["the gradients are right, and every micro-step pays for a reduction"],
-                severity=Severity.WARNING,
-            )
-    return []
+    first = next((ledger for _, ledger in ledgers if ledger.not_entered or ledger.around_backward), None)
+    if first is None:
+        return []
+    message = "no_sync() is called and its context never entered, so it changes nothing."
+    if not first.not_entered:
+        message = "no_sync encloses a backward pass and not its forward, so it changes nothing."
+    return one_finding(
+        "DDP502",
+        ("no_sync",),
+        message,
+        location=Location.parse((*first.not_entered, *first.around_backward)[0].location),
+        evidence=["the gradients are right, and every micro-step pays for a reduction"],
+        severity=Severity.WARNING,
+    )
 
 
 def uneven_no_sync_finding(

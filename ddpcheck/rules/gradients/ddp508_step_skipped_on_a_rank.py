@@ -11,6 +11,8 @@ Detected: ddpcheck compares how many backward passes and optimizer steps each ra
     at least two ranks skip different passes. If the numbers vary much, or more than three passes in a row are
     skipped, nothing is reported.
 Ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
+Line: The only line that can skip the backward pass or the step, such as an `if` or `continue`. If several can: the
+    call that some ranks skip, so the optimizer's step or the backward pass.
 Checks: report reducer; run loop, optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
@@ -36,6 +38,12 @@ from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.positions import EndingFacts, Position, doing, may_leave_out, op_name
 from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
+
+USUAL_SHARE = 0.8
+"""Least share of reductions that have the most common pace: without a regular pace, a skip is not recognised."""
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Skipped iterations in a row that still count: more may be another part of the program, such as a warm-up."""
 
 
 def fewer_backwards_finding(
@@ -102,25 +110,21 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 
 
 def skipped_steps_finding(
-    rank_steps: Steps, ranks: Sequence[int], action: str, evidence: Sequence[str]
+    rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the line that decides on the step, if unique."""
+    """Create a DDP508 at the line that decides on the step, if unique; `counts` by rank, with their `label`."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
-    decides = f"this line decides if the step at {step} is made"
+    reasons = [f"{line} may leave it out" for line in lines]
+    if len(lines) == 1:
+        reasons = [f"this line decides if the step at {step} is made"]
     return one_finding(
         "DDP508",
         ("step",),
         f"{format_ranks(ranks).capitalize()} {action}",
         ranks=ranks,
         location=lines[0] if len(lines) == 1 else step,
-        evidence=[*evidence, *([decides] if len(lines) == 1 else [f"{line} may leave it out" for line in lines])],
+        evidence=[*(f"{label}: {text}" for text in group_by_value(counts)), *reasons],
     )
-
-
-_USUAL = 0.8  # least share of reductions with the most common pace
-
-
-_MOST_LEFT_OUT = 3  # consecutive skipped iterations
 
 
 def shift_finding(
@@ -135,14 +139,14 @@ def shift_finding(
             counts[count(run)] += length
             batch_counts[run.batches] += length
         ((turn, often),), ((batches, _),) = counts.most_common(1), batch_counts.most_common(1)
-        if not turn or often < _USUAL * pace.reductions:
+        if not turn or often < USUAL_SHARE * pace.reductions:
             return []
         # a skipped backward pass takes one more batch, if there is a loader
         odd = [item for item in pace.lengths() if count(item[0]) > turn and (item[0].batches > batches or not batches)]
         extra = {run.first + n: run for run, length in odd if count(run) % turn == 0 for n in range(length)}
         skipped = {step: count(run) // turn - 1 for step, run in extra.items()}
         skipped |= {run.first: count(run) // turn for run in pace.runs[-1:] if run.first == pace.reductions}
-        unusual.append({step: times for step, times in skipped.items() if 0 < times <= _MOST_LEFT_OUT})
+        unusual.append({step: times for step, times in skipped.items() if 0 < times <= MAX_SKIPPED_IN_A_ROW})
         lines += [extra[step].location for step in unusual[-1] if step in extra]
     everywhere = set.intersection(*(set(skips.items()) for skips in unusual))
     rank_skips = [{step: n for step, n in skips.items() if (step, n) not in everywhere} for skips in unusual]
@@ -201,19 +205,14 @@ def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Fin
             ranks = [rank for rank, count in enumerate(reductions) if count > min(reductions)]
             message = f"{plural_verb('skips', 'skip', ranks)} optimizer steps that the others make."
             label = f"averaged backward passes until step {rank_steps[0].count}"
-            return skipped_steps_finding(
-                rank_steps, ranks, message, [f"{label}: {text}" for text in group_by_value(reductions)]
-            )
-    counts = [end.count for end in ends]
-    if steps and len(ends) == len(steps[0]) and min(end.reductions for end in ends) > 0 and len(set(counts)) > 1:
-        if len({end.reductions for end in ends}) == 1:
-            ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
-            message = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same "
-            message += "averaged backward passes."
-            return skipped_steps_finding(
-                steps[-1], ranks, message, [f"optimizer steps: {text}" for text in group_by_value(counts)]
-            )
-    return []
+            return skipped_steps_finding(rank_steps, ranks, message, label, reductions)
+    counts, all_reductions = [end.count for end in ends], {end.reductions for end in ends}
+    is_known = bool(steps) and len(ends) == len(steps[0]) and len(all_reductions) == 1 and min(all_reductions) > 0
+    if not is_known or len(set(counts)) == 1:
+        return []
+    ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    message = f"{plural_verb('has', 'have', ranks)} made fewer optimizer steps than the others from the same averaged "
+    return skipped_steps_finding(steps[-1], ranks, f"{message}backward passes.", "optimizer steps", counts)
 
 
 def judge_skipped_update(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:

@@ -10,6 +10,7 @@ Fix: Call forward once and backward once a step; add losses up before backward; 
 Detected: ddpcheck records the wrapper's forward and backward passes in order. It reports a second backward pass
     without its own forward, if an optimizer uses its gradients. It also reports a second pass that makes DDP raise.
 Ignore: If the gradients of the second pass are only inspected, and no optimizer uses them.
+Line: The line of the second backward pass.
 Checks: report reducer; run loop
 Explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
 Example:
@@ -22,18 +23,23 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import one_finding
-from ddpcheck.trace.failures import MARKED_TWICE, FailureFacts, WrapperErrorFacts
+from ddpcheck.trace.failures import MARKED_TWICE, UNDEFINED_GRADIENT, FailureFacts, WrapperErrorFacts
 from ddpcheck.trace.gradients import Ledgers
+
+_GRADIENT_TOO_LATE = (
+    "A second backward pass of an earlier step delivered gradients after the reduction of that step: DDP takes them "
+    "for the start of the next reduction, and waits for the rest"
+)
 
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
     """DDP509: gradient after the end of a reduction, which DDP counts for the next."""
-    return facts.one_finding(
-        "DDP509",
-        ("backward",),
-        "A second backward pass of an earlier step delivered gradients after the reduction of that step: DDP takes "
-        "them for the start of the next reduction, and waits for the rest.",
-    )
+    return facts.one_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
+
+
+def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP509: likewise, in a step that the bare module completes."""
+    return facts.finding_of_error("DDP509", _GRADIENT_TOO_LATE, UNDEFINED_GRADIENT)
 
 
 def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:

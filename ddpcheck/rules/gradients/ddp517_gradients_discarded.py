@@ -8,6 +8,7 @@ Fix: Call zero_grad right after step, or right before the first micro-step, and 
 Detected: ddpcheck records zero_grad, backward passes and optimizer steps in order. It reports gradients that are
     repeatedly zeroed before a step has used them.
 Ignore: If a step is skipped on purpose, and its gradients with it.
+Line: The call of zero_grad that discards the gradients.
 Checks: report reducer; run loop
 Example:
     for part in parts:
@@ -20,7 +21,7 @@ from __future__ import annotations
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.gradients import Ledgers, contribution_ranks, contribution_steps
+from ddpcheck.trace.gradients import Ledgers, ranks_and_steps
 from ddpcheck.trace.loop import Loop
 
 
@@ -51,8 +52,7 @@ def judge_discarded_gradients(ledgers: Ledgers) -> list[Finding]:
         "DDP517",
         ("zero_grad",),
         f"zero_grad discards the gradients of {join_names(first.ended_by.discarded)} before any step has used them.",
-        ranks=contribution_ranks(lost, ledgers),
-        steps=contribution_steps(lost, ledgers),
+        **ranks_and_steps(lost, ledgers),
         location=Location.parse(first.ended_by.location),
         evidence=[f"they come from the backward at {origin}"] if origin else [],
     )

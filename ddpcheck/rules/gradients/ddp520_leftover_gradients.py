@@ -10,6 +10,8 @@ Fix: Call zero_grad of an optimizer right before the backward pass of its loss, 
 Detected: `ddpcheck run` inspects one gradient of each optimizer between a step and the next backward pass. DDP520 is
     reported if this gradient is still not zero, in three steps in a row, and backward adds to it.
 Ignore: If gradients of several losses should be added up over several steps.
+Line: The optimizer's step, if its own gradients are not zeroed. If another loss left them: the backward pass that
+    adds to them.
 Checks: run loop
 Explains: DDP508
 Example:

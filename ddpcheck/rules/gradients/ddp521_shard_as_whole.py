@@ -19,6 +19,8 @@ Detected: `ddpcheck run` reports torch.save of a model's shards if only some ran
     (experts, embedding tables) belong to one rank each. An all_reduce of their gradients over all ranks is reported.
 Ignore: If the file is for inspection only, or if shards are equal at the start on purpose, as in a model of identical
     blocks.
+Line: The line that saves, loads or copies the values, or that takes the norm or reduces the gradients. If no line
+    loads the equal shards: the call of fully_shard.
 Checks: report reducer; run loop, optimizers, files
 Example:
     fully_shard(model)
@@ -31,7 +33,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
+from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, ShardedStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
@@ -170,6 +174,24 @@ def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
             "rank draws for its shards from the same seed"
         ],
     )
+
+
+def locate_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at: Location | None) -> Finding:
+    """Move a finding on equal shards to the line that loads one file on all ranks."""
+    if finding.code != "DDP521":
+        return finding
+    read = [{(use.path, use.location) for use in rank_uses if use.by_torch and not use.writes} for rank_uses in uses]
+    alike = set.intersection(*read)
+    if len({line for _, line in alike}) != 1:
+        drawn_alike = (
+            "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the "
+            "rank's shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only "
+            "the shard, give each rank a different seed."
+        )
+        return replace(finding, location=wrapped_at, fix="" if any(read) else drawn_alike)
+    path, line = min(alike, key=str)
+    note = f"every rank has loaded {PurePath(path).name} there"
+    return replace(finding, location=line, evidence=(note, *finding.evidence))
 
 
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:

@@ -8,26 +8,20 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.script import OptimizerEnd
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import join_names, make_finding, plural_verb
-from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_average
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb
+from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_average, explain_by_no_average
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_missing_group
 from ddpcheck.rules.replicas.ddp306_state_diverged import explain_by_divergence
 from ddpcheck.trace.unwrapped_params import (
     VALUES_DIVERGED,
     Steps,
-    are_near,
-    are_scaled,
     gradients_differ,
     gradients_mostly_differ,
+    is_averaged,
+    is_equal,
     param_name,
     params_equal,
 )
-
-
-def gradients_agree(steps: Steps, name: str) -> bool:
-    """Check if an unwrapped parameter has the same nonzero gradient on all ranks."""
-    sketches = [entry.gradients[name] for entry in steps if name in entry.gradients]
-    return len(sketches) == len(steps) and are_near(sketches) and any(sketches[0])
 
 
 def judge_unsynchronized(
@@ -40,114 +34,72 @@ def judge_unsynchronized(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """Detect parameters that no wrapper averages, trained separately per rank (DDP501, 503, 208)."""
-    aligned = [step for step in steps if step and all(entry.alone.keys() == step[0].alone.keys() for entry in step)]
-    if len(aligned) < 2 or not aligned[0][0].alone or len(aligned) < len(steps):
+    """Detect parameters that no wrapper averages, trained separately per rank (DDP111, 208, 306, 501, 503)."""
+    aligned = (step and all(entry.alone.keys() == step[0].alone.keys() for entry in step) for step in steps)
+    if len(steps) < 2 or not all(aligned) or not steps[0][0].alone:
         return []
-    marks = [tuple(itertools.chain.from_iterable(step[r].marks for step in aligned)) for r in range(len(steps[0]))]
+    marks = [tuple(itertools.chain.from_iterable(step[r].marks for step in steps)) for r in range(len(steps[0]))]
     if len(ends) == len(marks):
         marks = [rank_marks + end.marks for rank_marks, end in zip(marks, ends, strict=True)]
     are_equal = [len(set(step_marks)) == 1 for step_marks in zip(*marks, strict=False)]
-    if any(later and not before for before, later in itertools.pairwise(are_equal)):
-        return explain_by_divergence(aligned, are_equal)
+    if (False, True) in itertools.pairwise(are_equal):
+        return explain_by_divergence(steps, are_equal)
     if any(params_equal(later[0]) and not params_equal(earlier[-1]) for earlier, later in itertools.pairwise(others)):
         return []  # averaged between the steps of two optimizers
-    names = list(aligned[0][0].alone)
+    equal = {name: [is_equal(step, name) for step in steps] for name in steps[0][0].alone}
+    synced = {name for name, by_step in equal.items() if (False, True) in itertools.pairwise(by_step)}
+    diverged = [name for name, by_step in equal.items() if by_step[0] and not by_step[-1] and name not in synced]
+    local = [name for name in diverged if any(gradients_differ(step, name) for step in steps)]
+    if not local or not gradients_mostly_differ(steps):
+        return _judge_start(steps)
+    names = [*map(param_name, local)]
+    if late := next((location for step in steps for entry in step if (location := entry.late_sum_at)), None):
+        return explain_by_late_average(names, steps, late)
+    if sharded_at is not None:
+        return explain_by_missing_group(names, steps, sharded_at, assigned)
+    if all("/" in name for name in local):
+        return _added_to_wrapper(names, steps)
+    averaged_by = "other steps" if synced else "wrapper" if wrapped else "step" if in_step else "nothing"
+    return explain_by_no_average(names, steps, averaged_by)
 
-    def is_equal(step: Steps, name: str) -> bool:
-        return len({entry.alone[name] for entry in step}) == 1
 
-    equal = [name for name in names if is_equal(aligned[0], name)]
-    synced = {name for name in names for before, later in itertools.pairwise(aligned) if _syncs(name, before, later)}
-    diverged = [name for name in equal if name not in synced and not any(is_equal(step, name) for step in aligned[-1:])]
-    local = [name for name in diverged if any(gradients_differ(step, name) for step in aligned)]
-    if local and gradients_mostly_differ(aligned):
-        is_added = all("/" in name for name in local)  # parameters of a wrapper
-        local = [*map(param_name, local)]
-        if late := next((location for step in aligned for entry in step if (location := entry.late_sum_at)), None):
-            return explain_by_late_average(local, aligned, late)
-        if sharded_at is not None:
-            return explain_by_missing_group(local, aligned, sharded_at, assigned)
-        location = aligned[0][0].made
-        cause = f"{plural_verb('is', 'are', local)} averaged by nothing in this script"
-        fix = "Wrap the module in DistributedDataParallel, or all_reduce every gradient before the step."
-        if is_added:
-            location = None
-            cause = f"{plural_verb('was', 'were', local)} added or unfrozen after wrapping"
-            fix = "Finish the module first, wrap it last; wrap again after any such change."
-        elif synced:
-            location = None
-            cause = f"{plural_verb('is', 'are', local)} never averaged, while the others are, after some steps"
-            fix = "Average it with the others."
-        elif wrapped:
-            cause = f"{plural_verb('is', 'are', local)} in no DistributedDataParallel"
-            fix = "Put it into the wrapped module, or into a separate DistributedDataParallel."
-        elif in_step:
-            location = aligned[-1][0].reduced_at
-            local = [name for name in local if all(gradients_differ(step, name) for step in aligned)] or local
-            cause = f"{plural_verb('is', 'are', local)} not reduced inside the optimizer's step, where others are"
-            fix = "Have the step reduce every gradient, or average it before the step on all ranks."
-        elif all(later.collectives > before.collectives for before, later in itertools.pairwise(s[0] for s in aligned)):
-            location = aligned[-1][0].reduced_at
-            # leave out averaged gradients that a clip with a local norm scaled
-            local = [name for name in local if not all(name in are_scaled(local, step) for step in aligned)] or local
-            cause = (
-                f"{plural_verb('has', 'have', local)} a different gradient on each rank after the collectives of a step"
-            )
-            fix = (
-                "all_reduce every gradient, and change it afterwards in the same way on every rank, including random "
-                "numbers."
-            )
-        return _unwrapped_finding(
-            "DDP503" if is_added else "DDP501",
-            local,
-            f"{join_names(local)} {cause}: every rank trains {plural_verb('it', 'them', local)} on its own gradients.",
-            aligned,
-            VALUES_DIVERGED,
-            fix,
-            location,
-        )
-    unequal = [name for name in names if name not in equal and not any(is_equal(step, name) for step in aligned)]
-    sketches = {name: [[entry.gradients.get(name, ()) for entry in step] for step in aligned] for name in unequal}
-    averaged = [  # may be zero in the first step if a later layer is zero-initialized
-        param_name(name)
-        for name, by_step in sketches.items()
-        if all(all(row) and are_near(row) for row in by_step) and any(any(row[0]) for row in by_step)
-    ]
-    if averaged:
-        return _unwrapped_finding(
-            "DDP208",
-            averaged,
-            f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
-            "and the gradients are averaged: an average over different models is right for none of them.",
-            aligned,
-            "the gradients are the same on all ranks in every step that was compared, and the values in none",
-            "Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
-            aligned[0][0].broadcast_at or aligned[0][0].made,
-        )
-    return []
+def _added_to_wrapper(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
+    """DDP503: parameters of a wrapped module that the wrapper does not know."""
+    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
+    return one_finding(
+        "DDP503",
+        names,
+        f"{join_names(names)} {was} added or unfrozen after wrapping: every rank trains {them} on its own gradients.",
+        location=steps[0][0].location,
+        evidence=[VALUES_DIVERGED],
+        fix="Finish the module first, wrap it last; wrap again after any such change.",
+    )
+
+
+def _judge_start(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP208: parameters that always differ between ranks, with averaged gradients."""
+    first = steps[0][0]
+    unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
+    averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
+    if not averaged:
+        return []
+    line = first.broadcast_at or first.made
+    return one_finding(
+        "DDP208",
+        averaged,
+        f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
+        "and the gradients are averaged: an average over different models is right for none of them.",
+        location=line or first.location,
+        related={"optimizer steps": first.location},
+        evidence=["the gradients are the same on all ranks in every step that was compared, and the values in none"],
+        fix="Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
+    )
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:
     """Check if steps from rank-local gradients move a parameter equally on all ranks."""
-
-    def is_equal(name: str) -> bool:
-        return all(len({entry.alone.get(name) for entry in step}) == 1 for step in steps)
-
     return len(steps) > 1 and any(
-        is_equal(name) and steps[-1][0].alone[name] != value and all(gradients_differ(step, name) for step in steps)
+        all(is_equal(step, name) and gradients_differ(step, name) for step in steps)
+        and steps[-1][0].alone[name] != value
         for name, value in steps[0][0].alone.items()
     )
-
-
-def _syncs(name: str, before: Steps, later: Steps) -> bool:
-    """Check if an unwrapped parameter goes from different to equal between two steps."""
-    first, second = (len({entry.alone[name] for entry in step}) for step in (before, later))
-    return second == 1 < first
-
-
-def _unwrapped_finding(
-    code: str, names: Sequence[str], text: str, steps: Sequence[Steps], evidence: str, fix: str, line: Location | None
-) -> list[Finding]:
-    finding = make_finding(code, names, text, location=steps[0][0].location, evidence=[evidence], fix=fix)
-    return [finding.relocated(line, "optimizer steps")]

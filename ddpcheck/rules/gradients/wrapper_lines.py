@@ -13,115 +13,111 @@ from ddpcheck.rules.gradients.wrappers import judge_begun, judge_wrappers
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.verdict import OF_BUFFERS, Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
+from ddpcheck.trace.gradients import UNEQUAL
 from ddpcheck.trace.losses import sums_rightly
 from ddpcheck.trace.script_facts import ScriptFacts
 
-_COMPRESSED = 0.1  # relative loss of a communication hook that makes comparison useless
+LOSSY_HOOK = 0.1
+"""Relative loss of a communication hook from which its gradients are not compared with the average."""
 
-
-_NOT_REDUCED = (
+NOT_REDUCED = (
     "not compared with the average: gradients that are split among more than 8 ranks or along several dimensions, and "
     "those of shards that the program also uses directly"
 )
 
-
-PARTS = {  # what was compared, by heading
-    "parameters": "every trainable parameter contributed to the loss in {steps}",
-    "replicas": "modules, parameters, buffers and gradients match between ranks, {times}",
-    "reducer": "gradients equal the average of the ranks' own, {times}",
-    "loop": "forward, backward, no_sync and optimizer steps had a valid order in {steps}",
-}
-_OF_SHARDS = {
-    "replicas": "modules and buffers{built} match between ranks, {times}",
-    "loop": "forward, backward, reduction switches and optimizer steps had a valid order in {steps}",
-}
+CHECKS = ("parameters", "replicas", "reducer", "loop")
+"""Check lines of a wrapper; a finding stands in the first of its rule's."""
 
 
 def judge_all_of_wrappers(facts: ScriptFacts) -> Verdicts:
-    """Judge the wrappers of a script, under the check lines of `PARTS`."""
+    """Judge the wrappers of a script, and describe what matches by check line."""
     findings = locate_restored_file(judge_wrappers(facts), facts.of(FileUsed))
-    captured = [wrapper.of(ReplicaCaptured) for wrapper in facts.wrappers]
-    times = max(
-        (len({id(replica) for replica in itertools.chain(*by_rank)}) // len(by_rank) for by_rank in captured), default=0
-    )
-    reasons = sorted({entry.why for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(NotCompared))})
-    hook_reasons, averaged_times = _why_not_averaged(facts, captured, findings)
+    by_check = {check: [finding for finding in findings if _check_of(finding, CHECKS) == check] for check in CHECKS}
+    if not facts.steps:
+        return {check: Verdict(selected) for check, selected in by_check.items()}
     missing = sorted({rank for wrapper in facts.wrappers for rank in wrapper.missing})
-    verdicts = {}
-    sharded = [wrapper.made.context.sharded for wrapper in facts.wrappers]
     reports = [entry.report for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(StepsReported))]
-    for heading, text in PARTS.items():
-        if sharded and all(sharded):
-            is_known = all(
-                values.keys() >= {*wrapper.made.context.trainable}
-                for wrapper in facts.wrappers
-                for values in wrapper.values_built
-            )
-            built = ", and values before fully_shard," if is_known else ""
-            text = _OF_SHARDS.get(heading, text).replace("{built}", built)
-        count = averaged_times if heading == "reducer" else times
-        selected = [finding for finding in findings if _heading_of(finding) == heading]
-        if heading == "parameters" and any(r.missing or r.sometimes_missing or r.never_used for r in reports):
-            text += ", except those that may be unused"
-        if heading == "reducer" and selected:
-            text = "gradients and the average of the ranks' own, {times}"
-        elif heading == "reducer" and any(map(sums_rightly, facts.wrappers)):
-            text = text.replace("average", "average or sum")
-        passed = text.format(steps=counted(facts.steps, "step"), times=f"compared {counted(count, 'time')}")
-        lacking = not_here(missing)
-        if "{times}" in text:
-            parts = [*reasons, *(hook_reasons if heading == "reducer" else ())]
-            partly = "" if count else "no step was compared"
-            lacking = lacking or ": ".join(filter(None, (partly, "; ".join(parts) if parts else "")))
-            passed = passed if count else ""
-            if heading == "replicas" and any(facts.hook_that_leaves_own(wrapper.number) for wrapper in facts.wrappers):
-                passed = passed.replace(", parameters, buffers and gradients", " and buffers")
-            if heading == "replicas" and any(finding.code not in OF_BUFFERS for finding in selected):
-                passed = ""
-        if heading == "reducer" and any(sharded) and not all(map(_has_own, captured)):
-            passed, lacking = passed if any(map(_has_own, captured)) else "", lacking or _NOT_REDUCED
-        verdicts[heading] = Verdict(selected, "" if missing else passed, lacking) if facts.steps else Verdict(selected)
-    return verdicts
+    may_miss = any(report.missing or report.sometimes_missing or report.never_used for report in reports)
+    steps, switch = counted(facts.steps, "step"), "reduction switches" if _are_sharded(facts) else "no_sync"
+    unused = ", except those that may be unused" if may_miss else ""
+    compared = {
+        "parameters": (f"every trainable parameter contributed to the loss in {steps}{unused}", ""),
+        "replicas": _compare_replicas(facts, by_check["replicas"]),
+        "reducer": _compare_gradients(facts, findings, is_wrong=bool(by_check["reducer"])),
+        "loop": (f"forward, backward, {switch} and optimizer steps had a valid order in {steps}", ""),
+    }
+    return {
+        check: Verdict(by_check[check], "" if missing else passed, describe_missing_ranks(missing) or not_compared)
+        for check, (passed, not_compared) in compared.items()
+    }
 
 
-def _heading_of(finding: Finding) -> str:
-    return next((name for name in RULES[finding.code].checks.get("run", ()) if name in PARTS), "loop")
+def _check_of(finding: Finding, checks: Sequence[str]) -> str:
+    return next((check for check in RULES[finding.code].checks.get("run", ()) if check in checks), checks[-1])
 
 
-def not_here(missing: Sequence[int]) -> str:
+def describe_missing_ranks(missing: Sequence[int]) -> str:
     """Return why not all ranks were compared, or ''."""
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
 
 
-def _why_not_averaged(
-    facts: ScriptFacts, captured: Sequence[Sequence[Sequence[ReplicaCaptured]]], findings: Sequence[Finding]
-) -> tuple[list[str], int]:
+def _are_sharded(facts: ScriptFacts) -> bool:
+    return bool(facts.wrappers) and all(wrapper.made.context.sharded for wrapper in facts.wrappers)
+
+
+def _compare_replicas(facts: ScriptFacts, findings: Sequence[Finding]) -> tuple[str, str]:
+    """Return what matches between ranks, and why not all was compared."""
+    count = max((sum(map(len, w.of(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers), default=0)
+    not_compared = _gaps(facts, count)
+    if not count or any(finding.code not in OF_BUFFERS for finding in findings):
+        return "", not_compared
+    subjects = "modules, parameters, buffers and gradients"
+    if _are_sharded(facts):
+        built = [(values, wrapper) for wrapper in facts.wrappers for values in wrapper.values_built]
+        is_known = all(values.keys() >= {*wrapper.made.context.trainable} for values, wrapper in built)
+        subjects = f"modules and buffers{', and values before fully_shard,' if is_known else ''}"
+    elif any(facts.hook_that_leaves_own(wrapper.number) for wrapper in facts.wrappers):
+        subjects = "modules and buffers"
+    return f"{subjects} match between ranks, compared {counted(count, 'time')}", not_compared
+
+
+def _compare_gradients(facts: ScriptFacts, findings: Sequence[Finding], *, is_wrong: bool) -> tuple[str, str]:
+    """Return how gradients compare with the average, and why not all were compared."""
+    reasons, count = _why_not_averaged(facts, findings)
+    average = "average or sum" if any(map(sums_rightly, facts.wrappers)) else "average"
+    result = "and the average" if is_wrong else f"equal the {average}"
+    passed = f"gradients {result} of the ranks' own, compared {counted(count, 'time')}" if count else ""
+    not_compared = _gaps(facts, count, reasons)
+    has_own = [all(any(r.own for r in replicas) for replicas in w.of(ReplicaCaptured)) for w in facts.wrappers]
+    if any(wrapper.made.context.sharded for wrapper in facts.wrappers) and not all(has_own):
+        return passed if any(has_own) else "", not_compared or NOT_REDUCED
+    return passed, not_compared
+
+
+def _gaps(facts: ScriptFacts, count: int, reasons: Sequence[str] = ()) -> str:
+    """Return why steps were not compared, or ''; `count`: steps compared."""
+    entries = (entry for wrapper in facts.wrappers for entry in itertools.chain(*wrapper.of(NotCompared)))
+    parts = "; ".join((*sorted({entry.why for entry in entries}), *reasons))
+    return ": ".join(filter(None, ("" if count else "no step was compared", parts)))
+
+
+def _why_not_averaged(facts: ScriptFacts, findings: Sequence[Finding]) -> tuple[list[str], int]:
     """Return why gradients were not compared with the average, and the step count."""
-    exact = [[[replica for replica in replicas if _is_exact(replica)] for replicas in by_rank] for by_rank in captured]
-    entries = [replica for by_rank in captured for replicas in by_rank for replica in replicas]
-    reasons = [f"gradients that {entry.hook} compresses are not compared" for entry in entries if not _is_exact(entry)]
     for wrapper in facts.wrappers:
         hook = facts.hook_that_leaves_own(wrapper.number)
         if hook and facts.averages_by_hand(wrapper.number):
             return [f"{hook} leaves each rank its own gradients, and the script averages them"], 0
-    if any(finding.code == "DDP301" for finding in findings):
+    if any(UNEQUAL in finding.tags for finding in findings):
         return ["the gradients differ between ranks"], 0
-    times = max((max(map(len, by_rank)) for by_rank in exact), default=0)
-    return list(dict.fromkeys(reasons)), times
-
-
-def _has_own(captured: Sequence[Sequence[ReplicaCaptured]]) -> bool:
-    """Check if each rank recorded local gradients."""
-    return all(any(replica.own for replica in replicas) for replicas in captured)
-
-
-def _is_exact(replica: ReplicaCaptured) -> bool:
-    """Check if gradients are exact enough to compare with the average."""
-    return max(replica.eps.values(), default=0.0) < _COMPRESSED
+    captured = [replicas for wrapper in facts.wrappers for replicas in wrapper.of(ReplicaCaptured)]
+    lossy = [[r.hook for r in replicas if max(r.eps.values(), default=0.0) >= LOSSY_HOOK] for replicas in captured]
+    hooks = dict.fromkeys(itertools.chain(*lossy))
+    counts = [len(replicas) - len(rank_lossy) for replicas, rank_lossy in zip(captured, lossy, strict=True)]
+    return [f"gradients that {hook} compresses are not compared" for hook in hooks], max(counts, default=0)
 
 
 def judge_constructions(facts: ScriptFacts) -> Verdicts:
     """Judge wrapper constructions, including unfinished ones."""
+    checks = ("collectives", "replicas")
     findings = judge_begun(facts)
-    order = [finding for finding in findings if finding.code == "DDP403"]
-    return {"replicas": Verdict([f for f in findings if f not in order]), "collectives": Verdict(order)}
+    return {check: Verdict([f for f in findings if _check_of(f, checks) == check]) for check in reversed(checks)}

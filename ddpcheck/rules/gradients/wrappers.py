@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from pathlib import PurePath
 
 from ddpcheck.findings.evidence.loop import GradientsHooked, ModuleChanged
 from ddpcheck.findings.evidence.replicas import WrapperBegun
@@ -12,15 +11,17 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.evidence.steps import StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity, select_findings
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import assignment_in_classes, last_assignment
 from ddpcheck.findings.wording import group_by, join_names, plural_verb
 from ddpcheck.rules.causes import ReportedCauses
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_meshes
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_hooked
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import locate_condition
-from ddpcheck.rules.gradients.unwrapped_params import gradients_agree
+from ddpcheck.rules.gradients.ddp521_shard_as_whole import locate_load
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
-from ddpcheck.rules.loss.ddp305_loss_normalisation import severity_of_targets
+from ddpcheck.rules.loss.ddp305_loss_normalisation import settle_severity
+from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import is_refuted
 from ddpcheck.rules.parameters.step_reports import judge_reports
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
@@ -29,12 +30,14 @@ from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored,
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
-from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
+from ddpcheck.rules.verdict import OF_BUFFERS
+from ddpcheck.stream.entries import BuffersKept, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.captured import without_alike_later, without_rounding
+from ddpcheck.trace.gradients import BY_FACTOR
 from ddpcheck.trace.losses import are_for_sums, sums_rightly
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
-from ddpcheck.trace.unwrapped_params import gradients_differ
+from ddpcheck.trace.unwrapped_params import gradients_agree, gradients_differ
 
 _FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
 
@@ -54,27 +57,82 @@ def judge_begun(facts: ScriptFacts) -> list[Finding]:
 
 def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
     """Return findings on every wrapper, over all steps."""
-    all_findings = []
+    findings = []
     for wrapper in facts.wrappers:
-        findings = _judge_wrapper(facts, wrapper)
-        if facts.averages_by_hand(wrapper.number):
-            findings = [finding for finding in findings if finding.code not in ("DDP301", "DDP501", "DDP502")]
-        if sums_rightly(wrapper):
-            findings = [finding for finding in findings if finding.code != "DDP303"]
-        if wrapper.made.by_library:  # its options are not set by the script
-            findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
-        if len(facts.wrappers) > 1:
-            info = wrapper.made
-            note = f"in the {info.module} that is wrapped{f' at {info.location}' if info.location else ''}"
-            findings = [replace(finding, evidence=(*finding.evidence, note)) for finding in findings]
-        all_findings += findings
+        info, are_sums = wrapper.made, sums_rightly(wrapper)
+        averages_by_hand = facts.averages_by_hand(wrapper.number)
+        note = f"in the {info.module} that is wrapped{f' at {info.location}' if info.location else ''}"
+        for finding in _judge_wrapper(facts, wrapper):
+            is_intended = (averages_by_hand and RULES[finding.code].needs_average) or (
+                are_sums and BY_FACTOR in finding.tags
+            )
+            if is_intended or (info.by_library and finding.severity is Severity.NOTE):  # not the script's own options
+                continue
+            notes = (note,) if len(facts.wrappers) > 1 else ()
+            findings.append(replace(finding, evidence=(*finding.evidence, *notes)))
     for wrappers in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
-        all_findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
-    return all_findings
+        findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
+    return findings
+
+
+_Reports = Mapping[int, Mapping[int, Sequence[RankReport]]]  # by step and rank
 
 
 def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]:
-    info = wrapper.made
+    info, changes = wrapper.made, wrapper.of(ModuleChanged)
+    reports = _reports(wrapper)
+    reported, more_buffers = _judge_steps(facts, wrapper, reports)
+    values = [replica.state.values for replica in chain.from_iterable(wrapper.captured.values())]
+    nonzero = {name for value in values for name, gradient in value.gradients.items() if gradient}
+    reports_by_rank = [
+        [report for by_rank in reports.values() for report in by_rank.get(rank.started.rank, ())]
+        for rank in wrapper.ranks
+    ]
+    findings = []
+    for finding in reported.findings:
+        if is_refuted(finding, nonzero) or _averaged_by_hand(facts, wrapper.number, finding):
+            continue
+        settled = settle_severity(with_buffers(finding, more_buffers), reports_by_rank)
+        findings.append(locate_load(settled, facts.of(FileUsed), info.location))
+    located = (locate_condition(finding, facts) for finding in (*findings, *reported.consequences.values()))
+    first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
+    return [
+        *_judge_changes(wrapper, nonzero),
+        *(locate_seed(locate_change(finding, changes, info.location), first) for finding in located),
+    ]
+
+
+def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Finding]:
+    """Judge hooks and writes of the script on the wrapped module."""
+    changes, hooks, steps = wrapper.of(ModuleChanged), wrapper.of(GradientsHooked), list(wrapper.compared)
+    findings = [*judge_ignored(changes), *judge_replaced(changes)]
+    if wrapper.missing:
+        return findings
+    findings += judge_hooked(hooks, steps)
+    if not are_for_sums(wrapper.losses, wrapper.number):
+        findings += judge_scaled_by_hooks(hooks, steps, trained)
+    shards = {replica.shard for replica in chain.from_iterable(wrapper.captured.values())}
+    if wrapper.made.context.sharded is not None and len(shards) == len(wrapper.made.ranks) > 1:
+        findings += judge_local_writes(changes, wrapper.values_built)
+    return findings
+
+
+def _reports(wrapper: WatchedWrapper) -> _Reports:
+    """Return the reports on steps that are complete, or that are the last to begin."""
+    reports: dict[int, dict[int, list[RankReport]]] = {}
+    for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
+        for entry in entries:
+            has_ended = not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step
+            if has_ended and not entry.closing and not entry.alone:
+                reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
+    return reports
+
+
+def _judge_steps(
+    facts: ScriptFacts, wrapper: WatchedWrapper, reports: _Reports
+) -> tuple[ReportedCauses, dict[str, int]]:
+    """Judge reports and captured replicas in order of time; also return buffers that differ later than others."""
+    info, entries = wrapper.made, [*chain.from_iterable(wrapper.of(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
         if finding.location or not finding.subjects:
@@ -87,62 +145,28 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
 
     reported = ReportedCauses()
     more_buffers: dict[str, int] = {}
-    reports: dict[int, dict[int, list[RankReport]]] = {}
-    closing: list[RankReport] = []
-    solo_reports: list[RankReport] = []
-    for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
-        for entry in entries:
-            if entry.closing:
-                closing.append(entry.report)
-            elif entry.alone:
-                solo_reports.append(entry.report)
-            elif not entry.begun or rank.counts[wrapper.number][1] <= entry.report.step:
-                reports.setdefault(entry.report.step, {}).setdefault(rank.started.rank, []).append(entry.report)
-    captured = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step)
-    kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
-    if not wrapper.missing and (built := wrapper.values_built):
-        reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
-        reported.add(judge_wrapper_options(wrapper.policies, "What fully_shard was given"), locate)
-    for step in () if wrapper.missing else sorted(reports.keys() | captured.keys()):
-        step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
-        if len(captured.get(step, ())) == len(wrapper.ranks):
-            buffers = [event.buffers for event in kept_buffers.get(step, ())]
-            replicas = without_alike_later(without_rounding(captured[step]), buffers)
-            step_findings += judge_captured(info, step, replicas, first=step == min(captured))
-        reported.add(select_findings(step_findings), locate)
-        note_more_buffers(more_buffers, reported.findings, step_findings, step)
-    if not wrapper.missing and len(closing) == len(wrapper.ranks):
-        reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
     if not wrapper.missing:
+        captured = wrapper.captured
+        kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
+        if built := wrapper.values_built:
+            reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
+            reported.add(judge_wrapper_options(wrapper.policies, "What fully_shard was given"), locate)
+        for step in sorted(reports.keys() | captured.keys()):
+            step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
+            if len(captured.get(step, ())) == len(wrapper.ranks):
+                buffers = [event.buffers for event in kept_buffers.get(step, ())]
+                replicas = without_alike_later(without_rounding(captured[step]), buffers)
+                step_findings += judge_captured(info, step, replicas, first=step == min(captured))
+            reported.add(select_findings(step_findings), locate)
+            note_more_buffers(more_buffers, reported.findings, step_findings, step)
+        closing = [entry.report for entry in entries if entry.closing]
+        if len(closing) == len(wrapper.ranks):
+            reported.add(select_findings(judge_reports(closing, info.context, settled=True)), locate)
         reported.add(select_findings(judge_local_sgd(wrapper.of(TrainedApart))), locate)
-    for report in solo_reports:
-        reported.add(select_findings(judge_reports([report], info.context, settled=False)), locate)
-    moved = {
-        name
-        for replica in chain.from_iterable(captured.values())
-        for name, gradient in replica.state.values.gradients.items()
-        if gradient
-    }
-    kept = [f for f in reported.findings if f.code != "DDP107" or moved.isdisjoint(f.subjects)]
-    severity = _severity_of_means(wrapper, reports)
-    kept = [replace(f, severity=severity) if f.code == "DDP305" else f for f in kept]
-    kept = [with_buffers(f, more_buffers) for f in kept]
-    kept = [f for f in kept if f.code != "DDP503" or not _averaged_by_hand(facts, wrapper.number, f)]
-    kept = [_at_the_load(f, facts.of(FileUsed), info.location) if f.code == "DDP521" else f for f in kept]
-    changes = wrapper.of(ModuleChanged)
-    by_hand = [*judge_ignored(changes), *judge_replaced(changes)]
-    if not wrapper.missing:
-        everywhere = [step for step, group in captured.items() if len(group) == len(wrapper.ranks)]
-        by_hand += judge_hooked(wrapper.of(GradientsHooked), everywhere)
-        if not are_for_sums(wrapper.losses, wrapper.number):
-            by_hand += judge_scaled_by_hooks(wrapper.of(GradientsHooked), everywhere, moved)
-    shards = {replica.shard for replica in chain.from_iterable(captured.values())}
-    if not wrapper.missing and info.context.sharded is not None and len(shards) == len(info.ranks) > 1:
-        by_hand += judge_local_writes(changes, wrapper.values_built)
-    consequences = [f for f in reported.consequences.values() if f.code != "DDP107"]
-    located = (locate_condition(f, facts) for f in (*kept, *consequences))
-    first = [step for rank in wrapper.ranks for step in first_steps(rank)[:1]]
-    return [*by_hand, *(locate_seed(locate_change(f, changes, info.location), first) for f in located)]
+    for entry in entries:
+        if entry.alone and not entry.closing:
+            reported.add(select_findings(judge_reports([entry.report], info.context, settled=False)), locate)
+    return reported, more_buffers
 
 
 def _step_of(facts: ScriptFacts, name: str) -> Location | None:
@@ -153,7 +177,9 @@ def _step_of(facts: ScriptFacts, name: str) -> Location | None:
 
 
 def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if parameters outside of the wrapper get equal gradients on all ranks."""
+    """Return True if changed parameters that the wrapper does not average get equal gradients on all ranks."""
+    if finding.code != "DDP503":
+        return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
         steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
         agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
@@ -164,66 +190,34 @@ def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> boo
 
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
     """Add to `more` buffers that differ from `step` on, after other buffers were reported."""
-    known = {name for finding in reported if finding.code in _OF_BUFFERS for name in finding.subjects}
+    known = {name for finding in reported if finding.code in OF_BUFFERS for name in finding.subjects}
     for finding in new if known else ():
-        for name in finding.subjects if finding.code in _OF_BUFFERS else ():
+        for name in finding.subjects if finding.code in OF_BUFFERS else ():
             if name not in known:
                 more.setdefault(name, step)
 
 
 def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
     """Add buffers that differ since a later step to a finding on buffers."""
-    names = [name for name in more if finding.code in _OF_BUFFERS and name not in finding.subjects]
+    names = [name for name in more if finding.code in OF_BUFFERS and name not in finding.subjects]
     if not names:
         return finding
     first, differ = min(more[name] for name in names), plural_verb("differs", "differ", names)
     return replace(finding, evidence=(*finding.evidence, f"after step {first}, {join_names(names)} {differ} too"))
 
 
-_OF_BUFFERS = ("DDP214", "DDP215")
-
-
-def _at_the_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at: Location | None) -> Finding:
-    """Move a finding to the line that loads one file on all ranks."""
-    read = [{(use.path, use.location) for use in rank_uses if use.by_torch and not use.writes} for rank_uses in uses]
-    alike = set.intersection(*read)
-    if len({line for _, line in alike}) != 1:
-        drawn_alike = (
-            "Initialise the parameters before fully_shard; or draw each whole parameter under one seed and take the "
-            "rank's shard of it: distribute_tensor(values, parameter.device_mesh, parameter.placements). To draw only "
-            "the shard, give each rank a different seed."
-        )
-        return replace(finding, location=wrapped_at, fix="" if any(read) else drawn_alike)
-    path, line = min(alike, key=str)
-    note = f"every rank has loaded {PurePath(path).name} there"
-    return replace(finding, location=line, evidence=(note, *finding.evidence))
-
-
-def _severity_of_means(wrapper: WatchedWrapper, reports: Mapping[int, Mapping[int, Sequence[RankReport]]]) -> Severity:
-    """Return the DDP305 severity from all measured steps."""
-    by_rank = [
-        [report for step in reports.values() for report in step.get(rank.started.rank, ())] for rank in wrapper.ranks
-    ]
-    return severity_of_targets([[batch for report in history for batch in report.micro_batches] for history in by_rank])
-
-
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
     """Judge the reports of one step; no report means nothing is missing."""
     findings = []
+    ended = {rank.started.rank: rank.counts[wrapper.number][0] > step for rank in wrapper.ranks}
+    nothing_missing = {number: RankReport(StepEvidence(number, step, {})) for number in ended if ended[number]}
     for turn in range(max(map(len, reports.values()))):
-        rank_reports = []
-        for rank in wrapper.ranks:
-            number = rank.started.rank
-            if turn < len(reports.get(number, ())):
-                rank_reports.append(reports[number][turn])
-            elif rank.counts[wrapper.number][0] > step:
-                rank_reports.append(RankReport(StepEvidence(number, step, {})))
+        by_rank = nothing_missing | {number: items[turn] for number, items in reports.items() if turn < len(items)}
+        rank_reports = [by_rank[number] for number in ended if number in by_rank]
         findings += judge_reports(rank_reports, wrapper.made.context, settled=False)  # the closing reports are settled
     return findings
 
 
 def are_rounded(wrapper: WatchedWrapper) -> bool:
     """Return True if parameters differ by rounding in any step; see `without_rounding`."""
-    by_step = group_by(chain.from_iterable(wrapper.of(ReplicaCaptured)), lambda replica: replica.step)
-    complete = [replicas for replicas in by_step.values() if len(replicas) == len(wrapper.ranks)]
-    return any(without_rounding(replicas) != replicas for replicas in complete)
+    return any(without_rounding(replicas) != replicas for replicas in wrapper.compared.values())

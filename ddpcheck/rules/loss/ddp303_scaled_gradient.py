@@ -40,11 +40,13 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, counted, group_by, one_finding
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import describe_lost_factor
+from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
 from ddpcheck.trace.factors import SCALE_TOLERANCE, constant_ratio, factor_of_average, factor_of_reduced, is_near
-from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
+from ddpcheck.trace.gradients import BY_FACTOR, MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
+from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.losses import (
     FEWEST_PASSES,
     SCALE_FREE,
@@ -157,6 +159,7 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
         if facts.known.wrapper.sharded
         else "Average once: the wrapper of the model, or a hook on its parameters, scales gradients that are already "
         "averaged, or adds them up.",
+        tags=(BY_FACTOR,),
     )
 
 
@@ -183,7 +186,16 @@ def judge_scaled_by_hooks(
         location=next((hook.location for rank_hooks in hooks for hook in rank_hooks if hook.location), None),
         evidence=[f"in all {len(steps)} steps that were compared, on every rank"],
         fix="Remove the hook: DDP already averages the gradients.",
+        tags=(BY_FACTOR,),
     )
+
+
+@rule
+def judge_rescaled_gradients(changes: GradientChanges) -> list[Finding]:
+    """DDP303: averaged gradients that are scaled, if local gradients are not changed before."""
+    if changes.local_clips or changes.partial_changes:
+        return []
+    return [f for used in changes.reduced for f in judge_rescaled(used, changes.losses, len(changes.losses))]
 
 
 def judge_rescaled(

@@ -38,9 +38,10 @@ from statistics import median
 from ddpcheck.findings.errors import NonFiniteLossError, RankFailure
 from ddpcheck.findings.evidence.gradients import LossTerm
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import capitalized, format_ranks, group_by, one_finding, plural_verb
-from ddpcheck.stream.rank_report import MicroBatch
+from ddpcheck.stream.rank_report import MicroBatch, RankReport
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.factors import is_near
 from ddpcheck.trace.losses import FEWEST_PASSES, Passes, UnequalTargets, format_term
@@ -357,3 +358,11 @@ def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0
+
+
+def settle_severity(finding: Finding, reports: Sequence[Sequence[RankReport]]) -> Finding:
+    """Give a finding on a step the severity over all steps; `reports` by rank."""
+    if finding.code != "DDP305":
+        return finding
+    batches = [[batch for report in rank_reports for batch in report.micro_batches] for rank_reports in reports]
+    return replace(finding, severity=severity_of_targets(batches))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, ModuleChanged
+from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.script import FileUsed, GradientsClipped, LossDifferentiated, OptimizerStep
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
-from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_changed, judge_clips
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced
 from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
-from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
+from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_summed_again, judge_sums
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, judge_unchanged_params, with_model
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
@@ -20,7 +19,7 @@ from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_optimizer_state, judge_shard_scales
 from ddpcheck.rules.verdict import Verdict, Verdicts
-from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of, first_steps, used_by
+from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of, first_steps
 from ddpcheck.trace.unwrapped_params import any_gradient_differs, differing
 
 
@@ -86,15 +85,3 @@ def judge_all_of_optimizers(facts: ScriptFacts) -> Verdicts:
 def _are_of_same(opt: Optimizer, other: Optimizer) -> bool:
     """Check if two optimizers hold the same unwrapped parameters, by name."""
     return bool(opt.steps and other.steps) and opt.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
-
-
-def judge_all_clips(facts: ScriptFacts) -> Verdicts:
-    """Judge changes to gradients between the average and the optimizer step."""
-    clips, steps = facts.of(GradientsClipped), [opt.steps for opt in facts.optimizers]
-    findings = judge_clips(clips, steps) or judge_changed(facts.of(GradientsChanged))
-    for opt_steps in () if findings else steps:
-        if all(len(rank_steps) == len(facts.ranks) for rank_steps in opt_steps):
-            by_rank = [(rank, [rank_steps[n] for rank_steps in opt_steps]) for n, rank in enumerate(facts.ranks)]
-            averaged_by_rank = [list(used_by(rank, local_steps)) for rank, local_steps in by_rank]
-            findings += judge_rescaled(averaged_by_rank, facts.of(LossDifferentiated), len(facts.ranks))
-    return {"optimizers": Verdict(findings)}

@@ -19,7 +19,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
@@ -57,6 +57,11 @@ def judge_zero_gradients(
             path=end.path_of(group[0]) if end else None,
         )
     return findings
+
+
+def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
+    """Check if a parameter of a DDP107 has a gradient in a later step."""
+    return finding.code == "DDP107" and not set(finding.subjects).isdisjoint(nonzero)
 
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:

@@ -18,7 +18,7 @@ Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#228
 from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.trace.failures import GRAPH_CHANGED, FailureFacts, WrapperErrorFacts
 
 
 def explain_graph_changed(facts: FailureFacts) -> list[Finding]:
@@ -28,3 +28,9 @@ def explain_graph_changed(facts: FailureFacts) -> list[Finding]:
         ("backward",),
         "The graph differs from the one that DDP recorded in the first step, which static_graph=True does not allow.",
     )
+
+
+def explain_error_of_changed_graph(facts: WrapperErrorFacts) -> list[Finding]:
+    """DDP513: likewise, in a step that the bare module completes."""
+    message = "The graph is not the one that DDP recorded in the first step"
+    return facts.finding_of_error("DDP513", message, GRAPH_CHANGED)

@@ -10,7 +10,7 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_steps
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
-from ddpcheck.rules.gradients.training_loop import judge_loop
+from ddpcheck.rules.gradients.reducer import judge_loop
 from ddpcheck.rules.loss.losses import judge_targets
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
