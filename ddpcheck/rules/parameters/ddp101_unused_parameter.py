@@ -34,6 +34,12 @@ import re
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.parameters import MissingGroup
+
+
+def judge_unused(group: MissingGroup) -> list[Finding]:
+    """DDP101: parameters that no operation of the forward pass reads."""
+    return group.one_finding("DDP101", f"No operation of the forward pass reads {group.subjects}.")
 
 
 def explain_unfinished_reduction(facts: RaisedFacts, text: str) -> list[Finding]:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names, format_ranks, join_names
-from ddpcheck.trace.parameters import ConditionalUse, MissingOn, absence_evidence
+from ddpcheck.trace.parameters import ConditionalUse, MissingOn
 
 
 def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
@@ -40,7 +40,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
     if not partial:
         return []
     step = min(min(absence.steps) for absence in partial)
-    evidence = absence_evidence(use)
+    evidence = use.describe_absences()
     verb = "reduce" if use.facts.wrapper.sharded else "wait for"
     message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, verb)
     if use.all_at_once:

@@ -36,7 +36,7 @@ def judge_zero_gradients(
     """
     zero = zero_everywhere(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
-    if not always or len(zero) == len([s for s in facts.evidence[0].states.values() if s != "missing"]):
+    if not always or len(zero) == sum(state != "missing" for state in facts.evidence[0].states.values()):
         return []
 
     def place(name: str) -> PathEnd | str:
@@ -61,6 +61,5 @@ def judge_zero_gradients(
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
     """Return parameters with exactly zero gradients on every rank in every step."""
-    if not evidence:
-        return []
-    return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
+    states = evidence[0].states if evidence else ()
+    return [name for name in states if all(item.states.get(name) == "zero" for item in evidence)]

@@ -19,6 +19,12 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.trace.failures import RaisedFacts
+from ddpcheck.trace.parameters import ConditionalUse
+
+
+def judge_static_graph(use: ConditionalUse) -> list[Finding]:
+    """DDP513: parameters missing on every rank in some steps under static_graph=True."""
+    return use.one_finding("DDP513", use.step_message, use.describe_absences())
 
 
 def explain_graph_changed(facts: RaisedFacts, _text: str) -> list[Finding]:
