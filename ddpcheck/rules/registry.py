@@ -33,7 +33,7 @@ def rule(judge: _Judge) -> _Judge:
 @functools.cache
 def import_rules() -> None:
     """Import the files of all rules, which registers their judges."""
-    for file in sorted(Path(__file__).parent.glob("*/ddp[0-9]*.py")):
+    for file in sorted(Path(__file__).parent.glob("*/[a-z]*.py")):
         importlib.import_module(f"{__package__}.{file.parent.name}.{file.stem}")
 
 

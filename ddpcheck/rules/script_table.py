@@ -16,16 +16,6 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.rules.collectives.async_handles import judge_async_handles
-from ddpcheck.rules.data.ddp505_duplicate_data import (
-    judge_behind,
-    judge_equal_gradients,
-    judge_inputs,
-    judge_same_targets,
-    judge_streams,
-)
-from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_added_noise, judge_step_draws
-from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_tables
-from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.rules.gradients.wrapper_lines import PARTS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers
@@ -43,7 +33,7 @@ from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_spl
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.compilation import Compilations
-from ddpcheck.trace.data import FEWEST_INPUTS, OTHER_VALUES, deal_repeated, hold_own_parts, line_of_selection
+from ddpcheck.trace.data import Data
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
@@ -103,67 +93,6 @@ def _are_scaled_back(rank: WatchedRank) -> bool:
     return False
 
 
-def _data(facts: ScriptFacts) -> Verdicts:
-    if facts.trains_apart:
-        return {}
-    passes, draws, inputs = facts.passes, facts.of(loop.StepDraw), facts.of(script.Inputs)
-    findings: list[Finding] = []
-    for group in facts.training_groups:
-        loader_findings = judge_loaders([rank.passes for rank in group], [rank.started.rank for rank in group])
-        if _take_slices(group):  # every rank loads the whole batch
-            loader_findings = [finding for finding in loader_findings if finding.code not in ("DDP505", "DDP519")]
-        findings += [finding for finding in loader_findings if finding not in findings]
-    orders = [tuple(tuple(entry.indices) for entry in rank_passes if entry.trains) for rank_passes in passes]
-    if facts.model_groups or facts.stages or facts.sample_groups:  # ranks that share a model share samples
-        places = [place for place, rank in enumerate(facts.ranks) if rank in facts.training_groups[0]]
-        draws, inputs = [draws[place] for place in places], [inputs[place] for place in places]
-        orders = [orders[place] for place in places]
-    sharded = len(set(orders)) == len(orders)  # loaders give ranks different samples
-    draw_findings = judge_step_draws(draws, inputs, loads_others=sharded)
-    draw_findings = draw_findings or judge_added_noise(draws, inputs)
-    findings += draw_findings
-    if not draw_findings and not any(finding.code == "DDP505" for finding in findings):
-        for wrapper in facts.wrappers:
-            if facts.sample_groups:
-                wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in facts.training_groups[0]])
-            by_number = {rank.started.rank: entries_of(rank, loop.StepDraw) for rank in wrapper.ranks}
-            inputs_by_rank = dict(zip(by_number, wrapper.of(script.Inputs), strict=True))
-            evaluated = dict(zip(by_number, wrapper.of(script.Evaluated), strict=True))
-            findings += (
-                judge_inputs(inputs_by_rank, by_number)
-                or judge_streams(by_number, inputs_by_rank, evaluated)
-                or judge_behind(inputs_by_rank)
-            )
-    if not sharded and not facts.model_groups and not any(finding.code in ("DDP505", "DDP510") for finding in findings):
-        trained = [first for rank_passes in passes for first in [p for p in rank_passes if p.trains][:1]]
-        if len(trained) < len(passes) or not (hold_own_parts(trained) or deal_repeated(trained)):
-            findings += judge_same_targets(facts.of(script.LossDifferentiated), inputs, draws)
-    by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
-    if by_hand and not any(finding.code == "DDP505" for finding in findings):
-        line = line_of_selection(draws)
-        findings += [finding for opt in facts.optimizers for finding in judge_equal_gradients(opt.steps, line)][:1]
-    tables = facts.of(script.DerivedTable)
-    if table_findings := judge_tables(tables, passes):
-        findings = [finding for finding in findings if OTHER_VALUES not in finding.tags] + table_findings
-    loader_passes = [entry for entry in passes[0] if entry.trains]
-    subjects = {
-        f"the samples of {counted(len(loader_passes), 'pass')} over loaders": loader_passes,
-        f"the inputs of {counted(len(inputs[0]), 'forward pass')}": len(inputs[0]) >= FEWEST_INPUTS,
-        counted(len(tables[0]), "table"): tables[0],
-        "the gradients before they are averaged": by_hand
-        and any(step.given for step in entries_of(facts.ranks[0], script.OptimizerStep)),
-    }
-    compared = ", ".join(words for words, present in subjects.items() if present)
-    return {"data": Verdict(findings, f"no fault in {compared}" if compared else "")}
-
-
-def _take_slices(ranks: Sequence[WatchedRank]) -> bool:
-    """Check if each rank's forward gets a slice of the loader's batches."""
-    rows = [len(entry.samples) for entry in entries_of(ranks[0], script.Inputs)]
-    sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
-    return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
-
-
 def _statistics(facts: ScriptFacts) -> Verdicts:
     return {"replicas": Verdict(judge_statistics(facts.of(replicas.RunningStatistic)))}
 
@@ -199,7 +128,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     row_of(Metrics),
     row_of(Loop),
     row_of(Compilations),
-    Row(_data, ("data",)),
+    row_of(Data),
     Row(_statistics, ("replicas",)),
     row_of(Program),
     row_of(Evaluations),

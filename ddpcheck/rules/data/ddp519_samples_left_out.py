@@ -27,46 +27,45 @@ from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
+    Loader,
     are_disjoint,
     finding_on_loader,
     has_distinct_rows,
     is_one_share,
     is_whole_pass,
-    load_the_same_data,
     rows_by_position,
 )
 
-_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
+MAX_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
 
 
-def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_left_out(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
-    epochs = [epoch for epoch in zip(*passes, strict=False) if all(loader.indices for loader in epoch)]
-    first = [loaders[0] for loaders in passes]
-    size = first[0].size
-    twice = all(_takes_a_part(loader) for epoch in epochs for loader in epoch)
-    if len(epochs) < 2 or size < 1 or not (twice or load_the_same_data(first)):
+    epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
+    first, size = loader.first, loader.first[0].size
+    twice = all(_takes_a_part(p) for epoch in epochs for p in epoch)
+    if len(epochs) < 2 or size < 1 or not (twice or loader.has_same_data):
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
         return []
-    if any(not is_whole_pass(loader) or loader.replaces for epoch in epochs for loader in epoch):
+    if any(not is_whole_pass(p) or p.replaces for epoch in epochs for p in epoch):
         return []
-    seen = {frozenset(index for loader in epoch for index in loader.indices) for epoch in epochs}
+    seen = {frozenset(index for p in epoch for index in p.indices) for epoch in epochs}
     missing = size - max(map(len, seen))
-    least = max(_LEFT_OUT * size, max(loader.batch_size for loader in first) * len(first))
+    least = max(MAX_LEFT_OUT * size, max(p.batch_size for p in first) * len(first))
     if missing <= least or (len(seen) > 1 and not twice):
         return []
-    loader = first[0]
+    p = first[0]
     return finding_on_loader(
         "DDP519",
-        loader,
+        p,
         f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
-            f"{loader.sampler} gives each rank {loader.part} samples, and the rank takes only {len(loader.indices)} of "
-            "them: they are split a second time"
+            f"{p.sampler} gives each rank {p.part} samples, and the rank takes only {len(p.indices)} of them: they are "
+            "split a second time"
             if twice
-            else f"each rank takes {len(loader.indices)} samples, by {loader.sampler}"
+            else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
         ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
     )
@@ -77,12 +76,12 @@ def _takes_a_part(p: LoaderPass) -> bool:
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 
 
-def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_sharded_twice(loader: Loader) -> list[Finding]:
     """DDP519: a distributed sampler over datasets that are already split by rank."""
-    first = [loaders[0] for loaders in passes]
-    if len(first) < 2 or any(loader.replaces or loader.chooses or not loader.indices for loader in first):
+    first = loader.first
+    if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
         return []
-    if not _share_places(first) or not _are_own_parts(passes):
+    if not _share_indices(first) or not _are_own_parts(loader.passes):
         return []
     size = len(first[0].subset) or first[0].size
     return finding_on_loader(
@@ -103,7 +102,7 @@ def _positions(loader: LoaderPass) -> set[int]:
     return {positions.get(index, -1) for index in loader.indices}
 
 
-def _share_places(first: Sequence[LoaderPass]) -> bool:
+def _share_indices(first: Sequence[LoaderPass]) -> bool:
     """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True
