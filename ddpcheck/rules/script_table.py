@@ -21,12 +21,7 @@ from ddpcheck.rules.gradients.wrappers import are_rounded, sums_rightly
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_gathers
 from ddpcheck.rules.loss.ddp514_accumulation_scale import judge_accumulated
 from ddpcheck.rules.loss.losses import judge_losses
-from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parameters_unheld
-from ddpcheck.rules.optimizers.script_optimizers import (
-    judge_all_clips,
-    judge_all_of_optimizers,
-    judge_states_of_optimizers,
-)
+from ddpcheck.rules.optimizers.script_optimizers import judge_all_clips
 from ddpcheck.rules.registry import row_of
 from ddpcheck.rules.replicas.copies import judge_states, judge_statistics, judge_uses
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
@@ -37,7 +32,7 @@ from ddpcheck.trace.data import Data
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
-from ddpcheck.trace.optimizers import Metrics
+from ddpcheck.trace.optimizers import HeldParameters, Metrics, Optimizers, OptimizerStates
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of, used_by
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
@@ -116,7 +111,7 @@ _ROUNDED = "copies not compared: the parameters that are copied differ between r
 
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
-    Row(judge_states_of_optimizers, ("optimizers",)),
+    row_of(OptimizerStates),
     Row(_works, ("collectives",), over_ranks=False),
     Row(judge_constructions, ("replicas", "collectives")),
     Row(judge_all_of_wrappers, tuple(PARTS), over_ranks=False),
@@ -124,7 +119,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(compare_hand_split, ("replicas",)),
     Row(_losses, ("loss",)),
     Row(judge_all_clips, ("optimizers",)),
-    Row(judge_all_of_optimizers, ("optimizers",)),
+    row_of(Optimizers),
     row_of(Metrics),
     row_of(Loop),
     row_of(Compilations),
@@ -132,7 +127,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_statistics, ("replicas",)),
     row_of(Program),
     row_of(Evaluations),
-    Row(judge_parameters_unheld, ("optimizers",)),
+    row_of(HeldParameters),
     Row(_copies, ("replicas",)),
 )
 """Rows in order of evaluation, most specific first."""
