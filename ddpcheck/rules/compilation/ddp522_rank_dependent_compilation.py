@@ -15,6 +15,7 @@ Detected: ddpcheck records what each rank compiles in training, and which guard 
     ranks. Functions with graph breaks are not compared for the third case.
 Ignore: If the recompilations end soon: this rank has already met all its shapes, and the others will meet theirs
     later.
+Line: The line that reads the value that changes; else the line that defines or calls the function.
 Checks: report reducer; run loop
 Example:
     model = DistributedDataParallel(torch.compile(net, dynamic=False))

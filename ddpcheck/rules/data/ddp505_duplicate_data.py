@@ -14,6 +14,9 @@ Detected: ddpcheck compares the samples of the ranks in each step: a recipe's sh
     the inputs of forward differ. Some ranks should share samples: with tensor, context or sequence parallelism, a
     loss over all ranks, or repeated augmentation. If ddpcheck recognises this, nothing is reported.
 Ignore: If all ranks should see the same samples, for example with different augmentation or in a part of the loss.
+Line: The line that constructs the sampler or the loader. If inputs of forward, targets or gradients are compared:
+    the line that seeds or draws the random numbers that select samples; else the call of forward, the line that
+    computes the loss, or the optimizer step. `ddpcheck report` names no line.
 Checks: report parity; run data
 Explains: DDP303 DDP304 DDP305 DDP312
 Reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144

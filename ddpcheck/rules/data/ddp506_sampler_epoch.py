@@ -11,6 +11,8 @@ Detected: `ddpcheck run` records the order of indices that each sampler gives. F
     trained on. Training continues from the state of an optimizer that has already seen the data, but the sampler is
     at epoch 0.
 Ignore: If one order is intended, for example to compare two runs.
+Line: The call of set_epoch; else the loop over the epochs. For persistent workers: the line that makes them
+    persistent. Else the line that constructs the sampler or the loader.
 Checks: run data
 Reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 Example:

@@ -13,6 +13,8 @@ Detected: When ranks draw random numbers for their samples, ddpcheck compares th
     number for each sample, or for each element of an input of forward. `ddpcheck run` also reports noise added to a
     loader's batches if every rank adds the same noise. It does not report dropout and other noise within forward.
 Ignore: If less variety is acceptable, or if the same noise is intended on every rank.
+Line: The line that last seeded or restored the generator; else the line that draws. For a generator that the
+    dataset holds: the line that assigns it. In `ddpcheck report`, the operation that draws.
 Checks: report parity; run data
 Reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 Example:

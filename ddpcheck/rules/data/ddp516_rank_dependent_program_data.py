@@ -14,6 +14,8 @@ Detected: If a rank's gradients differ from those of a single process on the sam
     (parallelize_module) should take the same samples. If these ranks take different samples, this is reported.
 Ignore: If ranks should hold different data, for example a table of each rank's neighbours, or samples that each rank
     has augmented once.
+Line: The line that assigns the table, or that splits the dataset; else the line that constructs the sampler or the
+    loader. If only inputs of forward are compared: the call of forward. `ddpcheck report` names no line.
 Checks: report parity; run data, evaluation
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))

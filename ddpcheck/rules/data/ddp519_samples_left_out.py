@@ -12,6 +12,7 @@ Detected: ddpcheck compares the samples of all shards with the batch, and the in
     DistributedSampler gives to the rank. A framework has then split the samples a second time. Also reported: a
     sampler that splits by rank, although each rank's dataset already holds different samples.
 Ignore: If samples are held out on purpose.
+Line: The line that constructs the sampler or the loader. `ddpcheck report` names no line.
 Checks: report parity; run data
 Explains: DDP303 DDP304 DDP305 DDP312
 Example:

@@ -9,6 +9,8 @@ Fix: Construct the optimizer from the same options and the same order of paramet
 Detected: Before training and at the optimizer's steps, the ranks compare the class, the options and the parameter
     groups of the optimizer.
 Ignore: If the optimizer holds parameters that only one rank trains.
+Line: In `ddpcheck run`, the line that loads the optimizer's state, if only some ranks load it; else the line that
+    constructs the optimizer. `ddpcheck report` names no line.
 Checks: report wrapping; run optimizers
 Explains: DDP306
 Example:

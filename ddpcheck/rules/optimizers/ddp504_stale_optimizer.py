@@ -9,6 +9,8 @@ Detected: ddpcheck compares the tensors of the optimizer with the parameters of 
     gradients is reported if no optimizer holds it and it does not change. Also reported: parameters that a custom
     optimizer (not from torch.optim) holds but never changes, while it does change others.
 Ignore: If code other than an optimizer updates the parameters.
+Line: The line that constructs the optimizer; in `ddpcheck report`, the line that constructs the parameter. For a
+    custom optimizer that does not change a parameter: the call of its step.
 Checks: report reducer; run replicas, optimizers
 Explains: quietly DDP214 DDP306 if of a copy
 Example:

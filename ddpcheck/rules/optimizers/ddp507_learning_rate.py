@@ -10,6 +10,8 @@ Detected: `ddpcheck run` compares the learning rates at each optimizer step. DDP
     first and differ later. A schedule that makes world_size steps at a time instead of one is reported as a warning.
     This is reported only if the schedule ends too early, or if the code calls step() world_size times.
 Ignore: If ranks use different rates on purpose.
+Line: The line that loads the optimizer's state, if only some ranks load it; else the call that steps the schedule;
+    else the line that sets the rate. For a schedule that a library steps: the line that constructs the schedule.
 Checks: run optimizers
 Explains: DDP306
 Example:

@@ -9,6 +9,7 @@ Detected: `ddpcheck run` records the values passed to ReduceLROnPlateau, and the
     EarlyStopping and ModelCheckpoint decide. Values that differ between ranks are reported. Other decisions, and
     metrics that are only logged, are not covered.
 Ignore: If the schedule follows one rank on purpose, and its result is broadcast.
+Line: The call that passes the metric to the schedule, or the line that logs the metric.
 Checks: run optimizers
 Explains: DDP223 DDP306 DDP507; quietly DDP214 if of a copy
 Reports: Lightning-AI/pytorch-lightning#379 karpathy/llm.c#551

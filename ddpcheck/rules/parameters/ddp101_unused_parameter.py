@@ -13,6 +13,8 @@ Detected: At the start of backward, ddpcheck asks the autograd engine which para
     reported parameter.
 Ignore: Never, if the finding is an error. With find_unused_parameters=True, the finding is a warning or a note.
     Ignore such a finding if another phase of the training uses the parameter.
+Line: The branch that may skip the parameter, if there is one; else the line that constructs the parameter. If DDP
+    raises and names no parameter: the call that raises.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#43259 open-mmlab/mmdetection#2117 Megvii-BaseDetection/YOLOX#885 pytorch/pytorch#112152

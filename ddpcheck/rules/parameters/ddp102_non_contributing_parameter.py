@@ -11,6 +11,7 @@ Detected: An operation of the forward pass reads the parameter, but the autograd
     loss. The path is not cut by detach, no_grad or the like (that is DDP103): the result is simply not used.
 Ignore: If find_unused_parameters=True is set, and the output is left out of the loss on purpose. It is better to
     freeze the parameters.
+Line: The last operation that depends on the parameter; else the line that constructs the parameter.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#57473

@@ -12,6 +12,8 @@ Detected: The autograd engine does not reach the parameter from the loss. The re
     the path: detach(), no_grad, inference_mode, .data, .item(), an operation without derivative, or a re-entrant
     checkpoint in which no input requires grad.
 Ignore: If the cut is intended and the parameters are trained elsewhere. It is better to freeze the parameters.
+Line: The line that disables gradients; else the operation that cuts the path; else the line that constructs the
+    parameter.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#43259

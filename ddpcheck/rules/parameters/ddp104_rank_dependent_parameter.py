@@ -11,6 +11,8 @@ Fix: Make the branch the same on every rank (decide it from the step or a shared
 Detected: In each step, before the first all-reduce, the ranks compare which parameters backward will reach. A
     parameter is reported if backward will reach it on some ranks only. The finding appears before the job hangs.
 Ignore: Never. With find_unused_parameters=True, DDP handles such parameters, and ddpcheck does not report them.
+Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
+    the parameter.
 Checks: report parameters; run parameters
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the
     loss; quietly DDP522 if of graphs

@@ -10,6 +10,8 @@ Detected: ddpcheck compares from step to step which parameters backward reaches.
     reaches it in some of the checked steps, but on no rank in others. The finding names the steps without the
     parameter.
 Ignore: Never. With find_unused_parameters=True, ddpcheck does not report such parameters.
+Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
+    the parameter.
 Checks: report parameters; run parameters
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
     if of graphs

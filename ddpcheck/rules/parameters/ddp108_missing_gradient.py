@@ -9,6 +9,7 @@ Fix: Return the gradient for that input from backward of the Function named in t
 Detected: Backward reaches the parameter, but no gradient arrives in .grad. Hooks show which custom autograd Function
     returned None.
 Ignore: Never. Freeze the parameter if it needs no gradient.
+Line: The call of the autograd Function that returns None; else the line that constructs the parameter.
 Checks: report parameters; run parameters
 Explains: DDP307 if none is there
 Example:

@@ -9,6 +9,8 @@ Detected: ddpcheck reads the list of ignored names from the module. A parameter 
     gradient differs between ranks. Parameters that belong to one rank only, such as experts of a mixture, are not
     reported. ddpcheck recognises them: they reach the loss only through an all_to_all that autograd differentiates.
 Ignore: If you average its gradient yourself, or if each rank should train its own copy.
+Line: The line that constructs the parameter; in `ddpcheck run` with fully_shard, the line that replaces a sharded
+    module, else the call of fully_shard.
 Checks: report reducer; run parameters, optimizers
 Explains: DDP208 DDP301 DDP306
 Example:

@@ -9,6 +9,8 @@ Fix: Remove static_graph=True and use find_unused_parameters=True, or make every
 Detected: DDP513 is reported if static_graph=True is set, and backward reaches different parameters in different
     steps. It is also reported if DDP itself raises because the graph has changed.
 Ignore: Never. DDP relies on the first iteration.
+Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
+    the parameter. If DDP raises: the call that raises.
 Checks: report parameters; run loop
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
     if of graphs

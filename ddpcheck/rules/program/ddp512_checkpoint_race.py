@@ -13,6 +13,7 @@ Detected: `ddpcheck run` records which rank writes and reads which file, and the
     map_location, is reported as a warning.
 Ignore: If something other than a collective separates the two uses, such as a flag on disk. Or if each machine has
     its own disk.
+Line: The line that writes the file, if several ranks write it; else the line that reads or loads it.
 Checks: run files
 Explains: DDP401 if of a cut file
 Reports: NVIDIA/apex#886 karpathy/nanochat#336
