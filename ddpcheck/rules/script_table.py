@@ -32,7 +32,7 @@ from ddpcheck.trace.data import Data
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.losses import FEWEST_PASSES, SCALE_FREE, judge_own_parts
-from ddpcheck.trace.optimizers import HeldParameters, Metrics, Optimizers, OptimizerStates
+from ddpcheck.trace.optimizers import Metrics, OptimizedParameters, Optimizers, OptimizerStates
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of, used_by
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
@@ -127,7 +127,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     Row(_statistics, ("replicas",)),
     row_of(Program),
     row_of(Evaluations),
-    row_of(HeldParameters),
+    row_of(OptimizedParameters),
     Row(_copies, ("replicas",)),
 )
 """Rows in order of evaluation, most specific first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,17 +46,14 @@ class Loader:
 
     @cached_property
     def has_same_data(self) -> bool:
-        return load_the_same_data(self.first)
+        return have_same_data(self.first)
 
     @property
     def has_comparable_rows(self) -> bool:
         """Return True if the contents of samples tell more than their indices."""
         by_index = self.has_same_data and all(loader.indices for loader in self.first)
-        return (
-            not by_index
-            and len(self.first) > 1
-            and all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
-        )
+        has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
+        return has_rows and not by_index and len(self.first) > 1
 
     @property
     def num_shared_rows(self) -> int:
@@ -86,13 +84,13 @@ def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     return [Loader([groups[key] for groups in groups_by_rank], ranks or range(len(passes))) for key in common]
 
 
-def load_the_same_data(passes: Sequence[LoaderPass]) -> bool:
+def have_same_data(passes: Sequence[LoaderPass]) -> bool:
     """Return True if the same index is the same sample on every rank."""
     first, *rest = passes
-    return all(_is_of_same_data(first, loader) or _hold_the_same(first, loader) for loader in rest)
+    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in rest)
 
 
-def _is_of_same_data(first: LoaderPass, second: LoaderPass) -> bool:
+def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:
     if first.samples and first.samples.keys() == second.samples.keys():
         if all({*first.samples[name]}.isdisjoint(second.samples[name]) for name in first.samples):
             return False  # equal contents below may be labels in the same order
@@ -104,7 +102,7 @@ def _is_of_same_data(first: LoaderPass, second: LoaderPass) -> bool:
     return any(matches) if matches else bool(first.digest) and first.digest == second.digest
 
 
-def _hold_the_same(first: LoaderPass, second: LoaderPass) -> bool:
+def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
     """Check if datasets hold equal samples at the indices that both ranks took.
 
     If samples are drawn at random, rows of different ranks need not match.
@@ -147,6 +145,11 @@ def _key(draw: StepDraw) -> tuple[object, ...]:
     return draw.step, draw.generator, draw.kind, draw.before, draw.after, draw.location
 
 
+def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Return the samples of a wrapper by rank and step, without their order."""
+    return {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+
+
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
     """Return by wrapper the inputs of all ranks in the same step."""
     by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
@@ -177,12 +180,12 @@ def has_distinct_rows(loader: LoaderPass) -> bool:
     return len(loader.rows) >= FEWEST_ROWS and len(set(loader.rows)) >= 0.9 * len(loader.rows)
 
 
-def deal_repeated(first: Sequence[LoaderPass]) -> bool:
+def are_repeated_on_ranks(first: Sequence[LoaderPass]) -> bool:
     """Check if samplers repeat each sample on several ranks, which augment it differently."""
     return all(loader.size > len(first) and loader.dealt + len(first) >= 2 * loader.size for loader in first)
 
 
-def hold_own_parts(first: Sequence[LoaderPass]) -> bool:
+def are_disjoint_shares(first: Sequence[LoaderPass]) -> bool:
     """Return True if the ranks' datasets are disjoint shares of one array."""
     parts = all(loader.whole > 0 and is_one_share(loader, len(first)) and has_distinct_rows(loader) for loader in first)
     return len(first) > 1 and parts and are_disjoint([loader.rows for loader in first])
@@ -206,13 +209,12 @@ def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int
 
 
 def are_disjoint(parts: Sequence[Sequence[int]]) -> bool:
-    return not any(set(a) & set(b) for number, a in enumerate(parts) for b in parts[:number])
+    return all(set(a).isdisjoint(b) for a, b in itertools.combinations(parts, 2))
 
 
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
     """Return the largest overlap of two ranks; 0 if padding explains it."""
-    sets = [set(indices) for indices in taken]
-    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    shared = max(len(a & b) for a, b in itertools.combinations(map(set, taken), 2))
     at_the_end = max(loader.batch_size for loader in first) * len(first)
     return shared if shared > at_the_end and shared >= _SHARED * size else 0
 
@@ -292,7 +294,7 @@ class Data(View):
     def repeats_samples(self) -> bool:
         """If loaders give all ranks own parts of the data, or each sample to several ranks, on purpose."""
         trained = [first for rank_passes in self.passes for first in [p for p in rank_passes if p.trains][:1]]
-        return len(trained) == len(self.passes) and (hold_own_parts(trained) or deal_repeated(trained))
+        return len(trained) == len(self.passes) and (are_disjoint_shares(trained) or are_repeated_on_ranks(trained))
 
     def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
         num_passes = sum(entry.trains for entry in self.passes[0])

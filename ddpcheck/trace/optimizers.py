@@ -81,7 +81,7 @@ class Optimizers(View):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameters(View):
+class OptimizedParameters(View):
     """Parameters of wrappers with gradients, and those that optimizers hold."""
 
     check: ClassVar[str] = "optimizers"

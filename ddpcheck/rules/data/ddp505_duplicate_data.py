@@ -42,8 +42,9 @@ from ddpcheck.trace.data import (
     FEWEST_ROWS,
     Loader,
     all_inputs_differ,
+    are_repeated_on_ranks,
+    batches_by_step,
     common_steps,
-    deal_repeated,
     finding_on_loader,
     first_training_indices,
     is_whole_pass,
@@ -69,7 +70,7 @@ SPLIT_STREAM = (
 def judge_overlap(loader: Loader) -> list[Finding]:
     """DDP505: samples that several ranks train on in the same step or epoch."""
     first = loader.first
-    if len(first) < 2 or not all(p.indices for p in first) or not loader.has_same_data or deal_repeated(first):
+    if len(first) < 2 or not all(p.indices for p in first) or not loader.has_same_data or are_repeated_on_ranks(first):
         return []
     size = min(len(p.indices) for p in first)
     lists = [tuple(p.indices[:size]) for p in first]
@@ -86,8 +87,8 @@ def judge_overlap(loader: Loader) -> list[Finding]:
         ranks=() if sum(map(len, groups)) == len(lists) else sorted(itertools.chain(*groups)),
         evidence=[
             f"the first samples on each of them: {first_training_indices(lists[list(loader.ranks).index(largest[0])])}",
-            *_likewise(more),
-            _taken(first[0]),
+            *_mention_groups(more),
+            _describe_share(first[0]),
         ],
     )
 
@@ -100,7 +101,7 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
         lists = [indices[:size] for indices in lists]
     repeats = max(len(indices) - len(set(indices)) for indices in lists)  # duplicates that fill up a batch
     shared = shared_by_ranks(first, lists, size)
-    if any(p.replaces for p in first) or shared <= SHARED_PER_REPEAT * repeats or _come_several_times(lists):
+    if any(p.replaces for p in first) or shared <= SHARED_PER_REPEAT * repeats or _repeats_evenly(lists):
         return []
     by_epoch = len({p.epoch for p in first}) > 1 and min(p.epoch for p in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
@@ -115,7 +116,7 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
         evidence=[
             f"the epoch of the sampler: {'; '.join(wording.group_by_value([p.epoch for p in first]))}" * by_epoch,
             *(f"rank {rank} begins with samples {first_training_indices(part)}" for rank, part in enumerate(lists[:3])),
-            _taken(first[0]),
+            _describe_share(first[0]),
         ],
         fix=f"Tell the sampler the same epoch on every rank: {parts}"
         if by_epoch
@@ -125,7 +126,7 @@ def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[
     )
 
 
-def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
+def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
     """Mention further groups of ranks in the evidence."""
     return (
         [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
@@ -134,7 +135,7 @@ def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
     )
 
 
-def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
+def _repeats_evenly(lists: Sequence[Sequence[int]]) -> bool:
     """Return True if each sample repeats equally often in a row (repeated augmentation)."""
     lengths = [len(list(group)) for _, group in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
     return len(set(lengths[1:-1])) == 1 and lengths[1] > 1
@@ -164,7 +165,7 @@ def judge_later_overlap(loader: Loader) -> list[Finding]:
                 f"rank {rank} begins it with samples {first_training_indices(p.indices)}"
                 for rank, p in enumerate(epochs[1][:3])
             ),
-            _taken(first),
+            _describe_share(first),
         ],
         fix="Gather or reduce over all ranks the values by which the sampler orders or weights samples (such as "
         "losses), or broadcast its order, before each rank takes its part.",
@@ -187,10 +188,10 @@ def judge_inputs(
     """
     steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
     samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
-    groups = _given_alike(samples, len(steps))
+    groups = _group_equal_ranks(samples, len(steps))
     later = not groups
     if later:
-        groups = _given_alike({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
+        groups = _group_equal_ranks({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
     if not groups:
         return []
     (equal_ranks, count), *more = groups
@@ -213,14 +214,16 @@ def judge_inputs(
         evidence=[
             f"their bits are equal on {'all' if whole else 'these'} ranks, and change from step to step",
             *differ[:1],
-            *_likewise([ranks for ranks, _ in more]),
+            *_mention_groups([ranks for ranks, _ in more]),
         ],
         related={"forward called": forward},
         fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
     )
 
 
-def _given_alike(samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
+def _group_equal_ranks(
+    samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
+) -> list[tuple[list[int], int]]:
     """Group ranks with equal samples at first, with the number of equal steps."""
     groups = []
     for ranks in wording.group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
@@ -231,7 +234,7 @@ def _given_alike(samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count
     return groups
 
 
-def _taken(loader: LoaderPass) -> str:
+def _describe_share(loader: LoaderPass) -> str:
     return f"each rank takes {len(loader.indices)} of {wording.counted(loader.size, 'sample')} ({loader.sampler})"
 
 
@@ -253,23 +256,20 @@ def judge_same_targets(
     for steps in common_steps(inputs) if passes else ():
         rows = {len(call.samples) for step in steps for call in step}
         elements = {size for step in steps for call in step for _, size in call.parts}
-        part = share_some_inputs(steps, FEWEST_TARGETS) and any(
-            len({call.samples for call in step}) > 1 for step in steps
-        )
+        differ = any(len({call.samples for call in step}) > 1 for step in steps)
+        part = differ and share_some_inputs(steps, FEWEST_TARGETS)
         for index in range(len(passes[0][0].targets)) if part or all_inputs_differ(steps) else ():
             targets = [[loss.targets[index] for loss in step_losses] for step_losses in passes]
             first = [group[0] for group in targets]
-            usable = [
-                target for target in first if target.bits and (target.rows in rows or target.elements in elements)
-            ]
-            if any(len({target.digest for target in group}) > 1 for group in targets) or not all(t.bits for t in first):
-                continue
-            if 2 * len(usable) < len(first):  # few steps have a shorter last batch of an epoch
-                continue
+            usable = [t for t in first if t.bits and (t.rows in rows or t.elements in elements)]
             distinct = {target.digest: target.bits for target in usable}
-            if len(distinct) < (FEWEST_TARGETS if part else max(len(usable), FEWEST_TARGETS)):
-                continue
-            if sum(distinct.values()) < FEWEST_TARGET_BITS:
+            if (
+                any(len({target.digest for target in group}) > 1 for group in targets)
+                or not all(target.bits for target in first)
+                or 2 * len(usable) < len(first)  # few steps have a shorter last batch of an epoch
+                or len(distinct) < (FEWEST_TARGETS if part else max(len(usable), FEWEST_TARGETS))
+                or sum(distinct.values()) < FEWEST_TARGET_BITS
+            ):
                 continue
             loss_at, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
             noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
@@ -306,7 +306,7 @@ def judge_streams(
     for ahead in inputs:
         for index, batch in enumerate(evaluated.get(ahead, ())):
             drawn.setdefault(tuple(sorted(batch.samples)), (ahead, index))
-    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    samples = batches_by_step(inputs)
     for rank, batches in samples.items() if drawn else ():
         seen = {step: drawn[batch] for step, batch in batches.items() if batch in drawn}
         ahead = next((ahead for ahead, _ in seen.values()), rank)
@@ -314,8 +314,7 @@ def judge_streams(
         in_order = all(a < b for a, b in itertools.pairwise(order.values()))
         if ahead == rank or len(order) < FEWEST_STEPS_AGAIN or not in_order:
             continue
-        line = _seed_of_both(draws.get(rank, ()), draws.get(ahead, ()))
-        if line is None:
+        if (line := _shared_seed_line(draws.get(rank, ()), draws.get(ahead, ()))) is None:
             continue
         return one_finding(
             "DDP505",
@@ -339,7 +338,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
     rank of a wrapper's group.
     """
-    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    samples = batches_by_step(inputs)
     if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
         return []
     for (rank, batches), (ahead, ahead_batches) in itertools.permutations(samples.items(), 2):
@@ -360,7 +359,7 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     return []
 
 
-def _seed_of_both(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
+def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
     """Return the seed or draw line of a generator state common to both ranks."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)

@@ -117,12 +117,12 @@ def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
     for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
         epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
         for index, loader in enumerate(epochs):
-            if (untrained := _left_by_resuming(epochs[:index], loader, epochs[index + 1 : index + 2])) > 0:
+            if (untrained := _count_untrained(epochs[:index], loader, epochs[index + 1 : index + 2])) > 0:
                 return loader, untrained
     return None
 
 
-def _left_by_resuming(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
+def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
     """Count skipped samples that did not begin the previous pass; 0 if consistent."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
@@ -134,12 +134,12 @@ def _left_by_resuming(earlier: Sequence[LoaderPass], loader: LoaderPass, after: 
     begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
     if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
         next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
-        if not next_of_it or not after or _begin_alike(next_of_it[0], after[0]):
+        if not next_of_it or not after or _begin_equally(next_of_it[0], after[0]):
             return 0
     return len(passed - set(earlier[-1].indices[:count]))
 
 
-def _begin_alike(first: LoaderPass, second: LoaderPass) -> bool:
+def _begin_equally(first: LoaderPass, second: LoaderPass) -> bool:
     size = min(len(first.indices), len(second.indices))
     return set(first.indices[:size]) == set(second.indices[:size])
 

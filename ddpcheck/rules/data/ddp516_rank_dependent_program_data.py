@@ -39,9 +39,9 @@ from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
     Loader,
+    are_disjoint_shares,
     finding_on_loader,
     first_training_indices,
-    hold_own_parts,
     rows_by_position,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS
@@ -64,11 +64,11 @@ def judge_split(loader: Loader) -> list[Finding]:
     common = set.intersection(*subsets)
     if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
         return []
-    lone = len(subsets[0]) - len(common)
+    count = len(subsets[0]) - len(common)
     return finding_on_loader(
         "DDP516",
         first[0],
-        f"The ranks have split the dataset differently: {lone} of the {wording.counted(len(subsets[0]), 'sample')} of "
+        f"The ranks have split the dataset differently: {count} of the {wording.counted(len(subsets[0]), 'sample')} of "
         "rank 0's part are not in the part of every other rank, so one rank trains on samples that another one holds "
         "out.",
         line=first[0].split or first[0].location,
@@ -128,8 +128,8 @@ def judge_other_values(loader: Loader) -> list[Finding]:
     if len(first) < 2 or not all(rows) or any(p.draws for loaders in passes for p in loaders):
         return []
     contents = first[0].samples, first[0].state
-    hold_same = bool(first[0].samples) and all((p.samples, p.state) == contents for p in first)
-    if not hold_same and hold_own_parts(first):
+    has_equal_samples = bool(first[0].samples) and all((p.samples, p.state) == contents for p in first)
+    if not has_equal_samples and are_disjoint_shares(first):
         return []  # e.g. one label per rank
     for number, rank_rows in enumerate(rows):
         for other_rank, other_rows in enumerate(rows[:number]):
@@ -137,9 +137,9 @@ def judge_other_values(loader: Loader) -> list[Finding]:
             mismatches = [position for position in common if rank_rows[position] != other_rows[position]]
             if len(common) < FEWEST_ROWS or 2 * len(mismatches) < len(common):
                 continue
-            if not hold_same and not _are_named_alike(passes[number], passes[other_rank], common):
+            if not has_equal_samples and not _have_equal_labels(passes[number], passes[other_rank], common):
                 continue
-            reason = "the datasets hold the same samples" if hold_same else "these samples have the same labels"
+            reason = "the datasets hold the same samples" if has_equal_samples else "these samples have the same labels"
             return finding_on_loader(
                 "DDP516",
                 first[0],
@@ -154,7 +154,7 @@ def judge_other_values(loader: Loader) -> list[Finding]:
     return []
 
 
-def _are_named_alike(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
+def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
     """Return True if labels show that equal positions are the same samples."""
     labels = rows_by_position(loaders, labels=True), rows_by_position(others, labels=True)
     pairs = [(labels[0][position], labels[1].get(position)) for position in positions if position in labels[0]]

@@ -22,6 +22,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -111,11 +112,9 @@ def _share_indices(first: Sequence[LoaderPass]) -> bool:
     sizes = {len(loader.subset) or loader.size for loader in first}
     if len(sizes) > 1 or not all(taken) or any(not loader.exhausted for loader in first):
         return False
-    (size,) = sizes
-    union = set.union(*taken)
-    duplicates = sum(map(len, taken)) - len(union)
-    most = -(-size // len(first))
-    return max(map(len, taken)) <= most and duplicates <= len(first) and len(union) >= size - first[0].batch_size * 2
+    (size,), union = sizes, set.union(*taken)
+    is_split = max(map(len, taken)) <= -(-size // len(first)) and sum(map(len, taken)) - len(union) <= len(first)
+    return is_split and len(union) >= size - first[0].batch_size * 2
 
 
 def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
@@ -130,20 +129,20 @@ def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     of_whole = all(loader.whole and (loader.whole < 0 or is_one_share(loader, len(first))) for loader in first)
     drawn_alike = first[0].drawn and len({loader.drawn for loader in first}) == 1
     return (
-        bool(of_whole or drawn_alike) and are_disjoint([p.rows for p in first]) and (disjoint or _give_others(passes))
+        bool(of_whole or drawn_alike)
+        and are_disjoint([p.rows for p in first])
+        and (disjoint or _positions_differ(passes))
     )
 
 
-def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if each position is a different sample on each rank."""
-    rows = [rows_by_position(loaders, labels=False) for loaders in passes]
-    labels = [rows_by_position(loaders, labels=True) for loaders in passes]
-    for number, rank_rows in enumerate(rows):
-        for other_rank, other_rows in enumerate(rows[:number]):
-            common = rank_rows.keys() & other_rows.keys()
-            if len(common) < FEWEST_ROWS or any(rank_rows[i] == other_rows[i] for i in common):
-                return False
-            named = [(labels[number][i], labels[other_rank].get(i)) for i in common & labels[number].keys()]
-            if len(set(named)) > 1 and all(a == b for a, b in named):
-                return False  # ranks transform the same samples differently
+    by_rank = [(rows_by_position(loaders, labels=False), rows_by_position(loaders, labels=True)) for loaders in passes]
+    for (rows, labels), (other_rows, other_labels) in itertools.combinations(by_rank, 2):
+        common = rows.keys() & other_rows.keys()
+        if len(common) < FEWEST_ROWS or any(rows[i] == other_rows[i] for i in common):
+            return False
+        named = [(other_labels[i], labels.get(i)) for i in common & other_labels.keys()]
+        if len(set(named)) > 1 and all(a == b for a, b in named):
+            return False  # ranks transform the same samples differently
     return True

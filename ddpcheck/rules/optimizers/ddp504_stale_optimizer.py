@@ -39,7 +39,7 @@ from ddpcheck.findings.wording import (
     plural_verb,
 )
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.optimizers import HeldParameters
+from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper
 from ddpcheck.trace.unwrapped_params import Steps, param_name
 
@@ -64,13 +64,13 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: 
 
 
 @rule
-def judge_params_without_optimizer(held: HeldParameters) -> list[Finding]:
+def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Finding]:
     """DDP504: wrapped parameters with gradients that no optimizer holds or updates."""
-    moved, params = held.moved, set(held.names)
+    moved, params = optimized.moved, set(optimized.names)
     unheld = [name for name, changes in moved.items() if not changes and name not in params]
     if (
         not unheld
-        or not (params or (held.in_vain and len(unheld) == len(moved)))
+        or not (params or (optimized.in_vain and len(unheld) == len(moved)))
         or any(not changes for name, changes in moved.items() if name in params)
     ):
         return []  # e.g. a learning rate of zero
@@ -81,14 +81,14 @@ def judge_params_without_optimizer(held: HeldParameters) -> list[Finding]:
         names,
         f"{join_names(names)} {are} in no optimizer: {get} gradients in each step, which the ranks average, and never "
         f"{plural_verb('moves', 'move', names)}.",
-        location=held.made,
+        location=optimized.made,
         evidence=[
             f"{len(unheld)} of {counted(len(moved), 'parameter')} with gradients",
             "the optimizer's parameters have no gradient in any step: they are of another model" if not params else "",
         ],
         severity=Severity.WARNING,
     )
-    return with_model([finding], held.wrappers, moved)
+    return with_model([finding], optimized.wrappers, moved)
 
 
 def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
