@@ -271,8 +271,13 @@ class Data(View):
             if facts.sample_groups:
                 wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in ranks])
             numbers = [rank.started.rank for rank in wrapper.ranks]
-            by_kind = ([entries_of(r, StepDraw) for r in wrapper.ranks], wrapper.of(Inputs), wrapper.of(Evaluated))
-            wrappers.append(WrapperSamples(*(dict(zip(numbers, by_rank, strict=True)) for by_rank in by_kind)))
+            wrappers.append(
+                WrapperSamples(
+                    {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks},
+                    dict(zip(numbers, wrapper.of(Inputs), strict=True)),
+                    dict(zip(numbers, wrapper.of(Evaluated), strict=True)),
+                )
+            )
         by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
         return cls(
             [
