@@ -2,26 +2,96 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.evidence.script import (
+    DerivedTable,
+    Evaluated,
+    Inputs,
+    LoaderPass,
+    LossDifferentiated,
+    OptimizerStep,
+)
 from ddpcheck.findings.evidence.steps import LocalStep
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import counted, one_finding
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, group_by, one_finding
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.script_facts import ScriptFacts, entries_of
+from ddpcheck.trace.unwrapped_params import Steps
+from ddpcheck.trace.view import View
 
 FEWEST_INPUTS = 3  # steps with the same samples on several ranks
+MIN_DRAWS = 2  # intervals between optimizer steps in which the same line draws
+FEWEST_ROWS = 8  # rows needed to tell samples apart
+_SHARED = 0.2  # smaller shared fractions of a rank's samples are chance
+_OF_CHANCE = 0.6  # fraction of the overlap that random parts would have (size / ranks)
 
 
-def load_the_same_data(passes: Sequence[LoaderPass]) -> bool:
+@dataclass(frozen=True)
+class Loader:
+    """Passes over one data loader by rank, each in order of time."""
+
+    passes: Sequence[Sequence[LoaderPass]]
+    ranks: Sequence[int]
+
+    @property
+    def first(self) -> list[LoaderPass]:
+        return [rank_passes[0] for rank_passes in self.passes]
+
+    @cached_property
+    def has_same_data(self) -> bool:
+        return have_same_data(self.first)
+
+    @property
+    def has_comparable_rows(self) -> bool:
+        """Return True if the contents of samples tell more than their indices."""
+        by_index = self.has_same_data and all(loader.indices for loader in self.first)
+        has_rows = all(has_distinct_rows(loader) and not loader.replaces for loader in self.first)
+        return has_rows and not by_index and len(self.first) > 1
+
+    @property
+    def num_shared_rows(self) -> int:
+        """Number of samples that ranks share by their contents in an epoch; 0 if it may be chance."""
+        if not self.has_comparable_rows or not all(loader.exhausted for loader in self.first):
+            return 0
+        rows = [loader.rows for loader in self.first]
+        size = min(map(len, rows))
+        shared = shared_by_ranks(self.first, rows, size)
+        # duplicates in the data are few; parts of different orders share more
+        return 0 if self.first[0].size > 0 and shared < _OF_CHANCE * size / len(rows) else shared
+
+
+def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
+    """Match the loaders that all ranks train on, by loop line, dataset and number of occurrence.
+
+    Loader numbers do not match between ranks if only one rank validates; lines do not if only one rank shows progress.
+    """
+    has_one = all(len({loader.loader for loader in loaders if loader.trains}) == 1 for loaders in passes)
+    groups_by_rank = []
+    for rank_passes in passes:
+        groups: dict[tuple[Location | None, str, int], list[LoaderPass]] = {}
+        for loaders in group_by((p for p in rank_passes if p.trains), lambda loader: loader.loader).values():
+            key = None if has_one else loaders[0].location, loaders[0].dataset
+            groups[*key, sum(other[:2] == key for other in groups)] = loaders
+        groups_by_rank.append(groups)
+    common = [key for key in (groups_by_rank or [{}])[0] if all(key in groups for groups in groups_by_rank)]
+    return [Loader([groups[key] for groups in groups_by_rank], ranks or range(len(passes))) for key in common]
+
+
+def have_same_data(passes: Sequence[LoaderPass]) -> bool:
     """Return True if the same index is the same sample on every rank."""
     first, *rest = passes
-    return all(_is_of_same_data(first, loader) or _hold_the_same(first, loader) for loader in rest)
+    return all(_has_equal_contents(first, loader) or _has_equal_samples(first, loader) for loader in rest)
 
 
-def _is_of_same_data(first: LoaderPass, second: LoaderPass) -> bool:
+def _has_equal_contents(first: LoaderPass, second: LoaderPass) -> bool:
     if first.samples and first.samples.keys() == second.samples.keys():
         if all({*first.samples[name]}.isdisjoint(second.samples[name]) for name in first.samples):
             return False  # equal contents below may be labels in the same order
@@ -33,7 +103,7 @@ def _is_of_same_data(first: LoaderPass, second: LoaderPass) -> bool:
     return any(matches) if matches else bool(first.digest) and first.digest == second.digest
 
 
-def _hold_the_same(first: LoaderPass, second: LoaderPass) -> bool:
+def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
     """Check if datasets hold equal samples at the indices that both ranks took.
 
     If samples are drawn at random, rows of different ranks need not match.
@@ -62,9 +132,6 @@ def first_training_indices(indices: Sequence[int]) -> str:
     return f"{', '.join(map(str, indices[:6]))}{' ...' if len(indices) > 6 else ''}"
 
 
-MIN_DRAWS = 2  # intervals between optimizer steps in which the same line draws
-
-
 def shared_draws(draws: Sequence[Sequence[StepDraw]]) -> list[StepDraw]:
     """Return draws that every rank made from the same global generator state."""
     keys = [{_key(draw) for draw in rank_draws if draw.generator} for rank_draws in draws]
@@ -85,6 +152,11 @@ def line_of_selection(draws: Sequence[Sequence[StepDraw]]) -> Location | None:
 
 def _key(draw: StepDraw) -> tuple[object, ...]:
     return draw.step, draw.generator, draw.kind, draw.before, draw.after, draw.location
+
+
+def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Return the samples of a wrapper by rank and step, without their order."""
+    return {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
 
 
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
@@ -112,74 +184,17 @@ def share_some_inputs(steps: Sequence[Sequence[Inputs]], distinct: int) -> bool:
     )
 
 
-_SHARED = 0.2  # smaller shared fractions of a rank's samples are chance
-
-
-_OF_CHANCE = 0.6  # fraction of the overlap that random parts would have (size / ranks)
-
-
-OTHER_VALUES = "values by rank"  # tag of findings that a differing derived table may explain
-
-
-FEWEST_ROWS = 8  # rows needed to tell samples apart
-
-
-SPLIT_STREAM = (
-    "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
-    "workers; if it shuffles before the split, use the same seed on every rank."
-)
-
-
-def judge_rows(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
-    """DDP505 and 516: samples shared between ranks, each with its own data or stream."""
-    first = [loaders[0] for loaders in passes]
-    by_index = same_data and all(loader.indices for loader in first)  # indices are stronger evidence
-    if by_index or len(first) < 2 or not all(has_distinct_rows(p) for p in first) or any(p.replaces for p in first):
-        return []
-    rows = [list(loader.rows) for loader in first]
-    if all(rank_rows == rows[0] for rank_rows in rows):
-        return finding_on_loader(
-            "DDP505",
-            first[0],
-            "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
-            evidence=[f"{counted(len(rows[0]), 'sample')} of the first epoch are equal, by their contents"],
-            fix=SPLIT_STREAM if first[0].size < 0 else "",
-        )
-    if not all(loader.exhausted for loader in first):
-        return []
-    size = min(map(len, rows))
-    shared = shared_by_ranks(first, rows, size)
-    if not shared or (first[0].size > 0 and shared < _OF_CHANCE * size / len(first)):
-        return []  # e.g. duplicates in the data; parts of different orders share more
-    differ = any((loader.samples, loader.digest) != (first[0].samples, first[0].digest) for loader in first)
-    message = f"The ranks share {shared} of the {size} samples that each takes from the loader in an epoch"
-    if first[0].size < 0:
-        return finding_on_loader(
-            "DDP505", first[0], f"{message}, by their contents.", severity=Severity.WARNING, fix=SPLIT_STREAM
-        )
-    return finding_on_loader(
-        "DDP516",
-        first[0],
-        f"{message}: each rank has built its part from a different order or split of the data.",
-        line=first[0].split,
-        severity=Severity.WARNING,
-        evidence=["the datasets of the ranks have different samples, or a different order"] * differ,
-        fix="Sort the listed items, and shuffle or split with the same seed on every rank, before each rank takes its "
-        "part.",
-    )
-
-
 def has_distinct_rows(loader: LoaderPass) -> bool:
     """Return True if the rows are enough, and nearly all distinct."""
     return len(loader.rows) >= FEWEST_ROWS and len(set(loader.rows)) >= 0.9 * len(loader.rows)
 
 
-def deal_repeated(first: Sequence[LoaderPass]) -> bool:
+def are_repeated_on_ranks(first: Sequence[LoaderPass]) -> bool:
     """Check if samplers repeat each sample on several ranks, which augment it differently."""
     return all(loader.size > len(first) and loader.dealt + len(first) >= 2 * loader.size for loader in first)
 
 
-def hold_own_parts(first: Sequence[LoaderPass]) -> bool:
+def are_disjoint_shares(first: Sequence[LoaderPass]) -> bool:
     """Return True if the ranks' datasets are disjoint shares of one array."""
     parts = all(loader.whole > 0 and is_one_share(loader, len(first)) and has_distinct_rows(loader) for loader in first)
     return len(first) > 1 and parts and are_disjoint([loader.rows for loader in first])
@@ -203,13 +218,12 @@ def rows_by_position(loaders: Sequence[LoaderPass], *, labels: bool) -> dict[int
 
 
 def are_disjoint(parts: Sequence[Sequence[int]]) -> bool:
-    return not any(set(a) & set(b) for number, a in enumerate(parts) for b in parts[:number])
+    return all(set(a).isdisjoint(b) for a, b in itertools.combinations(parts, 2))
 
 
 def shared_by_ranks(first: Sequence[LoaderPass], taken: Sequence[Iterable[int]], size: int) -> int:
     """Return the largest overlap of two ranks; 0 if padding explains it."""
-    sets = [set(indices) for indices in taken]
-    shared = max(len(a & b) for number, a in enumerate(sets) for b in sets[:number])
+    shared = max(len(a & b) for a, b in itertools.combinations(map(set, taken), 2))
     at_the_end = max(loader.batch_size for loader in first) * len(first)
     return shared if shared > at_the_end and shared >= _SHARED * size else 0
 
@@ -221,3 +235,94 @@ def finding_on_loader(
     location = line or loader.made or loader.location
     related = {"loop over the loader": loader.location, f"{loader.sampler or 'loader'} made": loader.made}
     return one_finding(code, (loader.dataset,), message, location=location, related=related, **more)
+
+
+class LoaderGroup(NamedTuple):
+    """Passes over all data loaders of ranks that train together on different samples."""
+
+    passes: Sequence[Sequence[LoaderPass]]  # by rank, in order of time
+    ranks: Sequence[int]
+    takes_slices: bool = False  # if each rank's forward gets a slice of the loader's batches
+
+
+class WrapperSamples(NamedTuple):
+    """Samples that a wrapper gets, by rank of its group."""
+
+    draws: Mapping[int, Sequence[StepDraw]]
+    inputs: Mapping[int, Sequence[Inputs]]
+    evaluated: Mapping[int, Sequence[Evaluated]]
+
+
+@dataclass(frozen=True)
+class Data(View):
+    """Samples of a script: by rank, in order of time, if not said otherwise."""
+
+    check: ClassVar[str] = "data"
+    groups: Sequence[LoaderGroup]  # by group of ranks that train together
+    passes: Sequence[Sequence[LoaderPass]]
+    draws: Sequence[Sequence[StepDraw]]  # of ranks with different samples
+    inputs: Sequence[Sequence[Inputs]]  # of ranks with different samples
+    has_own_samples: bool  # if data loaders give these ranks different samples
+    wrappers: Sequence[WrapperSamples]
+    losses: Sequence[Sequence[LossDifferentiated]]  # [] if ranks share a model
+    optimizers: Sequence[Sequence[Steps]]  # with gradients that the script averages
+    tables: Sequence[Sequence[DerivedTable]]
+    compares_gradients: bool = False
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self | None:
+        if facts.trains_apart:
+            return None
+        ranks = facts.training_groups[0] if facts.model_groups or facts.stages or facts.sample_groups else facts.ranks
+        orders = [tuple(tuple(entry.indices) for entry in rank.passes if entry.trains) for rank in ranks]
+        wrappers = []
+        for wrapper in facts.wrappers:
+            if facts.sample_groups:
+                wrapper = replace(wrapper, ranks=[rank for rank in wrapper.ranks if rank in ranks])
+            numbers = [rank.started.rank for rank in wrapper.ranks]
+            wrappers.append(
+                WrapperSamples(
+                    {rank.started.rank: entries_of(rank, StepDraw) for rank in wrapper.ranks},
+                    dict(zip(numbers, wrapper.of(Inputs), strict=True)),
+                    dict(zip(numbers, wrapper.of(Evaluated), strict=True)),
+                )
+            )
+        by_hand = not facts.wrappers and not facts.model_groups and not facts.sample_groups
+        return cls(
+            [
+                LoaderGroup([r.passes for r in group], [r.started.rank for r in group], _takes_slices(group))
+                for group in facts.training_groups
+            ],
+            facts.passes,
+            [entries_of(rank, StepDraw) for rank in ranks],
+            [entries_of(rank, Inputs) for rank in ranks],
+            len(set(orders)) == len(orders),
+            wrappers,
+            [] if facts.model_groups else facts.of(LossDifferentiated),
+            [optimizer.steps for optimizer in facts.optimizers] if by_hand else [],
+            facts.of(DerivedTable),
+            by_hand and any(step.given for step in entries_of(facts.ranks[0], OptimizerStep)),
+        )
+
+    @property
+    def repeats_samples(self) -> bool:
+        """If loaders give all ranks own parts of the data, or each sample to several ranks, on purpose."""
+        trained = [first for rank_passes in self.passes for first in [p for p in rank_passes if p.trains][:1]]
+        return len(trained) == len(self.passes) and (are_disjoint_shares(trained) or are_repeated_on_ranks(trained))
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        num_passes = sum(entry.trains for entry in self.passes[0])
+        subjects = {
+            f"the samples of {counted(num_passes, 'pass')} over loaders": num_passes,
+            f"the inputs of {counted(len(self.inputs[0]), 'forward pass')}": len(self.inputs[0]) >= FEWEST_INPUTS,
+            counted(len(self.tables[0]), "table"): self.tables[0],
+            "the gradients before they are averaged": self.compares_gradients,
+        }
+        compared = ", ".join(words for words, present in subjects.items() if present)
+        return (f"no fault in {compared}" if compared else ""), ""
+
+
+def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:
+    rows = [len(entry.samples) for entry in entries_of(ranks[0], Inputs)]
+    sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
+    return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)

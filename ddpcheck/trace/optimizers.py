@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from ddpcheck.findings.evidence.script import MetricUsed
-from ddpcheck.findings.report import Location
-from ddpcheck.findings.wording import format_ranks
-from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.unwrapped_params import Steps, are_local
+from ddpcheck.findings.evidence.script import FileUsed, MetricUsed, OptimizerStep
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
+from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
 from ddpcheck.trace.view import View
 
 LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
@@ -24,6 +25,81 @@ def restored_on_some(rank_steps: Steps) -> dict[int, Location]:
 
 def describe_loads(restored: Iterable[int]) -> str:
     return f"load_state_dict is called there, on {format_ranks(restored)} only"
+
+
+def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
+    """Locate a finding on options at the load on some ranks, else at `line`, else at the step."""
+    first, restored = rank_steps[0], restored_on_some(rank_steps)
+    finding = replace(finding, steps=(first.count,), location=first.location)
+    if restored:
+        line, evidence = next(iter(restored.values())), (*finding.evidence, describe_loads(restored))
+        finding = replace(finding, ranks=tuple(restored), evidence=evidence, fix=LOAD_EVERYWHERE)
+    return finding.relocated(line, "optimizer steps")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStates(View):
+    """State of optimizers before their steps, and the files that the ranks load."""
+
+    check: ClassVar[str] = "optimizers"
+    steps: Sequence[Sequence[Steps]]  # by optimizer
+    uses: Sequence[Sequence[FileUsed]]  # by rank
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        return cls([opt.steps for opt in facts.optimizers], facts.of(FileUsed))
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizers(View):
+    """Options, pace, gradients and schedules of optimizers."""
+
+    check: ClassVar[str] = "optimizers"
+    facts: ScriptFacts
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        return cls(facts)
+
+    @property
+    def first_steps(self) -> list[Steps]:
+        """First step of each optimizer, by rank; [] if the ranks have different numbers of optimizers."""
+        firsts = [first_steps(rank) for rank in self.facts.ranks]
+        return list(zip(*firsts, strict=True)) if len({len(steps) for steps in firsts}) == 1 else []
+
+    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+        facts, optimizers = self.facts, self.facts.optimizers
+        steps = [rank_steps for opt in optimizers for rank_steps in opt.steps]
+        compared = "options" if any(map(any_gradient_differs, steps)) else "options, state and gradients"
+        if facts.shards:
+            compared = "options, number of steps and scale of the shards' gradients"
+        scope = f"of {counted(len(optimizers), 'optimizer')} match between ranks in {counted(len(steps), 'step')}"
+        averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
+        differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
+        lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
+        return f"{compared} {scope}" if steps else "", lacking
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedParameters(View):
+    """Parameters of wrappers with gradients, and those that optimizers hold."""
+
+    check: ClassVar[str] = "optimizers"
+    moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
+    names: Collection[str]  # parameters that optimizers hold
+    made: Location | None = None  # the line of an optimizer
+    in_vain: bool = False  # if no parameter of an optimizer has a gradient
+    wrappers: Sequence[WatchedWrapper] = ()
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self | None:
+        if not facts.wrappers:
+            return None
+        steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
+        names = {name for step in steps for name in (*step.held, *step.idle)}
+        made = next((step.made for step in steps if step.held or not names), None)
+        in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
+        return cls(facts.moved, names, made, in_vain, facts.wrappers)
 
 
 @dataclass(frozen=True, slots=True)

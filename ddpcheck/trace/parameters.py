@@ -7,34 +7,32 @@ from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
-from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_ranks, format_steps, join_names, plural_verb, unless_all
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import Names, counted, format_ranks, format_steps, join_names, plural_verb, unless_all
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
-
 
 SPARSE_REFUSED = (
     "with find_unused_parameters=True DDP raises 'Expected sparse gradient to be defined' in backward: for a table "
     "with sparse=True it has no substitute for the missing gradient"
 )
 
-
 SPARSE_ADVICE = (
     "Use the table in every step, remove it, or freeze it with requires_grad_(False) before wrapping; or make it with "
     "sparse=False: for a sparse table that is unused, find_unused_parameters=True makes DDP raise."
 )
-
 
 UNDER_SHARDING = (
     "fully_shard reduces the gradients of a group that exist on a rank: if they differ between ranks, gloo aborts, and "
     "nccl waits or adds up the wrong numbers"
 )
 
-
 ADVICE_UNDER_SHARDING = (
     "all_reduce the condition of the branch, or call set_reduce_scatter_unused_params(True) on the module that "
     "fully_shard returned (if this torch has it)."
 )
+
+MAX_ABSENCES = 6  # groups of ranks and steps that a finding lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,7 @@ class ParameterFacts:
     names: Names  # parameter names with aliases and lines
     ends_here: bool  # True if the run ends with the last of these steps
     trainable: Sequence[str]  # parameters that require grad, in registration order
-    # absences by parameter, except those explained by another finding
-    missing: Mapping[str, Sequence[StepEvidence]]
+    missing: Mapping[str, Sequence[StepEvidence]]  # absences by parameter, except those that a finding explains
 
     @classmethod
     def of(
@@ -102,6 +99,75 @@ def _without_indices(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingGroup:
+    """Parameters whose gradients are missing for one reason on all ranks in all steps."""
+
+    names: Sequence[str]
+    end: PathEnd  # where their path to the loss ends
+    facts: ParameterFacts
+    compiled_on: Sequence[int] = ()  # ranks on which compiled code gives zeros instead, in some steps
+
+    @property
+    def subjects(self) -> str:
+        return join_names(self.facts.names.subjects(self.names))
+
+    @property
+    def them(self) -> str:
+        return plural_verb("it", "them", self.names)
+
+    @property
+    def place(self) -> str:
+        """Line and module of the last operation on the path, in words."""
+        return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
+
+    def one_finding(self, code: str, message: str, evidence: Sequence[str] = (), fix: str = "") -> list[Finding]:
+        """Report these parameters, with the consequences under the wrapper's options."""
+        facts, severity = self.facts, None
+        if self.compiled_on:
+            evidence = [*evidence, f"under torch.compile DDP gets zeros for {self.them} and raises no error"]
+            fix = ""
+        else:
+            evidence, severity = self._consequences(evidence)
+            if severity is not None:
+                fix = "Use the parameter in the loss, remove it, or freeze it with requires_grad_(False)."
+            fix = SPARSE_ADVICE if self.names[0] in facts.wrapper.sparse else fix
+        return facts.names.one_finding(
+            code,
+            self.names,
+            message,
+            ranks=unless_all(self.compiled_on, facts.world_size),
+            severity=severity,
+            evidence=evidence,
+            fix=fix,
+            location=self.end.edit_at,
+            path=self.end.path_of(self.names[0]),
+        )
+
+    def _consequences(self, evidence: Sequence[str]) -> tuple[list[str], Severity | None]:
+        """Add what the wrapper does, and return the severity if training continues."""
+        facts, wrapper, num_steps = self.facts, self.facts.wrapper, len(self.facts.steps)
+        raises = [AT_NEXT_FORWARD] if wrapper.is_ddp and not wrapper.tolerates_unused else []
+        if raises and num_steps == 1 and facts.ends_here:
+            raises.append("after the last step there is no next forward, so that nothing is raised at all")
+        notes = []
+        refused = wrapper.find_unused_parameters and self.names[0] in wrapper.sparse
+        if refused:
+            notes.append(SPARSE_REFUSED)
+        elif wrapper.goes_on_without:
+            option = "find_unused_parameters" if wrapper.find_unused_parameters else "static_graph"
+            note = "fully_shard says nothing of it" if wrapper.sharded else f"{option}=True keeps DDP from stopping"
+            notes.append(f"{note}; nothing has trained {self.them} in {counted(num_steps, 'step')}")
+        take_turns = self.end.cause == "unused" and facts.others_take_turns(self.names)
+        if take_turns:
+            notes.append(
+                "others of the same list contribute in some steps or on some ranks only: check more steps (--steps)"
+            )
+        mildest = Severity.WARNING if num_steps > 1 and not take_turns else Severity.NOTE
+        harmless = wrapper.goes_on_without and self.end.cause != "cut" and not refused
+        return [*raises, *evidence, *notes], mildest if harmless else None
+
+
+@dataclass(frozen=True, slots=True)
 class MissingOn:
     """Parameters missing on the same ranks in the same steps."""
 
@@ -145,50 +211,32 @@ class ConditionalUse:
             path=ends[0].path_of(name) if ends else None,
         )
 
+    @property
+    def step_message(self) -> str:
+        """Message on parameters that are missing on every rank in some steps."""
+        subjects = join_names(self.facts.names.subjects(self.parameters))
+        if len({absence.steps for absence in self.absences}) > 1:
+            return f"{subjects} contributed in some steps only, each in different ones."
+        return f"{subjects} contributed in some steps only: not in {format_steps(self.steps)}."
 
-_MOST_ABSENCES = 6
-
-
-def absence_evidence(use: ConditionalUse) -> list[str]:
-    """Describe where and why the parameters did not contribute."""
-    facts = use.facts
-    lines = [
-        f"{format_steps(absence.steps)}: {join_names(facts.names.subjects(absence.names))} did not contribute on "
-        f"{format_ranks(absence.ranks) if len(absence.ranks) < facts.world_size else 'any rank'}"
-        for absence in use.absences[:_MOST_ABSENCES]
-    ]
-    if len(use.absences) > _MOST_ABSENCES:
-        lines.append(f"and so on ({len(use.absences) - _MOST_ABSENCES} more)")
-    return lines + _reasons(use)
-
-
-def _reasons(use: ConditionalUse) -> list[str]:
-    """Return the distinct reasons for missing gradients, at most three."""
-    ends = [item.path_ends.get(name) for name in use.parameters for item in use.facts.missing[name]]
-    them = plural_verb("it", "them", use.parameters)
-    reasons = []
-    for end in filter(None, ends):
-        reason_by_cause = {
-            "cut": f"there the path is cut by {end.reason}{end.at}",
-            "unreachable": f"there the last use is {end.reason}{end.at}, which does not reach the loss",
-            "unused": f"there no operation of the forward pass reads {them}",
-        }
-        reasons.append(reason_by_cause.get(end.cause, ""))
-    return list(dict.fromkeys(filter(None, reasons)))[:3]
-
-
-def describe_path_end(end: PathEnd, subjects: Sequence[str], them: str) -> tuple[str, str, list[str]]:
-    """Return code, message and evidence for the missing gradient of `subjects`."""
-    names = join_names(subjects)
-    inside = f" (in module {end.module})" if end.module else ""
-    if end.cause == "unused":
-        return "DDP101", f"No operation of the forward pass reads {names}.", []
-    if end.cause == "unknown":
-        does = plural_verb("does", "do", subjects)
-        return "DDP102", f"{names} {does} not contribute to the loss; the cause is unknown.", []
-    if end.cause == "cut":
-        begins = [f"{end.reason} begins at {end.no_grad_location}"]
-        message = f"The path from {names} to the loss is cut by {end.reason}{end.at}{inside}."
-        return "DDP103", message, begins if end.no_grad_location not in (None, end.location) else []
-    last = f"the last operation that depends on {them} is {end.reason}{end.at}"
-    return "DDP102", f"The result of {names}{end.at}{inside} does not reach the loss.", [last]
+    def describe_absences(self) -> list[str]:
+        """Describe where and why the parameters did not contribute."""
+        facts = self.facts
+        lines = [
+            f"{format_steps(absence.steps)}: {join_names(facts.names.subjects(absence.names))} did not contribute on "
+            f"{format_ranks(absence.ranks) if len(absence.ranks) < facts.world_size else 'any rank'}"
+            for absence in self.absences[:MAX_ABSENCES]
+        ]
+        if len(self.absences) > MAX_ABSENCES:
+            lines.append(f"and so on ({len(self.absences) - MAX_ABSENCES} more)")
+        reasons = []
+        ends = [item.path_ends.get(name) for name in self.parameters for item in facts.missing[name]]
+        for end in filter(None, ends):
+            if end.cause == "cut":
+                reasons.append(f"there the path is cut by {end.reason}{end.at}")
+            elif end.cause == "unreachable":
+                reasons.append(f"there the last use is {end.reason}{end.at}, which does not reach the loss")
+            elif end.cause == "unused":
+                them = plural_verb("it", "them", self.parameters)
+                reasons.append(f"there no operation of the forward pass reads {them}")
+        return [*lines, *list(dict.fromkeys(reasons))[:3]]

@@ -19,8 +19,8 @@ from ddpcheck.record.rank.line_recorder import LineRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.module_uses import WriteRecorder
 from ddpcheck.rules.causes import find_causes
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
-from ddpcheck.rules.optimizers.options import judge_optimizer_options
 from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import MODE
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes

@@ -50,10 +50,10 @@ from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, redu
 from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
-from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_parts
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
-from ddpcheck.rules.optimizers.options import judge_optimizer_options, judge_shard_states
+from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states
 from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
@@ -693,10 +693,10 @@ def test_which_of_two_models_it_is_that_never_moves() -> None:
     wrappers = [SimpleNamespace(number=number, made=one) for number, one in enumerate(made)]
     facts: Any = SimpleNamespace(wrappers=wrappers, moved={"0/w": True, "1/w": False})
     steps = [[step(unknown=("? 0 (4,)",)), step()]]
-    (found,) = with_model(judge_stale(steps, facts.moved, {"0/w"}), facts)
+    (found,) = with_model(judge_stale(steps, facts.moved, {"0/w"}), facts.wrappers, facts.moved)
     assert found.evidence[0] == "of Other, which is wrapped at train.py:5"
     facts.wrappers = wrappers[:1]
-    assert with_model([found], facts) == [found]
+    assert with_model([found], facts.wrappers, facts.moved) == [found]
 
 
 def test_metrics_zeroing_and_reductions() -> None:

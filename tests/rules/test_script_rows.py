@@ -14,7 +14,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.record.data.datasets import SampleRows, rows_of_whole, samples_of
 from ddpcheck.rules.data.loaders import judge_loaders
-from ddpcheck.trace.data import hold_own_parts
+from ddpcheck.trace.data import are_disjoint_shares
 
 LINE, MADE = Location("train.py", 30), Location("train.py", 10)
 STAY, HEAD = Location("train.py", 12), Location("train.py", 20)
@@ -120,8 +120,8 @@ def test_shares_of_an_array_in_which_neighbours_have_the_same_label_are_other_sa
 
     assert not found(*ranks(whole=64))
     assert found(*ranks()) == found(*ranks(whole=32)) == [("DDP516", MADE)]
-    assert hold_own_parts([of_rank[0] for of_rank in ranks(whole=64)])
-    assert not hold_own_parts([ranks(whole=64)[0][0]] * 2)  # the same samples
+    assert are_disjoint_shares([of_rank[0] for of_rank in ranks(whole=64)])
+    assert not are_disjoint_shares([ranks(whole=64)[0][0]] * 2)  # the same samples
 
 
 FIRST, SECOND = range(0, 32, 2), range(1, 32, 2)

@@ -27,6 +27,7 @@ from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_withou
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
+from ddpcheck.trace.optimizers import OptimizedParameters
 
 BACKWARD, OTHER, CLIPS, MADE = (Location("train.py", line) for line in (30, 31, 32, 28))
 
@@ -262,7 +263,7 @@ def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
     ],
 )
 def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[str], found: list[str]) -> None:
-    findings = judge_params_without_optimizer(moved, held, made=MADE)
+    findings = judge_params_without_optimizer(OptimizedParameters(moved, held, MADE))
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
 
 
@@ -275,7 +276,7 @@ def test_parameters_that_no_optimizer_holds(moved: dict[str, bool], held: list[s
     ],
 )
 def test_an_optimizer_of_another_model(moved: dict[str, bool], in_vain: bool, found: list[str]) -> None:
-    findings = judge_params_without_optimizer(moved, [], made=MADE, in_vain=in_vain)
+    findings = judge_params_without_optimizer(OptimizedParameters(moved, [], MADE, in_vain))
     assert [(one.code, list(one.subjects)) for one in findings] == ([("DDP504", found)] if found else [])
 
 

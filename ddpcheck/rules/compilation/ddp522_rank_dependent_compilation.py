@@ -15,6 +15,7 @@ Detected: ddpcheck records what each rank compiles in training, and which guard 
     ranks. Functions with graph breaks are not compared for the third case.
 Ignore: If the recompilations end soon: this rank has already met all its shapes, and the others will meet theirs
     later.
+Line: The line that reads the value that changes; else the line that defines or calls the function.
 Checks: report reducer; run loop
 Example:
     model = DistributedDataParallel(torch.compile(net, dynamic=False))
@@ -25,7 +26,7 @@ Example:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
@@ -33,8 +34,10 @@ from ddpcheck.findings.wording import format_ranks, join_names, make_finding, mi
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.compilation import Compilations, CompilationsByRank, trained_functions
 
-_AGAIN = 2  # failures of one guard: torch does not treat the size or the number as dynamic
-
+MIN_FAILURES = 2  # failures of one guard: torch does not treat the size or the number as dynamic
+MIN_STEPS = 4  # steps until a difference between graphs is taken for a lasting one
+MAX_EVIDENCE = 3  # ranks and failures that a finding lists
+MAX_OPERATIONS = 8  # operations that a finding lists by rank
 
 RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 
@@ -42,7 +45,7 @@ RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line
 @rule
 def judge_script(compilations: Compilations) -> list[Finding]:
     """DDP522: functions that some ranks recompile, and other graphs if there are enough steps to tell."""
-    graphs = judge_graphs(compilations.compiled) if compilations.steps >= _FEWEST_STEPS else []
+    graphs = judge_graphs(compilations.compiled) if compilations.steps >= MIN_STEPS else []
     return judge_recompilations(compilations.functions) + graphs
 
 
@@ -58,7 +61,7 @@ def judge_recompilations(functions: Iterable[CompilationsByRank]) -> list[Findin
         given_up = {rank for rank, entries in enumerate(by_rank) if any(entry.given_up for entry in entries)}
         for guard in dict.fromkeys(entry.guard for entries in by_rank for entry in entries if entry.guard):
             counts = [sum(entry.guard == guard for entry in entries) for entries in by_rank]
-            repeated = {rank for rank, count in enumerate(counts) if count >= _AGAIN}
+            repeated = {rank for rank, count in enumerate(counts) if count >= MIN_FAILURES}
             ranks = repeated & given_up if given_up else repeated if 0 in counts else set()
             if ranks and len(given_up) < len(by_rank):
                 findings.append(recompilation_finding(by_rank, guard, sorted(ranks), gives_up=bool(given_up)))
@@ -71,51 +74,41 @@ def judge_graphs(compiled: CompilationsByRank) -> list[Finding]:
 
     Skips functions with graph breaks: the parts may differ, e.g. if some ranks print.
     """
+    resumed = (RESUME_FUNCTION.match(entry.function) for entries in compiled for entry in entries)
+    broken = {match["name"] for match in resumed if match}
     findings = []
-    broken = {match["name"] for entries in compiled for match in _rests(entries)}
     for by_rank in trained_functions(compiled):
-        if by_rank[0][0].function.rpartition(".")[2] in broken or RESUME_FUNCTION.match(by_rank[0][0].function):
+        name = by_rank[0][0].function
+        if name.rpartition(".")[2] in broken or RESUME_FUNCTION.match(name):
             continue
         for inputs in dict.fromkeys(entry.inputs for entry in by_rank[0]):
             graphs = [[entry.operations for entry in entries if entry.inputs == inputs] for entries in by_rank]
-            if all(rank_graphs and all(graph == rank_graphs[0] for graph in rank_graphs) for rank_graphs in graphs):
-                graph_by_rank = [rank_graphs[0] for rank_graphs in graphs]
-                if all(graph_by_rank) and any(graph != graph_by_rank[0] for graph in graph_by_rank):
-                    findings.append(graph_finding(by_rank[0][0], graph_by_rank))
-                    break
+            if not all(rank_graphs and all(graph == rank_graphs[0] for graph in rank_graphs) for rank_graphs in graphs):
+                continue
+            graph_by_rank = [rank_graphs[0] for rank_graphs in graphs]
+            if all(graph_by_rank) and any(graph != graph_by_rank[0] for graph in graph_by_rank):
+                findings.append(graph_finding(by_rank[0][0], graph_by_rank))
+                break
     return findings
-
-
-def _rests(entries: Sequence[FunctionCompiled]) -> Iterator[re.Match[str]]:
-    return filter(None, (RESUME_FUNCTION.match(entry.function) for entry in entries))
-
-
-_FEWEST_STEPS = 4  # enough steps to tell always from sometimes
-_MOST_SHOWN = 3
-
-
-_MOST_NAMES = 8  # of operations
 
 
 def recompilation_finding(by_rank: CompilationsByRank, guard: str, ranks: Sequence[int], *, gives_up: bool) -> Finding:
     failures = [entry for rank in ranks for entry in by_rank[rank] if entry.guard == guard]
     counts = {rank: sum(not entry.given_up for entry in entries) for rank, entries in enumerate(by_rank)}
     others = [rank for rank in counts if rank not in ranks]
-    often, seldom = (_times(counts, chosen) for chosen in (ranks, others))
-    end = (
-        "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
-        if gives_up
-        else "The others wait for each compilation."
-    )
+    name, often, seldom = _named(failures[0]), _times(counts, ranks), _times(counts, others)
+    end = "The others wait for each compilation."
+    if gives_up:
+        end = "Torch then stops compiling it and runs it in eager mode: the others wait for this rank in each step."
     evidence = [
         f"rank {rank}: compiled {_times(counts, [rank])}, in {sum(entry.seconds for entry in entries):.1f} s"
-        for rank, entries in enumerate(by_rank[:_MOST_SHOWN])
+        for rank, entries in enumerate(by_rank[:MAX_EVIDENCE])
     ]
-    evidence += [f"in step {entry.step}: {entry.reason}" for entry in failures[:_MOST_SHOWN]]
+    evidence += [f"in step {entry.step}: {entry.reason}" for entry in failures[:MAX_EVIDENCE]]
     return make_finding(
         "DDP522",
-        (_named(failures[0]),),
-        f"{_named(failures[0])} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
+        (name,),
+        f"{name} ({failures[0].defined}) is compiled {often} on {format_ranks(ranks)}, and {seldom} on "
         f"{format_ranks(others)}. {end}",
         ranks=ranks,
         steps=sorted({entry.step for entry in failures}),
@@ -147,8 +140,8 @@ def graph_finding(entry: FunctionCompiled, graphs: Sequence[Mapping[str, int]]) 
         location=entry.defined,
         tags=("of graphs",),
         evidence=[
-            f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:_MOST_NAMES])}"
-            for rank, graph in enumerate(graphs[:_MOST_SHOWN])
+            f"rank {rank}: {', '.join(f'{graph.get(name, 0)} {name}' for name in names[:MAX_OPERATIONS])}"
+            for rank, graph in enumerate(graphs[:MAX_EVIDENCE])
         ],
         fix="Take the same branch on every rank: the rank is a constant in a compiled function. Move code that only "
         "one rank needs out of it.",

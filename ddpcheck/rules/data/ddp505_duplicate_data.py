@@ -14,6 +14,9 @@ Detected: ddpcheck compares the samples of the ranks in each step: a recipe's sh
     the inputs of forward differ. Some ranks should share samples: with tensor, context or sequence parallelism, a
     loss over all ranks, or repeated augmentation. If ddpcheck recognises this, nothing is reported.
 Ignore: If all ranks should see the same samples, for example with different augmentation or in a part of the loss.
+Line: The line that constructs the sampler or the loader. If inputs of forward, targets or gradients are compared:
+    the line that seeds or draws the random numbers that select samples; else the call of forward, the line that
+    computes the loss, or the optimizer step. `ddpcheck report` names no line.
 Checks: report parity; run data
 Explains: DDP303 DDP304 DDP305 DDP312
 Reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144
@@ -38,63 +41,71 @@ from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.trace.data import (
     FEWEST_INPUTS,
     FEWEST_ROWS,
-    SPLIT_STREAM,
+    Loader,
     all_inputs_differ,
+    are_repeated_on_ranks,
+    batches_by_step,
     common_steps,
-    deal_repeated,
     describe_left_out,
     finding_on_loader,
     first_training_indices,
     is_whole_pass,
     line_of_selection,
-    load_the_same_data,
     share_some_inputs,
     shared_by_ranks,
 )
 from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, Steps
 
-_AS_OFTEN = 4
+SHARED_PER_REPEAT = 4  # independent draws share about twice as many samples as they repeat
+FEWEST_TARGETS = 3  # steps with equal targets on every rank
+FEWEST_TARGET_BITS = 24.0  # total information in these targets, to rule out chance
+MOST_STEPS_BEHIND = 8
+FEWEST_STEPS_BEHIND = 2  # steps in which a rank gets the samples of another rank's later step
+FEWEST_STEPS_AGAIN = 3  # steps on samples that another rank used before
+
+SPLIT_STREAM = (
+    "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
+    "workers; if it shuffles before the split, use the same seed on every rank."
+)
 
 
-def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
+def judge_overlap(loader: Loader) -> list[Finding]:
     """DDP505: samples that several ranks train on in the same step or epoch."""
-    first = [loaders[0] for loaders in passes]
-    if len(first) < 2 or not all(loader.indices for loader in first) or not load_the_same_data(first):
+    first = loader.first
+    if len(first) < 2 or not all(p.indices for p in first) or not loader.has_same_data or are_repeated_on_ranks(first):
         return []
-    size = min(len(loader.indices) for loader in first)
-    lists = [tuple(loader.indices[:size]) for loader in first]
-    numbers = ranks or range(len(lists))
+    size = min(len(p.indices) for p in first)
+    lists = [tuple(p.indices[:size]) for p in first]
     by_list = wording.group_by(range(len(lists)), lambda i: lists[i])
-    groups = [[numbers[i] for i in places] for order, places in by_list.items() if len(places) > 1 < len(set(order))]
-    groups.sort(key=len, reverse=True)
-    if deal_repeated(first):
-        return []
-    if groups:
-        largest, *more = groups
-        are_all = sum(map(len, groups)) == len(lists)
-        return finding_on_loader(
-            "DDP505",
-            first[0],
-            f"{wording.format_ranks(largest).capitalize()} take the same samples in the same order from the loader, so "
-            "together they do the work of one.",
-            ranks=() if are_all else sorted(itertools.chain.from_iterable(groups)),
-            evidence=[
-                f"the first samples on each of them: {first_training_indices(lists[list(numbers).index(largest[0])])}",
-                *_likewise(more),
-                _taken(first[0]),
-            ],
-        )
-    whole = all(map(is_whole_pass, first))
+    groups = [[loader.ranks[i] for i in same] for order, same in by_list.items() if len(same) > 1 < len(set(order))]
+    if not groups:
+        return _judge_random_overlap(first, lists)
+    largest, *more = sorted(groups, key=len, reverse=True)
+    return finding_on_loader(
+        "DDP505",
+        first[0],
+        f"{wording.format_ranks(largest).capitalize()} take the same samples in the same order from the loader, so "
+        "together they do the work of one.",
+        ranks=() if sum(map(len, groups)) == len(lists) else sorted(itertools.chain(*groups)),
+        evidence=[
+            f"the first samples on each of them: {first_training_indices(lists[list(loader.ranks).index(largest[0])])}",
+            *_mention_groups(more),
+            _describe_share(first[0]),
+        ],
+    )
+
+
+def _judge_random_overlap(first: Sequence[LoaderPass], lists: Sequence[Sequence[int]]) -> list[Finding]:
+    """Detect parts of a dataset that are drawn separately on each rank."""
+    whole, size = all(map(is_whole_pass, first)), len(lists[0])
     if not whole:  # e.g. an endless sampler: parts are disjoint until all samples are taken
         size = min(size, first[0].size // len(first))
         lists = [indices[:size] for indices in lists]
     repeats = max(len(indices) - len(set(indices)) for indices in lists)  # duplicates that fill up a batch
     shared = shared_by_ranks(first, lists, size)
-    if any(loader.replaces for loader in first) or shared <= _AS_OFTEN * repeats:
-        return []  # independent draws share about twice as many samples as they repeat
-    if _come_several_times(lists):
+    if any(p.replaces for p in first) or shared <= SHARED_PER_REPEAT * repeats or _repeats_evenly(lists):
         return []
-    by_epoch = len({loader.epoch for loader in first}) > 1 and min(loader.epoch for loader in first) >= 0
+    by_epoch = len({p.epoch for p in first}) > 1 and min(p.epoch for p in first) >= 0
     parts = "it shuffles all of the data, and each rank takes a part."
     in_others = ", and their samplers are in other epochs" if by_epoch else ""
     return finding_on_loader(
@@ -102,15 +113,12 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         first[0],
         f"The ranks share {shared} of the {'' if whole else 'first '}{size} samples that each takes from the loader"
         f"{' in an epoch' * whole}, each in a different order{in_others}.",
-        line=next((loader.told for loader in first if loader.told), None) if by_epoch else None,
+        line=next((p.told for p in first if p.told), None) if by_epoch else None,
         severity=Severity.WARNING,
         evidence=[
             f"the epoch of the sampler: {'; '.join(wording.group_by_value([p.epoch for p in first]))}" * by_epoch,
-            *(
-                f"rank {rank} begins with samples {first_training_indices(indices)}"
-                for rank, indices in enumerate(lists[:3])
-            ),
-            _taken(first[0]),
+            *(f"rank {rank} begins with samples {first_training_indices(part)}" for rank, part in enumerate(lists[:3])),
+            _describe_share(first[0]),
         ],
         fix=f"Tell the sampler the same epoch on every rank: {parts}"
         if by_epoch
@@ -120,7 +128,7 @@ def judge_overlap(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
     )
 
 
-def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
+def _mention_groups(groups: Sequence[Sequence[int]]) -> list[str]:
     """Mention further groups of ranks in the evidence."""
     return (
         [f"likewise {wording.join_names([*map(wording.format_ranks, groups)])}, with different samples"]
@@ -129,25 +137,24 @@ def _likewise(groups: Sequence[Sequence[int]]) -> list[str]:
     )
 
 
-def _come_several_times(lists: Sequence[Sequence[int]]) -> bool:
+def _repeats_evenly(lists: Sequence[Sequence[int]]) -> bool:
     """Return True if each sample repeats equally often in a row (repeated augmentation)."""
     lengths = [len(list(group)) for _, group in itertools.groupby(itertools.chain(*zip(*lists, strict=True)))]
     return len(set(lengths[1:-1])) == 1 and lengths[1] > 1
 
 
-def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_later_overlap(loader: Loader) -> list[Finding]:
     """DDP505: samples disjoint between ranks in the first epoch and shared in later epochs."""
-    epochs = list(zip(*passes, strict=False))
-    first = passes[0][0]
-    if len(passes) < 2 or len(epochs) < 2 or not load_the_same_data(epochs[0]) or not all(map(_has_parts, epochs)):
+    epochs, first = list(zip(*loader.passes, strict=False)), loader.first[0]
+    if len(loader.passes) < 2 or len(epochs) < 2 or not loader.has_same_data or not all(map(_has_parts, epochs)):
         return []
-    if any(loader.size != first.size or loader.epoch != epoch[0].epoch for epoch in epochs for loader in epoch):
+    if any(p.size != first.size or p.epoch != epoch[0].epoch for epoch in epochs for p in epoch):
         return []
-    size, union = len(first.indices), {index for loader in epochs[0] for index in loader.indices}
-    shared = [shared_by_ranks(epoch, [loader.indices for loader in epoch], size) for epoch in epochs[1:]]
-    if len(union) <= (size - 1) * len(passes) or not all(shared):
+    size, union = len(first.indices), {index for p in epochs[0] for index in p.indices}
+    shared = [shared_by_ranks(epoch, [p.indices for p in epoch], size) for epoch in epochs[1:]]
+    if len(union) <= (size - 1) * len(epochs[0]) or not all(shared):
         return []
-    second = {index for loader in epochs[1] for index in loader.indices}
+    second = {index for p in epochs[1] for index in p.indices}
     return finding_on_loader(
         "DDP505",
         first,
@@ -160,7 +167,7 @@ def judge_later_overlap(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]
                 f"rank {rank} begins it with samples {first_training_indices(p.indices)}"
                 for rank, p in enumerate(epochs[1][:3])
             ),
-            _taken(first),
+            _describe_share(first),
         ],
         fix="Gather or reduce over all ranks the values by which the sampler orders or weights samples (such as "
         "losses), or broadcast its order, before each rank takes its part.",
@@ -183,10 +190,10 @@ def judge_inputs(
     """
     steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
     samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
-    groups = _given_alike(samples, len(steps))
+    groups = _group_equal_ranks(samples, len(steps))
     later = not groups
     if later:
-        groups = _given_alike({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
+        groups = _group_equal_ranks({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
     if not groups:
         return []
     (equal_ranks, count), *more = groups
@@ -209,14 +216,16 @@ def judge_inputs(
         evidence=[
             f"their bits are equal on {'all' if whole else 'these'} ranks, and change from step to step",
             *differ[:1],
-            *_likewise([ranks for ranks, _ in more]),
+            *_mention_groups([ranks for ranks, _ in more]),
         ],
         related={"forward called": forward},
         fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
     )
 
 
-def _given_alike(samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int) -> list[tuple[list[int], int]]:
+def _group_equal_ranks(
+    samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
+) -> list[tuple[list[int], int]]:
     """Group ranks with equal samples at first, with the number of equal steps."""
     groups = []
     for ranks in wording.group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
@@ -227,23 +236,8 @@ def _given_alike(samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count
     return groups
 
 
-def _taken(loader: LoaderPass) -> str:
+def _describe_share(loader: LoaderPass) -> str:
     return f"each rank takes {len(loader.indices)} of {wording.counted(loader.size, 'sample')} ({loader.sampler})"
-
-
-_MOST_BEHIND = 8  # steps
-
-
-_FEWEST_BEHIND = 2  # steps
-
-
-_FEWEST_AGAIN = 3  # steps on samples that another rank used before
-
-
-_FEWEST_TARGETS = 3  # steps with equal targets on every rank, and total bits, to rule out chance
-
-
-_FEWEST_BITS = 24.0  # steps with equal targets on every rank, and total bits, to rule out chance
 
 
 def judge_same_targets(
@@ -264,23 +258,20 @@ def judge_same_targets(
     for steps in common_steps(inputs) if passes else ():
         rows = {len(call.samples) for step in steps for call in step}
         elements = {size for step in steps for call in step for _, size in call.parts}
-        part = share_some_inputs(steps, _FEWEST_TARGETS) and any(
-            len({call.samples for call in step}) > 1 for step in steps
-        )
+        differ = any(len({call.samples for call in step}) > 1 for step in steps)
+        part = differ and share_some_inputs(steps, FEWEST_TARGETS)
         for index in range(len(passes[0][0].targets)) if part or all_inputs_differ(steps) else ():
             targets = [[loss.targets[index] for loss in step_losses] for step_losses in passes]
             first = [group[0] for group in targets]
-            usable = [
-                target for target in first if target.bits and (target.rows in rows or target.elements in elements)
-            ]
-            if any(len({target.digest for target in group}) > 1 for group in targets) or not all(t.bits for t in first):
-                continue
-            if 2 * len(usable) < len(first):  # few steps have a shorter last batch of an epoch
-                continue
+            usable = [t for t in first if t.bits and (t.rows in rows or t.elements in elements)]
             distinct = {target.digest: target.bits for target in usable}
-            if len(distinct) < (_FEWEST_TARGETS if part else max(len(usable), _FEWEST_TARGETS)):
-                continue
-            if sum(distinct.values()) < _FEWEST_BITS:
+            if (
+                any(len({target.digest for target in group}) > 1 for group in targets)
+                or not all(target.bits for target in first)
+                or 2 * len(usable) < len(first)  # few steps have a shorter last batch of an epoch
+                or len(distinct) < (FEWEST_TARGETS if part else max(len(usable), FEWEST_TARGETS))
+                or sum(distinct.values()) < FEWEST_TARGET_BITS
+            ):
                 continue
             loss_at, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
             noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
@@ -317,16 +308,15 @@ def judge_streams(
     for ahead in inputs:
         for index, batch in enumerate(evaluated.get(ahead, ())):
             drawn.setdefault(tuple(sorted(batch.samples)), (ahead, index))
-    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    samples = batches_by_step(inputs)
     for rank, batches in samples.items() if drawn else ():
         seen = {step: drawn[batch] for step, batch in batches.items() if batch in drawn}
         ahead = next((ahead for ahead, _ in seen.values()), rank)
         order = {step: i for step, (r, i) in seen.items() if r == ahead and batches[step] != samples[ahead].get(step)}
         in_order = all(a < b for a, b in itertools.pairwise(order.values()))
-        if ahead == rank or len(order) < _FEWEST_AGAIN or not in_order:
+        if ahead == rank or len(order) < FEWEST_STEPS_AGAIN or not in_order:
             continue
-        line = _seed_of_both(draws.get(rank, ()), draws.get(ahead, ()))
-        if line is None:
+        if (line := _shared_seed_line(draws.get(rank, ()), draws.get(ahead, ()))) is None:
             continue
         return one_finding(
             "DDP505",
@@ -350,13 +340,13 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     Ranks may take turns with as many batches as there are ranks, since every rank then sees every batch. `inputs`: by
     rank of a wrapper's group.
     """
-    samples = {rank: {call.step: tuple(sorted(call.samples)) for call in calls} for rank, calls in inputs.items()}
+    samples = batches_by_step(inputs)
     if len({batch for batches in samples.values() for batch in batches.values()}) <= len(samples) + 1:
         return []
     for (rank, batches), (ahead, ahead_batches) in itertools.permutations(samples.items(), 2):
-        for lag in range(1, _MOST_BEHIND + 1):
+        for lag in range(1, MOST_STEPS_BEHIND + 1):
             steps = [step for step in batches if step + lag in ahead_batches]
-            if len(steps) >= _FEWEST_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
+            if len(steps) >= FEWEST_STEPS_BEHIND and all(batches[step] == ahead_batches[step + lag] for step in steps):
                 return one_finding(
                     "DDP505",
                     ("forward",),
@@ -371,20 +361,37 @@ def judge_behind(inputs: Mapping[int, Sequence[Inputs]]) -> list[Finding]:
     return []
 
 
-def _seed_of_both(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
+def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]) -> Location | None:
     """Return the seed or draw line of a generator state common to both ranks."""
     states = {(draw.generator, draw.before) for draw in other_draws if draw.generator and draw.kind != "noise"}
     shared = (draw for draw in draws if draw.kind != "noise" and (draw.generator, draw.before) in states)
     return next((line for draw in shared if (line := draw.seeded or draw.location) is not None), None)
 
 
-def judge_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
-    """DDP505: loader workers that each iterate over the whole stream."""
-    first = [loaders[0] for loaders in passes]
-    if not all(_is_taken_by_each_worker(p) for p in first):
+def judge_rows(loader: Loader) -> list[Finding]:
+    """DDP505: samples with the same contents on several ranks, each with its own data or stream."""
+    first = loader.first
+    if loader.has_comparable_rows and all(list(p.rows) == list(first[0].rows) for p in first):
+        return finding_on_loader(
+            "DDP505",
+            first[0],
+            "Every rank takes the same samples in the same order from the loader, so together they do the work of one.",
+            evidence=[f"{counted(len(first[0].rows), 'sample')} of the first epoch are equal, by their contents"],
+            fix=SPLIT_STREAM if first[0].size < 0 else "",
+        )
+    if first[0].size >= 0 or not loader.num_shared_rows:
         return []
-    p = first[0]
-    by_all = len(first) > 1 and all(peer.rows == p.rows for peer in first)
+    message = f"The ranks share {loader.num_shared_rows} of the {min(len(p.rows) for p in first)} samples that each "
+    message += "takes from the loader in an epoch, by their contents."
+    return finding_on_loader("DDP505", first[0], message, severity=Severity.WARNING, fix=SPLIT_STREAM)
+
+
+def judge_workers(loader: Loader) -> list[Finding]:
+    """DDP505: loader workers that each iterate over the whole stream."""
+    if not all(map(_is_taken_by_each_worker, loader.first)):
+        return []
+    p = loader.first[0]
+    by_all = len(loader.first) > 1 and all(peer.rows == p.rows for peer in loader.first)
     return finding_on_loader(
         "DDP505",
         p,

@@ -11,6 +11,8 @@ Detected: `ddpcheck run` records the order of indices that each sampler gives. F
     trained on. Training continues from the state of an optimizer that has already seen the data, but the sampler is
     at epoch 0.
 Ignore: If one order is intended, for example to compare two runs.
+Line: The call of set_epoch; else the loop over the epochs. For persistent workers: the line that makes them
+    persistent. Else the line that constructs the sampler or the loader.
 Checks: run data
 Reports: pytorch/pytorch#31771 kan-bayashi/ParallelWaveGAN#177 lucidrains/DALLE-pytorch#230
 Example:
@@ -27,62 +29,64 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, join_names
-from ddpcheck.trace.data import FEWEST_ROWS, finding_on_loader, first_training_indices
+from ddpcheck.trace.data import FEWEST_ROWS, Loader, finding_on_loader, first_training_indices
 
 
-def judge_epoch_order(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_epoch_order(loader: Loader) -> list[Finding]:
     """DDP506: a shuffling sampler with the same order in every epoch."""
-    first = passes[0][0]  # another model or dataset has its own epochs
-    passes = [[o for o in loaders if (o.wrappers, o.data) == (first.wrappers, first.data)] for loaders in passes]
+    first = loader.first[0]  # another model or dataset has its own epochs
+    passes = [[p for p in loaders if (p.wrappers, p.data) == (first.wrappers, first.data)] for loaders in loader.passes]
     for loaders in passes:
         if not loaders:
             return []
-        orders = [loader.order for loader in loaders if loader.exhausted]
-        if len({loader.epoch for loader in loaders if loader.exhausted}) > 1:
+        orders = [p.order for p in loaders if p.exhausted]
+        if len({p.epoch for p in loaders if p.exhausted}) > 1:
             return []  # set_epoch was called; the sampler has few orders
         indices = list(loaders[0].indices)
-        if not any(loader.shuffles for loader in loaders) or indices == sorted(indices):
+        if (
+            not any(p.shuffles for p in loaders)
+            or indices == sorted(indices)
+            or len(orders) < 2
+            or not orders[0]
+            or len(set(orders)) > 1
+        ):
             return []
-        if len(orders) < 2 or not orders[0] or len(set(orders)) > 1:
-            return []
-    loader = passes[0][0]
-    epochs = min(sum(loader.exhausted for loader in loaders) for loaders in passes)
+    epochs = min(sum(p.exhausted for p in loaders) for loaders in passes)
     return finding_on_loader(
         "DDP506",
-        loader,
-        f"{loader.sampler} shuffles, and all {epochs} epochs have the same order.",
-        line=loader.told or (loader.epochs_at if loader.has_epoch or loader.epoch >= 0 else None),
-        evidence=[f"every epoch begins with samples {first_training_indices(loader.indices)} on rank 0"],
+        first,
+        f"{first.sampler} shuffles, and all {epochs} epochs have the same order.",
+        line=first.told or (first.epochs_at if first.has_epoch or first.epoch >= 0 else None),
+        evidence=[f"every epoch begins with samples {first_training_indices(first.indices)} on rank 0"],
         fix=""
-        if loader.has_epoch
+        if first.has_epoch
         else "Do not seed the generator of the loader again before each epoch."
-        if loader.epoch < 0
+        if first.epoch < 0
         else "Set the epoch of the sampler before each pass: its order is drawn from that.",
     )
 
 
-def judge_stale_workers(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_stale_workers(loader: Loader) -> list[Finding]:
     """DDP506: persistent workers that repeat the first epoch's samples after the dataset changed."""
     changed: set[str] = set()
-    for loaders in passes:
-        whole = [loader for loader in loaders if (loader.exhausted or loader.indices) and loader.rows]
+    for loaders in loader.passes:
+        whole = [p for p in loaders if (p.exhausted or p.indices) and p.rows]
         first, *later = [dict(zip(p.indices or itertools.count(), p.rows, strict=False)) for p in whole] or [{}]
         repeats = [{key: row for key, row in rows.items() if key in first} for rows in later]
         if not later or any(len(rows) < FEWEST_ROWS or not rows.items() <= first.items() for rows in repeats):
             return []
-        if len(set(first.values())) < FEWEST_ROWS or not any(loader.outdated or loader.size < 0 for loader in whole):
+        if len(set(first.values())) < FEWEST_ROWS or not any(p.outdated or p.size < 0 for p in whole):
             return []
         names = {name for p in whole[1:] for name in p.state if p.state[name] != whole[0].state.get(name)}
         if not names or not whole[0].persistent:
             return []
         changed |= names
-    loader = passes[0][0]
     return finding_on_loader(
         "DDP506",
-        loader,
+        loader.first[0],
         f"The program changes {join_names(sorted(changed))} of the dataset from epoch to epoch, but the persistent "
         "workers of the loader keep their first copy: every epoch has the samples of the first.",
-        line=loader.stay_at,
+        line=loader.first[0].stay_at,
         evidence=["persistent_workers=True: workers are started once, and the dataset is copied to them then"],
         fix="Set persistent_workers=False, or keep the epoch in shared memory: a tensor after share_memory_().",
     )
@@ -113,12 +117,12 @@ def _resumed(loaders: Sequence[LoaderPass]) -> tuple[LoaderPass, int] | None:
     for kind in dict.fromkeys((loader.dataset, loader.size) for loader in trained):
         epochs = [loader for loader in trained if (loader.dataset, loader.size) == kind]
         for index, loader in enumerate(epochs):
-            if (untrained := _left_by_resuming(epochs[:index], loader, epochs[index + 1 : index + 2])) > 0:
+            if (untrained := _count_untrained(epochs[:index], loader, epochs[index + 1 : index + 2])) > 0:
                 return loader, untrained
     return None
 
 
-def _left_by_resuming(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
+def _count_untrained(earlier: Sequence[LoaderPass], loader: LoaderPass, after: Sequence[LoaderPass]) -> int:
     """Count skipped samples that did not begin the previous pass; 0 if consistent."""
     count = loader.skipped * loader.batch_size
     passed = set(loader.indices[:count])
@@ -130,12 +134,12 @@ def _left_by_resuming(earlier: Sequence[LoaderPass], loader: LoaderPass, after: 
     begun = [index for index, p in enumerate(earlier) if set(p.indices[:count]) <= passed]
     if begun:  # the previous or an earlier pass matches; after an earlier pass, the next passes must match, too
         next_of_it = earlier[begun[-1] + 1 : begun[-1] + 2]
-        if not next_of_it or not after or _begin_alike(next_of_it[0], after[0]):
+        if not next_of_it or not after or _begin_equally(next_of_it[0], after[0]):
             return 0
     return len(passed - set(earlier[-1].indices[:count]))
 
 
-def _begin_alike(first: LoaderPass, second: LoaderPass) -> bool:
+def _begin_equally(first: LoaderPass, second: LoaderPass) -> bool:
     size = min(len(first.indices), len(second.indices))
     return set(first.indices[:size]) == set(second.indices[:size])
 

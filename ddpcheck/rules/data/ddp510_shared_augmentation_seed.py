@@ -13,6 +13,8 @@ Detected: When ranks draw random numbers for their samples, ddpcheck compares th
     number for each sample, or for each element of an input of forward. `ddpcheck run` also reports noise added to a
     loader's batches if every rank adds the same noise. It does not report dropout and other noise within forward.
 Ignore: If less variety is acceptable, or if the same noise is intended on every rank.
+Line: The line that last seeded or restored the generator; else the line that draws. For a generator that the
+    dataset holds: the line that assigns it. In `ddpcheck report`, the operation that draws.
 Checks: report parity; run data
 Reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 Example:
@@ -27,12 +29,13 @@ import math
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import StepDraw
-from ddpcheck.findings.evidence.script import Inputs, LoaderPass
+from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import SharedDraw
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, join_names, one_finding
 from ddpcheck.trace.data import (
     MIN_DRAWS,
+    Loader,
     all_inputs_differ,
     common_steps,
     finding_on_loader,
@@ -41,66 +44,54 @@ from ddpcheck.trace.data import (
     shared_draws,
 )
 
-_FEWEST_DRAWS = 2  # batches made with the same random numbers
-
-
-_KEYS = 624  # a count is known modulo this number
-
-
-_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
-
-
-_FEWEST_ADDED = 3  # steps with known additions to the samples
-
-
-_ALIKE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
-
+FEWEST_DRAWS = 2  # batches made with the same random numbers
+MT_STATE_SIZE = 624  # numbers of a Mersenne Twister state: a count of draws is known modulo this number
+RANDN_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
+FEWEST_ADDED = 3  # steps with known additions to the samples
+EQUAL_NOISE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
 
 _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
     "each rank's own: torch.Generator().manual_seed(seed + rank)."
 )
+_FIX_OF_RESTORED = "Give {} a state that this rank itself has saved, or seed with seed + rank after it"
 
 
-def judge_shared_draws(passes: Sequence[Sequence[LoaderPass]], *, same_data: bool) -> list[Finding]:
-    """DDP510: different samples that every rank makes with the same random numbers.
-
-    `same_data`: an index is the same sample on every rank; otherwise equal indices may be of each rank's own part.
-    """
-    draws = [{before: after for loader in loaders for before, after in loader.draws.items()} for loaders in passes]
-    shared = set.intersection(*map(set, draws))
-    orders = {tuple(loaders[0].indices) for loaders in passes}
-    loader = next((loader for loader in passes[-1] if shared & loader.draws.keys()), passes[-1][0])
+def judge_shared_draws(loader: Loader) -> list[Finding]:
+    """DDP510: different samples that every rank makes with the same random numbers."""
+    draws = [{before: after for p in loaders for before, after in p.draws.items()} for loaders in loader.passes]
+    shared, last = set.intersection(*map(set, draws)), loader.passes[-1]
     equal = all(len({states[state] for states in draws}) == 1 for state in shared)
-    batches = [state for loader in passes[-1] for state in loader.held if state in shared]
+    batches = [state for p in last for state in p.held if state in shared]
     local = bool(batches) and shared <= set(batches)
-    several = len(shared) >= _FEWEST_DRAWS or (local and equal and len(batches) >= _FEWEST_DRAWS)  # workers have copies
-    if len(passes) < 2 or not several or (same_data and len(orders) < 2):
+    # workers have copies of a generator that the dataset holds
+    several = len(shared) >= FEWEST_DRAWS or (local and equal and len(batches) >= FEWEST_DRAWS)
+    are_same = loader.has_same_data and len({tuple(p.indices) for p in loader.first}) < 2
+    if len(draws) < 2 or not several or are_same:
         return []
-    suffix = ", in workers" if loader.workers else ""
-    when = "before and after" if equal else "before"
+    p = next((p for p in last if shared & p.draws.keys()), last[0])
     fix = "Seed with seed + rank before the loop over the data, after the model has been constructed"
-    if loader.workers and loader.worker_seed < 0:
-        fix = "In worker_init_fn, seed each worker from its loader seed and the rank"
-    elif loader.workers:
-        fix += "; or give the loader a generator that is seeded with seed + rank"
-    if loader.restored_by:
-        fix = f"Give {loader.restored_by} a state that this rank itself has saved, or seed with seed + rank after it"
     if local:
-        fix = "Seed the generator with seed + rank" + (
-            ", and again in each worker, with torch.initial_seed() in worker_init_fn" if loader.workers else ""
-        )
+        again = ", and again in each worker, with torch.initial_seed() in worker_init_fn" if p.workers else ""
+        fix = f"Seed the generator with seed + rank{again}"
+    elif p.restored_by:
+        fix = _FIX_OF_RESTORED.format(p.restored_by)
+    elif p.workers and p.worker_seed < 0:
+        fix = "In worker_init_fn, seed each worker from its loader seed and the rank"
+    elif p.workers:
+        fix += "; or give the loader a generator that is seeded with seed + rank"
+    generators = "random generators that the dataset holds" if local else "global random generators"
     return finding_on_loader(
         "DDP510",
-        loader,
-        f"The dataset draws random numbers for its samples{suffix}, and every rank draws the same ones.",
-        line=(loader.held_at if local else loader.seeded) or loader.location,
+        p,
+        f"The dataset draws random numbers for its samples{', in workers' if p.workers else ''}, and every rank draws "
+        "the same ones.",
+        line=(p.held_at if local else p.seeded) or p.location,
         evidence=[
-            f"{when} the batches that were looked at, {len(batches) or len(shared)} of "
-            f"{max(len(batches), *map(len, draws))} states of "
-            f"{'random generators that the dataset holds' if local else 'global random generators'} are equal on all "
-            "ranks",
-            *([f"worker 0 has the seed {loader.worker_seed} on every rank"] * (loader.worker_seed >= 0 and not local)),
+            f"{'before and after' if equal else 'before'} the batches that were looked at, "
+            f"{len(batches) or len(shared)} of {max(len(batches), *map(len, draws))} states of {generators} are equal "
+            "on all ranks",
+            f"worker 0 has the seed {p.worker_seed} on every rank" * (p.worker_seed >= 0 and not local),
         ],
         fix=f"{fix}.",
     )
@@ -150,9 +141,7 @@ def judge_step_draws(
             if draw.restored_by
             else f"the generator ({draw.generator}) was last seeded at {draw.seeded}" * (draw.seeded is not None),
         ],
-        fix=_FIX
-        if not draw.restored_by
-        else f"Give {draw.restored_by} a state that this rank itself has saved, or seed with seed + rank after it.",
+        fix=f"{_FIX_OF_RESTORED.format(draw.restored_by)}." if draw.restored_by else _FIX,
     )
 
 
@@ -163,11 +152,11 @@ def judge_added_noise(draws: Sequence[Sequence[StepDraw]], inputs: Sequence[Sequ
     """
     for steps in common_steps(inputs):
         noise = [[call.added for call in step] for step in steps if all(call.added for call in step)]
-        if len(inputs) < 2 or len(noise) < _FEWEST_ADDED or not all_inputs_differ(steps):
+        if len(inputs) < 2 or len(noise) < FEWEST_ADDED or not all_inputs_differ(steps):
             continue
         similarity = min(_cosine(vector, vectors[0]) for vectors in noise for vector in vectors[1:])
         pairs = [(a, b) for number, step in enumerate(noise) for prior in noise[:number] for a in step for b in prior]
-        if similarity < _ALIKE or max(_cosine(*pair) for pair in pairs) > min(similarity, _ALIKE):
+        if similarity < EQUAL_NOISE or max(_cosine(*pair) for pair in pairs) > min(similarity, EQUAL_NOISE):
             continue
         line = line_of_selection([[draw for draw in rank_draws if not draw.in_forward] for rank_draws in draws])
         line = line or steps[0][0].location
@@ -194,8 +183,8 @@ def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 def _is_for(count: int, sizes: set[int]) -> bool:
     """Return True if `count` random numbers match the elements of a tensor."""
-    with_block = {size + _BLOCK for size in sizes if size > _BLOCK and size % _BLOCK}
-    return count > 1 and count % _KEYS in {size % _KEYS for size in sizes | with_block}
+    with_block = {size + RANDN_BLOCK for size in sizes if size > RANDN_BLOCK and size % RANDN_BLOCK}
+    return count > 1 and count % MT_STATE_SIZE in {size % MT_STATE_SIZE for size in sizes | with_block}
 
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:

@@ -14,6 +14,8 @@ Detected: If a rank's gradients differ from those of a single process on the sam
     (parallelize_module) should take the same samples. If these ranks take different samples, this is reported.
 Ignore: If ranks should hold different data, for example a table of each rank's neighbours, or samples that each rank
     has augmented once.
+Line: The line that assigns the table, or that splits the dataset; else the line that constructs the sampler or the
+    loader. If only inputs of forward are compared: the call of forward. `ddpcheck report` names no line.
 Checks: report parity; run data, evaluation
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
@@ -37,50 +39,70 @@ from ddpcheck.rules.replicas.comparisons import program_data_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
-    OTHER_VALUES,
+    Loader,
+    are_disjoint_shares,
     finding_on_loader,
     first_training_indices,
-    hold_own_parts,
-    load_the_same_data,
     rows_by_position,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS
 from ddpcheck.trace.replicas import differing_program_data
 
+MAX_CHANCE = 1e-6  # probability that labels match by chance
+MAX_ROLES = 8  # keys of a table of ranks' roles; larger tables are e.g. words of a text
+_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
+_OF_RANKS = {
+    *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
+    *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
+}
 
-def judge_split(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+
+def judge_split(loader: Loader) -> list[Finding]:
     """DDP516: a random split drawn separately on each rank, with partly overlapping parts."""
-    subsets = [set(loaders[0].subset) for loaders in passes]
-    sizes = {len(loaders[0].subset) for loaders in passes}
-    if not all(subsets) or len(sizes) > 1 or not load_the_same_data([loaders[0] for loaders in passes]):
+    first = loader.first
+    subsets = [set(p.subset) for p in first]
+    if not all(subsets) or len({len(p.subset) for p in first}) > 1 or not loader.has_same_data:
         return []
     common = set.intersection(*subsets)
     if all(subset == common for subset in subsets) or not any(a & b for a in subsets for b in subsets if a is not b):
         return []
-    lone = len(subsets[0]) - len(common)
+    count = len(subsets[0]) - len(common)
     return finding_on_loader(
         "DDP516",
-        passes[0][0],
-        f"The ranks have split the dataset differently: {lone} of the {wording.counted(len(subsets[0]), 'sample')} of "
+        first[0],
+        f"The ranks have split the dataset differently: {count} of the {wording.counted(len(subsets[0]), 'sample')} of "
         "rank 0's part are not in the part of every other rank, so one rank trains on samples that another one holds "
         "out.",
-        line=passes[0][0].split or passes[0][0].location,
+        line=first[0].split or first[0].location,
         ranks=wording.minority_ranks([tuple(sorted(subset)) for subset in subsets]) if len(subsets) > 2 else (),
-        evidence=[
-            f"rank {rank} begins with samples {first_training_indices(loaders[0].subset)}"
-            for rank, loaders in enumerate(passes)
-        ],
+        evidence=[f"rank {r} begins with samples {first_training_indices(p.subset)}" for r, p in enumerate(first)],
         fix="Draw the split from a generator with the same seed on every rank: "
         "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)).",
     )
 
 
-_CHANCE = 1e-6  # largest probability of a match by chance
+def judge_other_order(loader: Loader) -> list[Finding]:
+    """DDP516: samples with the same contents on several ranks, which built their parts from different orders."""
+    first, shared = loader.first, loader.num_shared_rows
+    if not shared or first[0].size < 0:
+        return []
+    differ = any((p.samples, p.digest) != (first[0].samples, first[0].digest) for p in first)
+    return finding_on_loader(
+        "DDP516",
+        first[0],
+        f"The ranks share {shared} of the {min(len(p.rows) for p in first)} samples that each takes from the loader in "
+        "an epoch: each rank has built its part from a different order or split of the data.",
+        line=first[0].split,
+        severity=Severity.WARNING,
+        evidence=["the datasets of the ranks have different samples, or a different order"] * differ,
+        fix="Sort the listed items, and shuffle or split with the same seed on every rank, before each rank takes its "
+        "part.",
+    )
 
 
-def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_labels(loader: Loader) -> list[Finding]:
     """DDP516: the same samples with different labels on different ranks."""
-    labels = [_labels(loaders) for loaders in passes]
+    labels = [_labels(loaders) for loaders in loader.passes]
     if len(labels) < 2 or not all(labels):
         return []
     common = sorted(set.intersection(*map(set, labels)))
@@ -92,25 +114,24 @@ def judge_labels(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
         pairs = {(labels[0][row], rank_labels[row]) for row in common}
         if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
             return []
-    loader = passes[0][0]
     return finding_on_loader(
         "DDP516",
-        loader,
+        loader.first[0],
         f"The same samples have different labels on different ranks: {len(diffs)} of {len(common)} that were compared.",
-        line=loader.split,
+        line=loader.first[0].split,
         evidence=["each label of one rank corresponds to one different label of the other"],
     )
 
 
-def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_other_values(loader: Loader) -> list[Finding]:
     """DDP516: the same samples with values that differ between ranks, but not between epochs."""
-    first = [loaders[0] for loaders in passes]
+    first, passes = loader.first, loader.passes
     rows = [rows_by_position(loaders, labels=False) for loaders in passes]
-    if len(first) < 2 or not all(rows) or any(loader.draws for loaders in passes for loader in loaders):
+    if len(first) < 2 or not all(rows) or any(p.draws for loaders in passes for p in loaders):
         return []
     contents = first[0].samples, first[0].state
-    hold_same = bool(first[0].samples) and all((loader.samples, loader.state) == contents for loader in first)
-    if not hold_same and hold_own_parts(first):
+    has_equal_samples = bool(first[0].samples) and all((p.samples, p.state) == contents for p in first)
+    if not has_equal_samples and are_disjoint_shares(first):
         return []  # e.g. one label per rank
     for number, rank_rows in enumerate(rows):
         for other_rank, other_rows in enumerate(rows[:number]):
@@ -118,9 +139,9 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
             mismatches = [position for position in common if rank_rows[position] != other_rows[position]]
             if len(common) < FEWEST_ROWS or 2 * len(mismatches) < len(common):
                 continue
-            if not hold_same and not _are_named_alike(passes[number], passes[other_rank], common):
+            if not has_equal_samples and not _have_equal_labels(passes[number], passes[other_rank], common):
                 continue
-            reason = "the datasets hold the same samples" if hold_same else "these samples have the same labels"
+            reason = "the datasets hold the same samples" if has_equal_samples else "these samples have the same labels"
             return finding_on_loader(
                 "DDP516",
                 first[0],
@@ -128,7 +149,6 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
                 f"{len(mismatches)} of {len(common)} that ranks {other_rank} and {number} have both taken.",
                 severity=Severity.WARNING,
                 evidence=[f"on all ranks {reason}", "no random numbers are drawn for them"],
-                tags=(OTHER_VALUES,),
                 fix="Make each sample in the same way on every rank: hash() of a text differs between processes unless "
                 "PYTHONHASHSEED is set (zlib.crc32 does not), and so does the order of a set; take statistics of all "
                 "of the data, or all_reduce their sums.",
@@ -136,14 +156,14 @@ def judge_other_values(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
     return []
 
 
-def _are_named_alike(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
+def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPass], positions: Sequence[int]) -> bool:
     """Return True if labels show that equal positions are the same samples."""
     labels = rows_by_position(loaders, labels=True), rows_by_position(others, labels=True)
     pairs = [(labels[0][position], labels[1].get(position)) for position in positions if position in labels[0]]
     counts = Counter(label for label, _ in pairs)
     chance = sum((count / len(pairs)) ** 2 for count in counts.values())  # probability that one label matches at random
     in_order = sum(a != b for a, b in itertools.pairwise(label for label, _ in pairs)) < 2 * len(counts)
-    return all(a == b for a, b in pairs) and bool(pairs) and not in_order and chance ** len(pairs) < _CHANCE
+    return all(a == b for a, b in pairs) and bool(pairs) and not in_order and chance ** len(pairs) < MAX_CHANCE
 
 
 def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
@@ -221,20 +241,11 @@ def _is_numbering(table: Mapping[str, str]) -> bool:
     return follow and first < least and values != set(table)
 
 
-_OF_RANKS = {
-    *("me", "my", "mine", "rank", "self", "own", "local", "other", "remote", "peer", "partner", "buddy"),
-    *("neighbour", "neighbor", "next", "prev", "previous", "left", "right", "src", "dst", "send", "recv", "device"),
-}
-
-
-_MOST_ROLES = 8  # larger tables are e.g. words of a text
-
-
 def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
     """Return True if a table describes ranks: ring neighbours, devices, rotations by rank."""
     texts = (name.rpartition(".")[2], *values[0])
     words = {word for text in texts for word in re.findall("[a-z]+", text.lower())}
-    if len(values[0]) <= _MOST_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
+    if len(values[0]) <= MAX_ROLES and not _OF_RANKS.isdisjoint(words | {word.removesuffix("s") for word in words}):
         return True
     if all(re.search(_DEVICE, value) for value in values[0].values()):
         return True
@@ -242,9 +253,6 @@ def _are_of_ranks(name: str, values: Sequence[Mapping[str, str]]) -> bool:
         return False  # half of all permutations of 3 labels are rotations
     shifts = [{(int(table[key]) - int(values[0][key])) % len(table) for key in values[0]} for table in values]
     return all(len(shift) == 1 for shift in shifts)
-
-
-_DEVICE = r"(?i)\b(cuda|gpu|npu|xpu|mps|rank|node|host|worker)[:_ -]?\d"
 
 
 def judge_batch_values(batches: Sequence[tuple[int, ...]], step: int) -> list[Finding]:

@@ -12,6 +12,7 @@ Detected: ddpcheck compares the samples of all shards with the batch, and the in
     DistributedSampler gives to the rank. A framework has then split the samples a second time. Also reported: a
     sampler that splits by rank, although each rank's dataset already holds different samples.
 Ignore: If samples are held out on purpose.
+Line: The line that constructs the sampler or the loader. `ddpcheck report` names no line.
 Checks: report parity; run data
 Explains: DDP303 DDP304 DDP305 DDP312
 Example:
@@ -21,6 +22,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import LoaderPass
@@ -29,47 +31,46 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import one_finding
 from ddpcheck.trace.data import (
     FEWEST_ROWS,
+    Loader,
     are_disjoint,
     describe_left_out,
     finding_on_loader,
     has_distinct_rows,
     is_one_share,
     is_whole_pass,
-    load_the_same_data,
     rows_by_position,
 )
 
-_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
+MAX_LEFT_OUT = 0.05  # smaller fractions of unused samples may be rounding at the end
 
 
-def judge_left_out(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_left_out(loader: Loader) -> list[Finding]:
     """DDP519: samples that no rank takes in any epoch."""
-    epochs = [epoch for epoch in zip(*passes, strict=False) if all(loader.indices for loader in epoch)]
-    first = [loaders[0] for loaders in passes]
-    size = first[0].size
-    twice = all(_takes_a_part(loader) for epoch in epochs for loader in epoch)
-    if len(epochs) < 2 or size < 1 or not (twice or load_the_same_data(first)):
+    epochs = [epoch for epoch in zip(*loader.passes, strict=False) if all(p.indices for p in epoch)]
+    first, size = loader.first, loader.first[0].size
+    twice = all(_takes_a_part(p) for epoch in epochs for p in epoch)
+    if len(epochs) < 2 or size < 1 or not (twice or loader.has_same_data):
         return []
     if any(p.subset or p.chooses or p.size != size for p in first):  # the other samples are a held-out set
         return []
-    if any(not is_whole_pass(loader) or loader.replaces for epoch in epochs for loader in epoch):
+    if any(not is_whole_pass(p) or p.replaces for epoch in epochs for p in epoch):
         return []
-    seen = {frozenset(index for loader in epoch for index in loader.indices) for epoch in epochs}
+    seen = {frozenset(index for p in epoch for index in p.indices) for epoch in epochs}
     missing = size - max(map(len, seen))
-    least = max(_LEFT_OUT * size, max(loader.batch_size for loader in first) * len(first))
+    least = max(MAX_LEFT_OUT * size, max(p.batch_size for p in first) * len(first))
     if missing <= least or (len(seen) > 1 and not twice):
         return []
-    loader = first[0]
+    p = first[0]
     return finding_on_loader(
         "DDP519",
-        loader,
+        p,
         f"{missing} of the {size} samples of the dataset are on no rank in {'each' if twice else 'any'} of "
         f"{len(epochs)} epochs.",
         evidence=[
-            f"{loader.sampler} gives each rank {loader.part} samples, and the rank takes only {len(loader.indices)} of "
-            "them: they are split a second time"
+            f"{p.sampler} gives each rank {p.part} samples, and the rank takes only {len(p.indices)} of them: they are "
+            "split a second time"
             if twice
-            else f"each rank takes {len(loader.indices)} samples, by {loader.sampler}"
+            else f"each rank takes {len(p.indices)} samples, by {p.sampler}"
         ],
         fix="Give the sampler the world size and the rank of the process group, and split the data once only.",
     )
@@ -80,12 +81,12 @@ def _takes_a_part(p: LoaderPass) -> bool:
     return p.replicas > 1 and 2 * max(len(p.indices), p.batches * p.batch_size) <= p.part + p.batch_size
 
 
-def judge_sharded_twice(passes: Sequence[Sequence[LoaderPass]]) -> list[Finding]:
+def judge_sharded_twice(loader: Loader) -> list[Finding]:
     """DDP519: a distributed sampler over datasets that are already split by rank."""
-    first = [loaders[0] for loaders in passes]
-    if len(first) < 2 or any(loader.replaces or loader.chooses or not loader.indices for loader in first):
+    first = loader.first
+    if len(first) < 2 or any(p.replaces or p.chooses or not p.indices for p in first):
         return []
-    if not _share_places(first) or not _are_own_parts(passes):
+    if not _share_indices(first) or not _are_own_parts(loader.passes):
         return []
     size = len(first[0].subset) or first[0].size
     return finding_on_loader(
@@ -106,7 +107,7 @@ def _positions(loader: LoaderPass) -> set[int]:
     return {positions.get(index, -1) for index in loader.indices}
 
 
-def _share_places(first: Sequence[LoaderPass]) -> bool:
+def _share_indices(first: Sequence[LoaderPass]) -> bool:
     """Return True if the samplers split the same positions between ranks."""
     if all(loader.replicas == len(first) for loader in first):
         return True
@@ -114,11 +115,9 @@ def _share_places(first: Sequence[LoaderPass]) -> bool:
     sizes = {len(loader.subset) or loader.size for loader in first}
     if len(sizes) > 1 or not all(taken) or any(not loader.exhausted for loader in first):
         return False
-    (size,) = sizes
-    union = set.union(*taken)
-    duplicates = sum(map(len, taken)) - len(union)
-    most = -(-size // len(first))
-    return max(map(len, taken)) <= most and duplicates <= len(first) and len(union) >= size - first[0].batch_size * 2
+    (size,), union = sizes, set.union(*taken)
+    is_split = max(map(len, taken)) <= -(-size // len(first)) and sum(map(len, taken)) - len(union) <= len(first)
+    return is_split and len(union) >= size - first[0].batch_size * 2
 
 
 def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
@@ -133,22 +132,22 @@ def _are_own_parts(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     of_whole = all(loader.whole and (loader.whole < 0 or is_one_share(loader, len(first))) for loader in first)
     drawn_alike = first[0].drawn and len({loader.drawn for loader in first}) == 1
     return (
-        bool(of_whole or drawn_alike) and are_disjoint([p.rows for p in first]) and (disjoint or _give_others(passes))
+        bool(of_whole or drawn_alike)
+        and are_disjoint([p.rows for p in first])
+        and (disjoint or _positions_differ(passes))
     )
 
 
-def _give_others(passes: Sequence[Sequence[LoaderPass]]) -> bool:
+def _positions_differ(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if each position is a different sample on each rank."""
-    rows = [rows_by_position(loaders, labels=False) for loaders in passes]
-    labels = [rows_by_position(loaders, labels=True) for loaders in passes]
-    for number, rank_rows in enumerate(rows):
-        for other_rank, other_rows in enumerate(rows[:number]):
-            common = rank_rows.keys() & other_rows.keys()
-            if len(common) < FEWEST_ROWS or any(rank_rows[i] == other_rows[i] for i in common):
-                return False
-            named = [(labels[number][i], labels[other_rank].get(i)) for i in common & labels[number].keys()]
-            if len(set(named)) > 1 and all(a == b for a, b in named):
-                return False  # ranks transform the same samples differently
+    by_rank = [(rows_by_position(loaders, labels=False), rows_by_position(loaders, labels=True)) for loaders in passes]
+    for (rows, labels), (other_rows, other_labels) in itertools.combinations(by_rank, 2):
+        common = rows.keys() & other_rows.keys()
+        if len(common) < FEWEST_ROWS or any(rows[i] == other_rows[i] for i in common):
+            return False
+        named = [(other_labels[i], labels.get(i)) for i in common & other_labels.keys()]
+        if len(set(named)) > 1 and all(a == b for a, b in named):
+            return False  # ranks transform the same samples differently
     return True
 
 

@@ -1,49 +1,85 @@
-"""Judges of the passes over data loaders: split, overlap, order and rows."""
+"""Order in which the rules explain the samples of the ranks: the first one that applies is reported."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from ddpcheck.findings import wording
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.evidence.steps import LocalStep
-from ddpcheck.findings.report import Finding, Location
-from ddpcheck.rules.data.ddp505_duplicate_data import (
-    judge_later_overlap,
-    judge_overlap,
-    judge_repeated_samples,
-    judge_workers,
+from ddpcheck.findings.report import Finding
+from ddpcheck.rules.data import ddp505_duplicate_data as ddp505
+from ddpcheck.rules.data import ddp506_sampler_epoch as ddp506
+from ddpcheck.rules.data import ddp510_shared_augmentation_seed as ddp510
+from ddpcheck.rules.data import ddp516_rank_dependent_program_data as ddp516
+from ddpcheck.rules.data import ddp519_samples_left_out as ddp519
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.data import Data, Loader, line_of_selection, match_loaders
+
+_Judge = Callable[[Loader], list[Finding]]
+
+_DUPLICATES = (ddp505.judge_overlap, ddp505.judge_later_overlap, ddp505.judge_rows, ddp505.judge_workers)
+_OF_WHOLE_BATCHES = (*_DUPLICATES, ddp519.judge_left_out, ddp519.judge_sharded_twice)
+"""Judges that do not apply if every rank loads the whole batch and takes a slice of it."""
+
+_ORDER: Sequence[Sequence[_Judge]] = (
+    (
+        *(ddp516.judge_split, ddp505.judge_overlap, ddp505.judge_later_overlap, ddp519.judge_left_out),
+        *(ddp516.judge_other_values, ddp519.judge_sharded_twice, ddp505.judge_rows, ddp516.judge_other_order),
+        *(ddp505.judge_workers, ddp516.judge_labels),
+    ),
+    (ddp506.judge_epoch_order, ddp506.judge_stale_workers),
+    (ddp510.judge_shared_draws,),
 )
-from ddpcheck.rules.data.ddp506_sampler_epoch import (
-    judge_epoch_order,
-    judge_restarted,
-    judge_resumed,
-    judge_stale_workers,
-)
-from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_shared_draws
-from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_labels, judge_other_values, judge_split
-from ddpcheck.rules.data.ddp519_samples_left_out import judge_left_out, judge_samples_on_no_rank, judge_sharded_twice
-from ddpcheck.trace.data import judge_rows, load_the_same_data
+"""Judges of one loader; of each row, the first one with findings explains the samples."""
+
+
+def explain_loaders(
+    passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()
+) -> Iterator[tuple[_Judge | None, Finding]]:
+    """Yield the findings on every data loader, each with its judge; `passes` by training rank, in order of start."""
+    if len(passes) > 1:
+        yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
+    for loader in match_loaders(passes, ranks):
+        for judges in _ORDER:
+            judged = ((judge, judge(loader)) for judge in judges)
+            judge, findings = next((pair for pair in judged if pair[1]), (None, []))
+            yield from ((judge, finding) for finding in findings)
 
 
 def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Finding]:
-    """Judge every data loader; `passes` by training rank, in order of start."""
-    findings = judge_resumed(passes) or judge_restarted(passes) if len(passes) > 1 else []
-    lone = all(len({loader.loader for loader in loaders if loader.trains}) == 1 for loaders in passes)
-    by_key = [_trained_on(loaders, by_line=not lone) for loaders in passes]
-    for key in by_key[0] if by_key else ():
-        matched = [groups[key] for groups in by_key if key in groups]
-        if len(matched) == len(passes):
-            same_data = load_the_same_data([loaders[0] for loaders in matched])
-            of_samples = judge_split(matched) or judge_overlap(matched, ranks) or judge_later_overlap(matched)
-            of_samples = of_samples or judge_left_out(matched) or judge_other_values(matched)
-            of_samples = of_samples or judge_sharded_twice(matched)
-            of_samples = of_samples or judge_rows(matched, same_data=same_data)
-            findings += of_samples or judge_workers(matched) or judge_labels(matched)
-            findings += judge_epoch_order(matched) or judge_stale_workers(matched)
-            findings += judge_shared_draws(matched, same_data=same_data)
-    return findings
+    return [finding for _, finding in explain_loaders(passes, ranks)]
+
+
+@rule
+def judge_data(data: Data) -> list[Finding]:
+    """Judge samples by loaders and draws, then by inputs, targets and gradients if these show no equal samples."""
+    tables = ddp516.judge_tables(data.tables, data.passes)
+    findings: list[Finding] = []
+    judges = []
+    for group in data.groups:
+        for judge, finding in explain_loaders(group.passes, group.ranks):
+            if finding not in findings and not (group.takes_slices and judge in _OF_WHOLE_BATCHES):
+                judges.append(judge)
+                if not tables or judge is not ddp516.judge_other_values:  # a table that differs explains other values
+                    findings.append(finding)
+    draws = ddp510.judge_step_draws(data.draws, data.inputs, loads_others=data.has_own_samples)
+    draws = draws or ddp510.judge_added_noise(data.draws, data.inputs)
+    findings += draws
+    duplicates: list[Finding] = []
+    has_duplicates = any(judge in _DUPLICATES for judge in judges)
+    for step_draws, inputs, evaluated in () if draws or has_duplicates else data.wrappers:
+        duplicates += (
+            ddp505.judge_inputs(inputs, step_draws)
+            or ddp505.judge_streams(step_draws, inputs, evaluated)
+            or ddp505.judge_behind(inputs)
+        )
+    is_explained = has_duplicates or draws or duplicates or ddp510.judge_shared_draws in judges
+    if not is_explained and not data.has_own_samples and not data.repeats_samples:
+        duplicates = ddp505.judge_same_targets(data.losses, data.inputs, data.draws)
+    if not has_duplicates and not duplicates:
+        line = line_of_selection(data.draws)
+        duplicates = [f for steps in data.optimizers for f in ddp505.judge_equal_gradients(steps, line)][:1]
+    return [*findings, *duplicates, *tables]
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
@@ -53,22 +89,5 @@ def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list
     """
     if len(local) < 2 or not local[0].global_sample_fingerprints or not all(item.sample_fingerprints for item in local):
         return []
-    repeated = judge_repeated_samples(local, gradients_differ=gradients_differ)
-    return repeated or judge_samples_on_no_rank(local, gradients_differ=gradients_differ)
-
-
-def _trained_on(
-    passes: Sequence[LoaderPass], *, by_line: bool
-) -> dict[tuple[Location | None, str, int], list[LoaderPass]]:
-    """Group the training passes by loop line, dataset and number of occurrence.
-
-    Loader numbers do not match between ranks if only one rank validates; lines do not if only one rank shows progress.
-    """
-    by_loader = wording.group_by((loader for loader in passes if loader.trains), lambda loader: loader.loader)
-    counts: Counter[tuple[Location | None, str]] = Counter()
-    groups = {}
-    for loaders in by_loader.values():
-        key = loaders[0].location if by_line else None, loaders[0].dataset
-        groups[*key, counts[key]] = loaders
-        counts[key] += 1
-    return groups
+    repeated = ddp505.judge_repeated_samples(local, gradients_differ=gradients_differ)
+    return repeated or ddp519.judge_samples_on_no_rank(local, gradients_differ=gradients_differ)

@@ -9,6 +9,8 @@ Fix: Construct the optimizer from the same options and the same order of paramet
 Detected: Before training and at the optimizer's steps, the ranks compare the class, the options and the parameter
     groups of the optimizer.
 Ignore: If the optimizer holds parameters that only one rank trains.
+Line: In `ddpcheck run`, the line that loads the optimizer's state, if only some ranks load it; else the line that
+    constructs the optimizer. `ddpcheck report` names no line.
 Checks: report wrapping; run optimizers
 Explains: DDP306
 Example:
@@ -17,10 +19,41 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
+from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_schedule_steps
+from ddpcheck.rules.optimizers.ddp507_learning_rate import explain_by_schedule
 from ddpcheck.rules.replicas.comparisons import judge_options
-from ddpcheck.trace.unwrapped_params import Steps, param_name
+from ddpcheck.trace.optimizers import locate_options
+from ddpcheck.trace.unwrapped_params import Steps, are_local, param_name
+
+
+def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP223: options that differ between ranks, at the first such step, if the learning rate was never equal.
+
+    Skips optimizers of parameters that ranks train separately, and steps with unequal numbers of averaged backward
+    passes, in which a schedule has different rates.
+    """
+    for number, rank_steps in enumerate(() if steps and are_local(steps) else steps):
+        first, options = rank_steps[0], _without_ranks([step.options for step in rank_steps])
+        if len({step.reductions for step in rank_steps}) > 1:
+            continue
+        for finding in judge_options("DDP223", options, "The optimizer"):
+            if number and first.reductions < 0 and len({step.collectives for step in rank_steps}) > 1:
+                return judge_schedule_steps(rank_steps)
+            was_equal = bool(number or (first.made_with and len({step.made_with for step in rank_steps}) == 1))
+            if was_equal and all(name.endswith((" lr", " initial_lr")) for name in finding.subjects):
+                return explain_by_schedule(rank_steps, finding)
+            return [locate_options(finding, rank_steps, first.made)]
+    return []
+
+
+def _without_ranks(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Drop options whose value is the rank itself."""
+    numbers = {name for name in options[0] if all(opts.get(name) == str(rank) for rank, opts in enumerate(options))}
+    return [{name: value for name, value in opts.items() if name not in numbers} for opts in options]
 
 
 def judge_parts(first: Steps) -> list[Finding]:

@@ -9,6 +9,8 @@ Detected: ddpcheck compares the tensors of the optimizer with the parameters of 
     gradients is reported if no optimizer holds it and it does not change. Also reported: parameters that a custom
     optimizer (not from torch.optim) holds but never changes, while it does change others.
 Ignore: If code other than an optimizer updates the parameters.
+Line: The line that constructs the optimizer; in `ddpcheck report`, the line that constructs the parameter. For a
+    custom optimizer that does not change a parameter: the call of its step.
 Checks: report reducer; run replicas, optimizers
 Explains: quietly DDP214 DDP306 if of a copy
 Example:
@@ -19,18 +21,30 @@ Example:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.evidence.replicas import ModelSplit
 from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Location, Severity
-from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, one_finding, plural_verb
-from ddpcheck.rules.verdict import Verdict, Verdicts
-from ddpcheck.trace.script_facts import PartSteps, ScriptFacts
+from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.wording import (
+    Names,
+    counted,
+    format_ranks,
+    join_names,
+    make_finding,
+    one_finding,
+    plural_verb,
+)
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.optimizers import OptimizedParameters
+from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper
 from ddpcheck.trace.unwrapped_params import Steps, param_name
+
+FEWEST_UNMOVED = 3  # steps in which a parameter has a gradient and does not change
+_ZERO = {"0", "0.0", None}  # learning rates under which nothing changes
 
 
 def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: set[str]) -> list[Finding]:
@@ -49,48 +63,42 @@ def judge_stale(steps: Sequence[Steps], moved: Mapping[str, bool], param_names: 
     )
 
 
-_FEWEST_UNMOVED = 3  # steps
-
-
-_ZERO = {"0", "0.0", None}
-
-
-def judge_params_without_optimizer(
-    moved: Mapping[str, bool], params: Iterable[str], *, made: Location | None, in_vain: bool = False
-) -> list[Finding]:
+@rule
+def judge_params_without_optimizer(optimized: OptimizedParameters) -> list[Finding]:
     """DDP504: wrapped parameters with gradients that no optimizer holds or updates."""
-    params = set(params)
+    moved, params = optimized.moved, set(optimized.names)
     unheld = [name for name, changes in moved.items() if not changes and name not in params]
     if (
         not unheld
-        or not (params or (in_vain and len(unheld) == len(moved)))
+        or not (params or (optimized.in_vain and len(unheld) == len(moved)))
         or any(not changes for name, changes in moved.items() if name in params)
     ):
         return []  # e.g. a learning rate of zero
-    names = [name.partition("/")[2] or name for name in unheld]
+    names = [*map(param_name, unheld)]
     are, get = plural_verb("is", "are", names), plural_verb("it gets", "they get", names)
-    return one_finding(
+    finding = make_finding(
         "DDP504",
         names,
         f"{join_names(names)} {are} in no optimizer: {get} gradients in each step, which the ranks average, and never "
         f"{plural_verb('moves', 'move', names)}.",
-        location=made,
+        location=optimized.made,
         evidence=[
             f"{len(unheld)} of {counted(len(moved), 'parameter')} with gradients",
             "the optimizer's parameters have no gradient in any step: they are of another model" if not params else "",
         ],
         severity=Severity.WARNING,
     )
+    return with_model([finding], optimized.wrappers, moved)
 
 
 def judge_unchanged_params(steps: Sequence[Sequence[OptimizerStep]], moved: Mapping[str, bool]) -> list[Finding]:
     """DDP504: parameters that a custom optimizer holds and never updates."""
-    if len(steps) < _FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
+    if len(steps) < FEWEST_UNMOVED or steps[0][0].options.get("module", "").startswith("torch."):
         return []
     first, options = steps[0][0], [rank_steps[0].options for rank_steps in steps]
     rates = {name for step_options in options for name in step_options if name.endswith(" lr")}
     counts = Counter(name for by_rank in steps for name in first.held if all(step.norms.get(name) for step in by_rank))
-    names = [name for name, times in counts.items() if name in moved and times >= _FEWEST_UNMOVED]
+    names = [name for name, times in counts.items() if name in moved and times >= FEWEST_UNMOVED]
     stuck = [param_name(name) for name in names if not moved[name]]
     if not stuck or len(stuck) == len(names) or any({opts.get(name) for opts in options} <= _ZERO for name in rates):
         return []
@@ -152,27 +160,17 @@ def judge_parts_without_optimizer(steps: Sequence[PartSteps], ranks: Sequence[in
     return []
 
 
-def judge_parameters_unheld(facts: ScriptFacts) -> Verdicts:
-    """Detect parameters that get gradients but belong to no optimizer."""
-    if not facts.wrappers:
-        return {}
-    steps = [step for rank_steps in facts.of(OptimizerStep) for step in rank_steps]
-    named = [name for step in steps for name in (*step.held, *step.idle)]
-    created_at = next((step.made for step in steps if step.held or not named), None)
-    in_vain = bool(steps) and not any(step.norms or step.gradients for step in steps)
-    findings = judge_params_without_optimizer(facts.moved, named, made=created_at, in_vain=in_vain)
-    return {"optimizers": Verdict(with_model(findings, facts))}
-
-
-def with_model(findings: Sequence[Finding], facts: ScriptFacts) -> list[Finding]:
+def with_model(
+    findings: Sequence[Finding], wrappers: Sequence[WatchedWrapper], moved: Mapping[str, bool]
+) -> list[Finding]:
     """Name the wrapped module in findings on parameters that never change."""
     named = []
     for finding in findings:
         origins = [
             f"of {wrapper.made.module}, which is wrapped at {wrapper.made.location}"
-            for wrapper in facts.wrappers
-            if all(facts.moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
+            for wrapper in wrappers
+            if all(moved.get(f"{wrapper.number}/{name}") is False for name in finding.subjects)
         ]
-        is_one_of_several = len(origins) == 1 < len(facts.wrappers)
+        is_one_of_several = len(origins) == 1 < len(wrappers)
         named.append(replace(finding, evidence=(*origins, *finding.evidence)) if is_one_of_several else finding)
     return named

@@ -10,6 +10,8 @@ Detected: `ddpcheck run` compares the learning rates at each optimizer step. DDP
     first and differ later. A schedule that makes world_size steps at a time instead of one is reported as a warning.
     This is reported only if the schedule ends too early, or if the code calls step() world_size times.
 Ignore: If ranks use different rates on purpose.
+Line: The line that loads the optimizer's state, if only some ranks load it; else the call that steps the schedule;
+    else the line that sets the rate. For a schedule that a library steps: the line that constructs the schedule.
 Checks: run optimizers
 Explains: DDP306
 Example:
@@ -22,16 +24,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.script import OptimizerEnd
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import group_by_value, make_finding, one_finding
+from ddpcheck.trace.optimizers import locate_options
+from ddpcheck.trace.unwrapped_params import Steps
 
-_FEWEST_STEPS = 8  # of an endless schedule; steps made at once count as one
+FEWEST_STEPS = 8  # schedule steps until the pace of an endless schedule is judged; steps made at once count as one
+FEWEST_TURNS = 3  # groups of schedule steps until a schedule that reaches its end is judged
+PACE_TOLERANCE = 0.1  # relative distance of an end of the schedule from 1/world_size of the training
 
 
-_FEWEST_TURNS = 3  # of a schedule that reaches its end
-
-
-_ABOUT = 0.1
+def explain_by_schedule(rank_steps: Steps, options: Finding) -> list[Finding]:
+    """DDP507: learning rates that were equal on all ranks, and differ in this step."""
+    schedules = [step.schedule for step in rank_steps if step.schedule is not None]
+    paces = [schedule.steps for schedule in schedules]
+    finding = make_finding(
+        "DDP507",
+        options.subjects,
+        f"The learning rate was the same on every rank until it differs in step {rank_steps[0].count} of the "
+        "optimizer.",
+        ranks=options.ranks,
+        evidence=options.evidence,
+    )
+    if len(set(paces)) < 2:
+        return [locate_options(finding, rank_steps, rank_steps[0].rate)]
+    finding = locate_options(finding, rank_steps, max(schedules, key=lambda schedule: schedule.steps).location)
+    evidence = (*finding.evidence, f"steps of the schedule so far: {'; '.join(group_by_value(paces))}")
+    return [replace(finding, evidence=evidence, fix="Step the schedule as often on every rank.")]
 
 
 def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Finding]:
@@ -46,10 +66,10 @@ def judge_schedule(ends: Sequence[OptimizerEnd], world_size: int) -> list[Findin
         return []
     first = schedules[0]
     in_turns = all(s.turns and abs(s.steps - world_size * s.turns) <= world_size for s in schedules)
-    ended = any(abs(world_size * end / first.steps - 1) <= _ABOUT for end in first.ends if first.steps)
-    sized_for_all = any(number == world_size or abs(number / first.steps - 1) <= _ABOUT for number in first.numbers)
-    endless = first.by_world and not sized_for_all and first.turns >= _FEWEST_STEPS
-    if not in_turns or first.turns < _FEWEST_TURNS or not (ended or endless):
+    ended = any(abs(world_size * end / first.steps - 1) <= PACE_TOLERANCE for end in first.ends if first.steps)
+    sized_for_all = any(n == world_size or abs(n / first.steps - 1) <= PACE_TOLERANCE for n in first.numbers)
+    endless = first.by_world and not sized_for_all and first.turns >= FEWEST_STEPS
+    if not in_turns or first.turns < FEWEST_TURNS or not (ended or endless):
         return []
     return one_finding(
         "DDP507",

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_steps, group_by, join_names
+from ddpcheck.findings.wording import Names, group_by
 from ddpcheck.rules.collectives.ddp406_marked_ready_twice import judge_hidden_parameters, judge_repeated_arrival
-from ddpcheck.rules.parameters.ddp103_detached_parameter import explain_always_missing
+from ddpcheck.rules.parameters.ddp101_unused_parameter import judge_unused
+from ddpcheck.rules.parameters.ddp102_non_contributing_parameter import judge_unreachable
+from ddpcheck.rules.parameters.ddp103_detached_parameter import judge_cut
 from ddpcheck.rules.parameters.ddp104_rank_dependent_parameter import judge_rank_dependence
+from ddpcheck.rules.parameters.ddp105_step_dependent_parameter import judge_step_dependence
 from ddpcheck.rules.parameters.ddp106_unregistered_parameter import judge_unregistered
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import judge_zero_gradients
-from ddpcheck.rules.parameters.ddp108_missing_gradient import judge_lost_gradients
+from ddpcheck.rules.parameters.ddp108_missing_gradient import judge_lost_gradient
 from ddpcheck.rules.parameters.ddp109_needless_find_unused import judge_needless_search
 from ddpcheck.rules.parameters.ddp112_opaque_output import judge_opaque_output
+from ddpcheck.rules.parameters.ddp513_static_graph_violated import judge_static_graph
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changed_in_forward
-from ddpcheck.trace.parameters import AT_NEXT_FORWARD, ConditionalUse, MissingOn, ParameterFacts, absence_evidence
+from ddpcheck.trace.parameters import ConditionalUse, MissingGroup, MissingOn, ParameterFacts
 
 
 def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
@@ -36,23 +40,9 @@ def judge_conditional_use(facts: ParameterFacts) -> list[Finding]:
     findings = []
     for family in families.values():
         use = ConditionalUse(family, _absences(family, facts), all_at_once, facts)
-        findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else judge_step_dependence(use))
+        by_step = judge_static_graph if facts.wrapper.static_graph else judge_step_dependence
+        findings += judge_rank_dependence(use) or ([] if facts.wrapper.sharded else by_step(use))
     return findings
-
-
-def judge_step_dependence(use: ConditionalUse) -> list[Finding]:
-    """DDP105, or 513 under `static_graph`: parameters missing on every rank in some steps."""
-    facts, steps = use.facts, use.steps
-    evidence = absence_evidence(use)
-    subjects = join_names(facts.names.subjects(use.parameters))
-    message = f"{subjects} contributed in some steps only: not in {format_steps(steps)}."
-    if len({absence.steps for absence in use.absences}) > 1:
-        message = f"{subjects} contributed in some steps only, each in different ones."
-    if facts.wrapper.is_ddp and not facts.wrapper.tolerates_unused:
-        silent = f"plain DDP says nothing here, because no forward follows {format_steps(steps)}"
-        raises = f"{AT_NEXT_FORWARD} after {format_steps(steps[:1])}"
-        evidence.append(silent if facts.ends_here and steps[0] == facts.steps[-1] else raises)
-    return use.one_finding("DDP513" if facts.wrapper.static_graph else "DDP105", message, evidence)
 
 
 def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
@@ -92,7 +82,7 @@ def judge_parameters(
 
 
 def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
-    """DDP101, 102 and 103: parameters that never contribute, one finding per cause and place."""
+    """Report parameters that never contribute, one finding per cause and place."""
     names = [name for name in facts.trainable if len(facts.missing.get(name, ())) == len(facts.evidence)]
     missing = frozenset(names)
 
@@ -104,5 +94,26 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
         place = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
         return end.cause, end.reason, place, name in facts.wrapper.sparse
 
-    groups = group_by(names, cause_and_place).values()
-    return [finding for group in groups for finding in explain_always_missing(group, end_of(group[0]), facts)]
+    groups = [MissingGroup(g, end_of(g[0]), facts) for g in group_by(names, cause_and_place).values()]
+    return [finding for group in groups for finding in _JUDGES.get(group.end.cause, judge_unreachable)(group)]
+
+
+def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
+    """Report parameters that backward reaches without computing a gradient.
+
+    Compiled code also returns None for parameters that do not contribute in eager mode.
+    """
+    lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
+    for name in facts.trainable:
+        if seen := [item for item in facts.evidence if item.states.get(name) == "lost"]:
+            end = next((item.path_ends[name] for item in seen if name in item.path_ends), PathEnd("lost"))
+            lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
+    groups = [MissingGroup(names, end, facts, ranks) for (ranks, end), names in lost.items()]
+    return [finding for group in groups for finding in _JUDGES.get(group.end.cause, judge_lost_gradient)(group)]
+
+
+_JUDGES = {
+    "unused": judge_unused,
+    "unreachable": judge_unreachable,
+    "cut": judge_cut,
+}  # by cause of the missing gradient

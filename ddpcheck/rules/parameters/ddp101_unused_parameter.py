@@ -13,6 +13,8 @@ Detected: At the start of backward, ddpcheck asks the autograd engine which para
     reported parameter.
 Ignore: Never, if the finding is an error. With find_unused_parameters=True, the finding is a warning or a note.
     Ignore such a finding if another phase of the training uses the parameter.
+Line: The branch that may skip the parameter, if there is one; else the line that constructs the parameter. If DDP
+    raises and names no parameter: the call that raises.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#43259 open-mmlab/mmdetection#2117 Megvii-BaseDetection/YOLOX#885 pytorch/pytorch#112152
@@ -34,6 +36,12 @@ import re
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.trace.parameters import MissingGroup
+
+
+def judge_unused(group: MissingGroup) -> list[Finding]:
+    """DDP101: parameters that no operation of the forward pass reads."""
+    return group.one_finding("DDP101", f"No operation of the forward pass reads {group.subjects}.")
 
 
 def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:

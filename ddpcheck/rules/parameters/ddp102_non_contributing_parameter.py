@@ -11,6 +11,7 @@ Detected: An operation of the forward pass reads the parameter, but the autograd
     loss. The path is not cut by detach, no_grad or the like (that is DDP103): the result is simply not used.
 Ignore: If find_unused_parameters=True is set, and the output is left out of the loss on purpose. It is better to
     freeze the parameters.
+Line: The last operation that depends on the parameter; else the line that constructs the parameter.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#57473
@@ -22,3 +23,18 @@ Example:
         main, auxiliary = model(batch["x"])
         return mse(main, batch["y"])         # right: ... + 0.1 * mse(auxiliary, batch["z"])
 """
+
+from __future__ import annotations
+
+from ddpcheck.findings.report import Finding
+from ddpcheck.findings.wording import plural_verb
+from ddpcheck.trace.parameters import MissingGroup
+
+
+def judge_unreachable(group: MissingGroup) -> list[Finding]:
+    """DDP102: parameters that are used, but do not contribute to the loss."""
+    if group.end.cause == "unknown":
+        does = plural_verb("does", "do", group.facts.names.subjects(group.names))
+        return group.one_finding("DDP102", f"{group.subjects} {does} not contribute to the loss; the cause is unknown.")
+    last = f"the last operation that depends on {group.them} is {group.end.reason}{group.end.at}"
+    return group.one_finding("DDP102", f"The result of {group.subjects}{group.place} does not reach the loss.", [last])

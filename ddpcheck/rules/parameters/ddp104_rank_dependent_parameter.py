@@ -11,6 +11,8 @@ Fix: Make the branch the same on every rank (decide it from the step or a shared
 Detected: In each step, before the first all-reduce, the ranks compare which parameters backward will reach. A
     parameter is reported if backward will reach it on some ranks only. The finding appears before the job hangs.
 Ignore: Never. With find_unused_parameters=True, DDP handles such parameters, and ddpcheck does not report them.
+Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
+    the parameter.
 Checks: report parameters; run parameters
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the
     loss; quietly DDP522 if of graphs
@@ -28,7 +30,7 @@ from collections.abc import Sequence
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names, format_ranks, join_names
-from ddpcheck.trace.parameters import ConditionalUse, MissingOn, absence_evidence
+from ddpcheck.trace.parameters import ConditionalUse, MissingOn
 
 
 def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
@@ -40,7 +42,7 @@ def judge_rank_dependence(use: ConditionalUse) -> list[Finding]:
     if not partial:
         return []
     step = min(min(absence.steps) for absence in partial)
-    evidence = absence_evidence(use)
+    evidence = use.describe_absences()
     verb = "reduce" if use.facts.wrapper.sharded else "wait for"
     message = _describe_first([absence for absence in partial if step in absence.steps], step, use.facts.names, verb)
     if use.all_at_once:

@@ -10,6 +10,7 @@ Fix: Register it before wrapping: nn.ModuleList, nn.ModuleDict, nn.ParameterList
 Detected: ddpcheck compares the leaf tensors that receive a gradient in backward with the parameters of the wrapped
     module. A leaf tensor that is not a parameter is reported.
 Ignore: If you average the gradient yourself, or if the tensor is an input and its gradient is only inspected.
+Line: The line that assigns the tensor; in `ddpcheck run`, if it is unknown, the line that constructs the wrapper.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP303 DDP306 DDP515 if same subjects; quietly DDP516 if only the loss; DDP301 DDP302 DDP303
     DDP305 DDP306 if made in forward; quietly DDP304 DDP312 if made in forward
@@ -21,7 +22,6 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.steps import UnregisteredTensor
 from ddpcheck.findings.report import Finding
@@ -29,6 +29,10 @@ from ddpcheck.findings.wording import counted, group_by, join_names, one_finding
 from ddpcheck.trace.parameters import ParameterFacts
 
 MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed
+
+_FIX_IN_FORWARD = (
+    "Make it in __init__; if its size is not known there, in a lazy module that runs forward before wrapping."
+)
 
 
 def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
@@ -45,35 +49,25 @@ def judge_unregistered(facts: ParameterFacts) -> list[Finding]:
         holder = name.split("[")[0] if "[" in name else name.rpartition(".")[0] or name
         return leaf.created_in_forward, holder, tuple(sorted(ranks[name]))
 
-    groups = group_by(tensors.values(), holder_and_ranks)
-    return [
-        finding
-        for (_, _, on_ranks), group in groups.items()
-        for finding in unregistered_finding(group, unless_all(on_ranks, facts.world_size), facts.wrapper.named)
-    ]
-
-
-def unregistered_finding(leaves: Sequence[UnregisteredTensor], ranks: tuple[int, ...], by: str) -> list[Finding]:
-    names = [leaf.name for leaf in leaves]
-    text = f"{join_names(names)} {plural_verb('receives', 'receive', names)} gradient without being registered as a "
-    text += "parameter of the model"
-    if len(leaves) == 1 and leaves[0].kind:
-        text = f"The {leaves[0].kind} {text}"
-    if created_in_forward := leaves[0].created_in_forward:
-        text = (
-            f"{join_names(names)} {plural_verb('is', 'are', names)} created in the forward pass, after {by} has been "
+    findings = []
+    for (created_in_forward, _, on_ranks), leaves in group_by(tensors.values(), holder_and_ranks).items():
+        names, by = [leaf.name for leaf in leaves], facts.wrapper.named
+        is_created, receives = plural_verb("is", "are", names), plural_verb("receives", "receive", names)
+        text = f"{join_names(names)} {receives} gradient without being registered as a parameter of the model"
+        if created_in_forward:
+            call = "called" if by == "fully_shard" else "constructed"
+            text = f"{join_names(names)} {is_created} created in the forward pass, after {by} has been {call}"
+        elif len(leaves) == 1 and leaves[0].kind:
+            text = f"The {leaves[0].kind} {text}"
+        elements = sum(math.prod(leaf.shape) for leaf in leaves)
+        findings += one_finding(
+            "DDP106",
+            names,
+            f"{text}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
+            ranks=unless_all(on_ranks, facts.world_size),
+            location=next((leaf.location for leaf in leaves if leaf.location), None),
+            evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
+            fix=_FIX_IN_FORWARD if created_in_forward else "",
+            tags=(MADE_IN_FORWARD,) if created_in_forward else (),
         )
-        text += "called" if by == "fully_shard" else "constructed"
-    elements = sum(math.prod(leaf.shape) for leaf in leaves)
-    return one_finding(
-        "DDP106",
-        names,
-        f"{text}, so {by} never synchronises {plural_verb('it', 'them', names)}.",
-        ranks=ranks,
-        location=next((leaf.location for leaf in leaves if leaf.location), None),
-        evidence=(f"{counted(len(names), 'tensor')}, {elements} elements",),
-        fix="Make it in __init__; if its size is not known there, in a lazy module that runs forward before wrapping."
-        if created_in_forward
-        else "",
-        tags=(MADE_IN_FORWARD,) if created_in_forward else (),
-    )
+    return findings

@@ -12,6 +12,7 @@ Detected: The gradient is exactly zero on every rank in every step. ddpcheck the
     in which the gradient becomes zero.
 Ignore: If the zero is intended, for example 0.0 * output.sum() to satisfy DDP. Or if terms cancel rightly: a bias has
     no effect on the difference of two means.
+Line: The operation in which the gradient becomes zero; else the line that constructs the parameter.
 Checks: report parameters; run parameters
 Example:
     loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
@@ -36,7 +37,7 @@ def judge_zero_gradients(
     """
     zero = zero_everywhere(facts.evidence)
     always = [name for name in zero if name not in nonzero_when_perturbed]
-    if not always or len(zero) == len([s for s in facts.evidence[0].states.values() if s != "missing"]):
+    if not always or len(zero) == sum(state != "missing" for state in facts.evidence[0].states.values()):
         return []
 
     def place(name: str) -> PathEnd | str:
@@ -66,6 +67,5 @@ def is_refuted(finding: Finding, nonzero: Collection[str]) -> bool:
 
 def zero_everywhere(evidence: Sequence[StepEvidence]) -> list[str]:
     """Return parameters with exactly zero gradients on every rank in every step."""
-    if not evidence:
-        return []
-    return [name for name in evidence[0].states if all(item.states.get(name) == "zero" for item in evidence)]
+    states = evidence[0].states if evidence else ()
+    return [name for name in states if all(item.states.get(name) == "zero" for item in evidence)]

@@ -9,6 +9,7 @@ Fix: Return the gradient for that input from backward of the Function named in t
 Detected: Backward reaches the parameter, but no gradient arrives in .grad. Hooks show which custom autograd Function
     returned None.
 Ignore: Never. Freeze the parameter if it needs no gradient.
+Line: The call of the autograd Function that returns None; else the line that constructs the parameter.
 Checks: report parameters; run parameters
 Explains: DDP307 if none is there
 Example:
@@ -26,45 +27,20 @@ Example:
 
 from __future__ import annotations
 
-from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import join_names, plural_verb, unless_all
-from ddpcheck.trace.parameters import ParameterFacts, describe_path_end
+from ddpcheck.findings.wording import unless_all
+from ddpcheck.trace.parameters import MissingGroup
 
 
-def judge_lost_gradients(facts: ParameterFacts) -> list[Finding]:
-    """DDP108: parameters that backward reaches, for which a function returns None.
-
-    Compiled code also returns None for parameters that do not contribute in eager mode: DDP101, 102 or 103.
-    """
-    lost: dict[tuple[tuple[int, ...], PathEnd], list[str]] = {}
-    for name in facts.trainable:
-        if seen := [item for item in facts.evidence if item.states.get(name) == "lost"]:
-            end = next((item.path_ends[name] for item in seen if name in item.path_ends), PathEnd("lost"))
-            lost.setdefault((tuple(sorted({item.rank for item in seen})), end), []).append(name)
-    findings = []
-    for (ranks, end), group in lost.items():
-        if end.cause in ("unused", "cut", "unreachable"):
-            them = plural_verb("it", "them", group)
-            code, message, details = describe_path_end(end, facts.names.subjects(group), them)
-            findings += facts.names.one_finding(
-                code,
-                group,
-                message,
-                ranks=unless_all(ranks, facts.world_size),
-                evidence=[*details, f"under torch.compile DDP gets zeros for {them} and raises no error"],
-                location=end.edit_at,
-                path=end.path_of(group[0]),
-            )
-            continue
-        fn = end.reason or "a custom autograd Function between it and the loss"
-        findings += facts.names.one_finding(
-            "DDP108",
-            group,
-            f"Backward reaches {join_names(facts.names.subjects(group))} and gives no gradient: {fn}{end.at} returns "
-            "None.",
-            ranks=unless_all(ranks, facts.world_size),
-            location=end.edit_at,
-            path=end.path_of(group[0]),
-        )
-    return findings
+def judge_lost_gradient(group: MissingGroup) -> list[Finding]:
+    """DDP108: parameters that backward reaches, for which a function returns None."""
+    end = group.end
+    fn = end.reason or "a custom autograd Function between it and the loss"
+    return group.facts.names.one_finding(
+        "DDP108",
+        group.names,
+        f"Backward reaches {group.subjects} and gives no gradient: {fn}{end.at} returns None.",
+        ranks=unless_all(group.compiled_on, group.facts.world_size),
+        location=end.edit_at,
+        path=end.path_of(group.names[0]),
+    )

@@ -8,6 +8,7 @@ Why: DDP then walks the autograd graph after every forward pass and all-reduces 
 Fix: Remove find_unused_parameters=True; ddpcheck reports when it is needed again.
 Detected: find_unused_parameters=True is set, and backward reached every parameter in every step on every rank.
 Ignore: If a later phase of training leaves parameters out. ddpcheck has not checked the steps of that phase.
+Line: In `ddpcheck run`, the line that constructs the wrapper. `ddpcheck report` names no line.
 Checks: report parameters; run parameters
 Reports: speechbrain/speechbrain#701
 Example:

@@ -8,6 +8,7 @@ Fix: Run one forward pass with a batch of the right shape (under no_grad) on eve
 Detected: ddpcheck inspects the parameters of the module right before wrapping. A parameter without a known shape is
     reported.
 Ignore: Never. DDP refuses such a module.
+Line: The line that constructs the lazy module.
 Checks: report consistency
 Example:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())

@@ -9,6 +9,8 @@ Detected: ddpcheck reads the list of ignored names from the module. A parameter 
     gradient differs between ranks. Parameters that belong to one rank only, such as experts of a mixture, are not
     reported. ddpcheck recognises them: they reach the loss only through an all_to_all that autograd differentiates.
 Ignore: If you average its gradient yourself, or if each rank should train its own copy.
+Line: The line that constructs the parameter; in `ddpcheck run` with fully_shard, the line that replaces a sharded
+    module, else the call of fully_shard.
 Checks: report reducer; run parameters, optimizers
 Explains: DDP208 DDP301 DDP306
 Example:
@@ -33,20 +35,23 @@ def explain_by_ignored_parameters(facts: ReducerFacts) -> list[Finding]:
     ignored = [name for name in facts.unequal if name in facts.known.wrapper.ignored]
     if not ignored:
         return []
-    subjects, fix = names.subjects(ignored), ""
-    message = (
-        f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, but the wrapper is configured to ignore "
-        f"{plural_verb('it', 'them', subjects)}: {plural_verb('its', 'their', subjects)} gradients are not "
-        "averaged and differ between the ranks."
-    )
-    if facts.known.wrapper.sharded:
-        message = (
-            f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained, and no group of fully_shard holds "
-            f"{plural_verb('it', 'them', subjects)}: nothing averages {plural_verb('its', 'their', subjects)} "
-            "gradients, which differ between the ranks."
+    subjects = names.subjects(ignored)
+    is_trained = f"{join_names(subjects)} {plural_verb('is', 'are', subjects)} trained"
+    them, their = plural_verb("it", "them", subjects), plural_verb("its", "their", subjects)
+    if not facts.known.wrapper.sharded:
+        return names.one_finding(
+            "DDP111",
+            ignored,
+            f"{is_trained}, but the wrapper is configured to ignore {them}: {their} gradients are not averaged and "
+            "differ between the ranks.",
         )
-        fix = "Call fully_shard on the root module as well, last, and without this parameter in ignored_params."
-    return names.one_finding("DDP111", ignored, message, fix=fix)
+    return names.one_finding(
+        "DDP111",
+        ignored,
+        f"{is_trained}, and no group of fully_shard holds {them}: nothing averages {their} gradients, which differ "
+        "between the ranks.",
+        fix="Call fully_shard on the root module as well, last, and without this parameter in ignored_params.",
+    )
 
 
 def explain_by_missing_group(
@@ -54,13 +59,13 @@ def explain_by_missing_group(
 ) -> list[Finding]:
     matches = [mod for mod in changes if all(f".{name}".endswith(tuple(f".{n}" for n in mod.names)) for name in names)]
     change = next((mod for mod in matches if mod.location is not None), None)
+    them = plural_verb("it", "them", names)
     assignment = "" if change is None else f"{change.how} is assigned there, and replaces a sharded module"
     return one_finding(
         "DDP111",
         names,
-        f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds "
-        f"{plural_verb('it', 'them', names)}: every rank trains {plural_verb('it', 'them', names)} on its own "
-        "gradients.",
+        f"{join_names(names)} {plural_verb('is', 'are', names)} trained, and no group of fully_shard holds {them}: "
+        f"every rank trains {them} on its own gradients.",
         location=sharded_at if change is None else change.location,
         evidence=[assignment, VALUES_DIVERGED],
         related={"optimizer steps": steps[0][0].location},

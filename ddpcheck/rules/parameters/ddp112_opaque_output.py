@@ -12,6 +12,7 @@ Fix: Return a tensor, or a tuple, list or dict of tensors, from forward. Without
 Detected: ddpcheck looks for tensors in the output of forward in the same way as DDP. DDP112 is reported if there are
     none, although parameters contribute to the loss.
 Ignore: If neither find_unused_parameters nor static_graph is set: DDP then needs no tensors.
+Line: In `ddpcheck run`, the line that constructs the wrapper. `ddpcheck report` names no line.
 Checks: report parameters; run parameters
 Explains: DDP301 DDP302 DDP406
 Example:

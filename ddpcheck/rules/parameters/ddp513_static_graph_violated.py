@@ -9,6 +9,8 @@ Fix: Remove static_graph=True and use find_unused_parameters=True, or make every
 Detected: DDP513 is reported if static_graph=True is set, and backward reaches different parameters in different
     steps. It is also reported if DDP itself raises because the graph has changed.
 Ignore: Never. DDP relies on the first iteration.
+Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
+    the parameter. If DDP raises: the call that raises.
 Checks: report parameters; run loop
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
     if of graphs
@@ -19,6 +21,12 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.trace.failures import GRAPH_CHANGED, FailureFacts, WrapperErrorFacts
+from ddpcheck.trace.parameters import ConditionalUse
+
+
+def judge_static_graph(use: ConditionalUse) -> list[Finding]:
+    """DDP513: parameters missing on every rank in some steps under static_graph=True."""
+    return use.one_finding("DDP513", use.step_message, use.describe_absences())
 
 
 def explain_graph_changed(facts: FailureFacts) -> list[Finding]:

@@ -15,6 +15,7 @@ Detected: In some calls of forward, `ddpcheck run` compares the tensors and arra
     if the statistics scale only the targets of the loss. Nothing is reported if the script updates the statistics
     more than once between two calls.
 Ignore: If each rank trains on a different kind of input, and each kind has to be normalised separately.
+Line: The line that updates the statistic.
 Checks: run replicas
 Example:
     mean += (x.mean(0) - mean) * len(x) / count    # right: sum, squares and count of x through dist.all_reduce first

@@ -13,6 +13,7 @@ Detected: `ddpcheck run` records which rank writes and reads which file, and the
     map_location, is reported as a warning.
 Ignore: If something other than a collective separates the two uses, such as a flag on disk. Or if each machine has
     its own disk.
+Line: The line that writes the file, if several ranks write it; else the line that reads or loads it.
 Checks: run files
 Explains: DDP401 if of a cut file
 Reports: NVIDIA/apex#886 karpathy/nanochat#336
@@ -38,9 +39,9 @@ from ddpcheck.trace.program import Program
 def judge_files(program: Program) -> list[Finding]:
     """DDP512: files written by several ranks, or read while another rank writes.
 
-    At most one finding per line. Two uses are ordered
-    only if a collective of all ranks is between them, since it makes the first rank wait; otherwise both may happen at
-    the same time, whatever the order in this run, unless the second rank waited for another rank in a different way.
+    At most one finding per line. Two uses are ordered only if a collective of all ranks is between them, since it
+    makes the first rank wait. Otherwise both may happen at the same time, whatever the order in this run, unless the
+    second rank waited for another rank in a different way.
     """
     by_line: dict[Location | None, list[Finding]] = {}
     saved = {use.path for rank_uses in program.uses for use in rank_uses if use.by_torch}

@@ -12,6 +12,7 @@ Detected: `ddpcheck run` compares the keys of each loaded state with those of th
     matches and most keys would match with a different prefix. It is not reported if a matching state is loaded before
     the next optimizer step or the end of the script.
 Ignore: If the load does nothing on purpose.
+Line: The call of load_state_dict.
 Checks: run files
 Example:
     state = torch.load("checkpoint.pt")                # of ddp.state_dict(): "module.head.weight"
