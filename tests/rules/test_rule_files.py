@@ -13,7 +13,7 @@ from ddpcheck.findings.rules import RULES, parse_rule
 PACKAGE = Path(ddpcheck.__file__).parent
 FILES = sorted((PACKAGE / "rules").glob("*/ddp[0-9]*.py"))
 
-FOREIGN_CODES = {"rules": 285, "report": 112, "trace": 26, "run": 14, "testing": 12, "monitor": 1}
+FOREIGN_CODES = {"extras": 29, "report": 19, "rules": 20, "testing": 11}
 """How often each package names a code outside of the files of rules: lower it when it falls, and never raise it."""
 
 

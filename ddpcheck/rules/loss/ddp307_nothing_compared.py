@@ -6,7 +6,7 @@ Why: A comparison of zeros always passes. Such a check says nothing about the mo
 Fix: Give the recipe a batch and a loss with a gradient: no empty mask, no factor of zero, no frozen model.
 Detected: In every step, the norms of all gradients are zero, in the single process and on the ranks.
 Ignore: Never. Such a check says nothing about the model.
-Line: No line: no statement of the recipe is at fault by itself.
+Line: None: no single statement of the recipe is the fault.
 Checks: report parity
 Example:
     def loss(model, batch):
