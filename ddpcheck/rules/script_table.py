@@ -8,34 +8,22 @@ from __future__ import annotations
 
 from ddpcheck.findings.evidence import loop, replicas, script
 from ddpcheck.findings.replace import replace
-from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
 from ddpcheck.rules.gradients.wrapper_lines import CHECKS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded
-from ddpcheck.rules.program.ddp217_input_statistics import judge_statistics
 from ddpcheck.rules.registry import row_of
 from ddpcheck.rules.replicas.copies import judge_states, judge_uses
 from ddpcheck.rules.replicas.model_parts import compare_groups, compare_hand_split
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
+from ddpcheck.trace.async_handles import AsyncHandles
 from ddpcheck.trace.compilation import Compilations
 from ddpcheck.trace.data import Data
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.loop import GradientChanges, Loop
 from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics, OptimizedParameters, Optimizers, OptimizerStates
-from ddpcheck.trace.program import Program
+from ddpcheck.trace.program import Program, Statistics
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
-
-
-def _works(facts: ScriptFacts) -> Verdicts:
-    findings = judge_async_handles(
-        facts.of(loop.WorkDropped), facts.of(loop.WorkUsed), facts.of(loop.TensorOfWorkWritten)
-    )
-    return {"collectives": Verdict(findings)}
-
-
-def _statistics(facts: ScriptFacts) -> Verdicts:
-    return {"replicas": Verdict(judge_statistics(facts.of(replicas.RunningStatistic)))}
 
 
 def _copies(facts: ScriptFacts) -> Verdicts:
@@ -58,7 +46,7 @@ _ROUNDED = "copies not compared: the parameters that are copied differ between r
 
 ROWS: tuple[Row[ScriptFacts], ...] = (
     row_of(OptimizerStates),
-    Row(_works, ("collectives",), over_ranks=False),
+    row_of(AsyncHandles),
     Row(judge_constructions, ("replicas", "collectives")),
     Row(judge_all_of_wrappers, CHECKS, over_ranks=False),
     Row(compare_groups, ("replicas", "data")),
@@ -70,7 +58,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     row_of(Loop),
     row_of(Compilations),
     row_of(Data),
-    Row(_statistics, ("replicas",)),
+    row_of(Statistics),
     row_of(Program),
     row_of(Evaluations),
     row_of(OptimizedParameters),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from ddpcheck.findings.evidence.replicas import NothingLoaded
+from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
@@ -33,3 +33,15 @@ class Program(View):
     def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
         paths = {use.path for rank_uses in self.uses for use in rank_uses}
         return (f"no fault in the uses of {counted(len(paths), 'file')}" if paths else ""), ""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics(View):
+    """Running statistics that the program keeps in its own variables."""
+
+    check: ClassVar[str] = "replicas"
+    by_rank: Sequence[Sequence[RunningStatistic]]
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        return cls(facts.of(RunningStatistic))

@@ -22,6 +22,7 @@ from ddpcheck.record.recording import Recording
 from ddpcheck.record.replicas.statistics_recorder import StatisticsRecorder
 from ddpcheck.record.source.source_scope import updating_line, writing_line
 from ddpcheck.rules.program.ddp217_input_statistics import judge_statistics
+from ddpcheck.trace.program import Statistics
 
 LINE = Location("train.py", 8)
 UNITS = torch.tensor([0.1, 1.0, 5.0, 40.0, 2.0, 0.5])
@@ -35,7 +36,7 @@ def looks(*values: float, equations: int = 5, exchanged: int = 0) -> list[Runnin
 
 
 def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
-    (finding,) = judge_statistics([looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)])
+    (finding,) = judge_statistics(Statistics([looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)]))
     assert (finding.code, finding.subjects, finding.location) == ("DDP217", ("norm.mean",), LINE)
     assert "by 0.25 times the divisor" in finding.evidence[0] and "3 calls" in finding.evidence[1]
 
@@ -53,7 +54,8 @@ def test_a_statistic_that_differs_between_ranks_at_each_look() -> None:
     ],
 )
 def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[RunningStatistic]) -> None:
-    assert not judge_statistics([looks(1.0, 2.0, 3.0), other]) and not judge_statistics([looks(1.0, 2.0, 3.0)])
+    assert not judge_statistics(Statistics([looks(1.0, 2.0, 3.0), other]))
+    assert not judge_statistics(Statistics([looks(1.0, 2.0, 3.0)]))
 
 
 def test_variables_that_fit_by_chance_now_and_then() -> None:
@@ -61,7 +63,7 @@ def test_variables_that_fit_by_chance_now_and_then() -> None:
         held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)
         return [replace(one, equations=int(one.forward in (1, 4, 8))) for one in held]
 
-    assert not judge_statistics([samples(1.0), samples(1.5)])
+    assert not judge_statistics(Statistics([samples(1.0), samples(1.5)]))
 
 
 def recorder(found: list[RunningStatistic], module: nn.Module, samples: Sequence[Tensor] = ()) -> StatisticsRecorder:
@@ -374,7 +376,7 @@ def test_it_moves_in_each_step_of_a_rollout(trains: Callable[[DistributedDataPar
     trains(ddp)
     assert kept
     others = [replace(one, values=tuple(2 * value + 1 for value in one.values)) for one in found]
-    subjects = [finding.subjects for finding in judge_statistics([found, others])]
+    subjects = [finding.subjects for finding in judge_statistics(Statistics([found, others]))]
     assert subjects == ([(name,)] if name else [])
 
 

@@ -8,28 +8,29 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
+from ddpcheck.trace.async_handles import AsyncHandles
 
 LINE, OTHER = Location("train.py", 10), Location("train.py", 20)
 
 
 def test_a_handle_that_is_dropped_on_some_ranks() -> None:
     gone = WorkDropped("all_reduce", LINE, False)
-    (found,) = judge_async_handles([[], [gone], [gone]], [[], [], []], [[], [], []])
+    (found,) = judge_async_handles(AsyncHandles([[], [gone], [gone]], [[], [], []], [[], [], []]))
     assert (found.code, found.subjects, found.ranks, found.location) == ("DDP408", ("all_reduce",), (1, 2), LINE)
     assert "Nothing waits" in found.message
 
 
 def test_the_last_handle_of_a_line_that_waits_for_the_others_may_be_left() -> None:
     gone = WorkDropped("all_reduce", LINE, False)
-    assert not judge_async_handles([[gone], [gone]], [[WorkUsed(LINE)], [WorkUsed(LINE)]], [[], []])
-    assert judge_async_handles([[gone], [gone]], [[WorkUsed(OTHER)], []], [[], []])
+    assert not judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkUsed(LINE)], [WorkUsed(LINE)]], [[], []]))
+    assert judge_async_handles(AsyncHandles([[gone], [gone]], [[WorkUsed(OTHER)], []], [[], []]))
 
 
 @pytest.mark.parametrize("of_gradients", [False, True])
 def test_a_tensor_that_is_written_too_early_explains_steps_that_use_it(of_gradients: bool) -> None:
     written = TensorOfWorkWritten("all_reduce", LINE, of_gradients, OTHER)
     early = TensorOfWorkWritten("all_reduce", LINE, False, OTHER)  # before its optimizer was known
-    found = judge_async_handles([[], []], [[WorkUsed(LINE)]] * 2, [[early, written]] * 2)
+    found = judge_async_handles(AsyncHandles([[], []], [[WorkUsed(LINE)]] * 2, [[early, written]] * 2))
     assert len(found) == 1 and found[0].ranks == () and "before the wait() at train.py:20" in found[0].message
     apart = Finding("DDP306", ("head.weight",), "It differs.", found[0].severity)
     told = find_causes([*found, apart]).findings

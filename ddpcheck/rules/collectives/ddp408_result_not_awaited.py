@@ -24,35 +24,34 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
+from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding, unless_all
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.async_handles import AsyncHandles
 from ddpcheck.trace.collectives import ON_GRADIENTS
 
 HandleEntry = WorkDropped | TensorOfWorkWritten
 
 
-def judge_async_handles(
-    dropped: Sequence[Sequence[WorkDropped]],
-    used: Sequence[Iterable[WorkUsed]],
-    written: Sequence[Sequence[TensorOfWorkWritten]],
-) -> list[Finding]:
-    """DDP408: one finding per line; each argument by rank.
+@rule
+def judge_async_handles(handles: AsyncHandles) -> list[Finding]:
+    """DDP408: one finding per line.
 
     Ignores lines where any handle was waited on: the last handle may be left over at the end of a loop.
     """
-    waited = {use.location for uses in used for use in uses}
+    waited = {use.location for uses in handles.used for use in uses}
     lines: dict[Location, list[tuple[int, HandleEntry]]] = {}
-    for rank, (works, changed) in enumerate(zip(dropped, written, strict=True)):
+    for rank, (works, changed) in enumerate(zip(handles.dropped, handles.written, strict=True)):
         entries: list[HandleEntry] = [
             *changed,
             *(work for work in works if work.location not in waited),
         ]
         for entry in entries:
             lines.setdefault(entry.location, []).append((rank, entry))
-    return [_unawaited_finding(by_rank, len(dropped)) for by_rank in lines.values()]
+    return [_unawaited_finding(by_rank, len(handles.dropped)) for by_rank in lines.values()]
 
 
 def _unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: int) -> Finding:

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.replicas import RunningStatistic
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted, group_by, one_finding
+from ddpcheck.rules.registry import rule
+from ddpcheck.trace.program import Statistics
 
 MIN_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
 
@@ -37,13 +39,13 @@ MIN_EQUATIONS = 3  # over all these calls
 ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 
-def judge_statistics(stats_by_rank: Sequence[Sequence[RunningStatistic]]) -> list[Finding]:
+@rule
+def judge_statistics(statistics: Statistics) -> list[Finding]:
     """DDP217: running statistics of a rank's own samples that normalise forward inputs.
 
     Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
-    `stats_by_rank`: statistics by rank.
     """
-    by_name = [group_by(rank_stats, lambda stat: (stat.wrapper, stat.name)) for rank_stats in stats_by_rank]
+    by_name = [group_by(rank_stats, lambda stat: (stat.wrapper, stat.name)) for rank_stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         common = sorted(set.intersection(*map(set, by_forward)))
