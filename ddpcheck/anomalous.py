@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.findings.errors import UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
@@ -54,7 +55,6 @@ def detect_anomalous_params(
     """
     from torch import nn
 
-    from ddpcheck.findings.errors import UsageError, WrongTypeError
     from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, reached_by, walk_graph
     from ddpcheck.gather.autograd.gradient_paths import Explainer
     from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves

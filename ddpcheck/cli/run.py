@@ -187,9 +187,9 @@ def _without_broken_error_files() -> Patch:
     return patched(ProcessFailure, "__post_init__", before)
 
 
-def run_script(arguments: argparse.Namespace) -> int:
-    """Run a script as torchrun does and report; return the exit code."""
-    from torch.distributed.run import get_args_parser, run
+def _parse_arguments(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options before the script; return them with the script and its arguments."""
+    from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "ddpcheck run"
@@ -209,6 +209,14 @@ def run_script(arguments: argparse.Namespace) -> int:
     args.training_script_args = script[1:]
     args.command_line = arguments.command_line
     args.debug = arguments.debug = arguments.debug or args.debug
+    return args, script
+
+
+def run_script(arguments: argparse.Namespace) -> int:
+    """Run a script as torchrun does and report; return the exit code."""
+    from torch.distributed.run import run
+
+    args, script = _parse_arguments(arguments)
     settings = examine(args)
     examine_options(args)
     baseline = None if args.check_baseline is None else load_report(args.check_baseline)

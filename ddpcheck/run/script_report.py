@@ -84,11 +84,7 @@ def report_on_script(
         judged = judged.adding("parity", [] if cause else parity.findings)
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts, ending)
-    checks = [CheckResult("ranks", status, detail=detail)]
-    if ending.doing:
-        checks.insert(0, _goes_on(ending))
-    elif cut_short := _why_ended(ranks, ending):
-        checks.insert(0, CheckResult("script", "error", detail=cut_short))
+    checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
             check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
@@ -98,14 +94,10 @@ def report_on_script(
             codes = rules_of_check("run", heading)
             asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
-    steps = facts.steps if facts.wrappers else facts.optimizer_steps
-    world: dict[str, Any] = {"world_size": facts.world_size, "steps": steps}
-    if notes := list(_notes(facts, ending)):
-        world["notes"] = notes
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
-        world=world,
+        world=_world(facts, ending),
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
         curves=() if comparison is None else curves(comparison),
@@ -175,12 +167,26 @@ def _of_parity(
     return status_of(verdict, told, kept)
 
 
+def _world(facts: ScriptFacts, ending: Ending) -> dict[str, Any]:
+    steps = facts.steps if facts.wrappers else facts.optimizer_steps
+    notes = list(_notes(facts, ending))
+    return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
+
+
 def _goes_on(ending: Ending) -> CheckResult:
     activities = "; ".join(told_together(ending.doing.items()))
     if ending.hang is None:
         return CheckResult("script", "skipped", detail=f"it is still running: {activities}")
     waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
     return CheckResult("script", "error", detail=f"{waited}: {activities}")
+
+
+def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckResult]:
+    """Return the check line of a script that is still running or has ended early."""
+    if ending.doing:
+        return [_goes_on(ending)]
+    why = _why_ended(ranks, ending)
+    return [CheckResult("script", "error", detail=why)] if why else []
 
 
 def _why_ended(ranks: Sequence[WatchedRank], ending: Ending) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
 from ddpcheck.findings.report import Location
@@ -35,6 +36,8 @@ from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import stance
 
+_Tensors = Mapping[str, torch.Tensor]
+
 # Compiled kernels round differently; the smallest real bug measured is 0.5.
 _COMPILED_TOLERANCE = 0.1
 
@@ -42,48 +45,22 @@ _COMPILED_TOLERANCE = 0.1
 def ddp_step(step: int) -> DdpStepEvidence:
     """Run a step through the wrapper and compare with the averaged local gradients."""
     state = rank_state()
-    model, data, module, named = state.training_model, state.step, state.module, state.training_model.facts.named
+    model, module = state.training_model, state.module
     precision = mixed_precision(module) if model.facts.sharded else None
-    noise = {} if precision is None else _rounding_of(step, precision)
-    if model.place.splits_model:  # tensor parallelism sums in another order
-        exactly = _rounding_of(step, torch.float64)
-        noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
+    noise = _noise(step, precision)
     model.calls.clear()
-    put_back(data.external)
+    put_back(state.step.external)
     this_rank.set_status(f"step {step}: zero_grad")
     training_step.run_optimizer(model.optimizer, "zero_grad")
     training_step.clear_gradients(module, *model.trainable.values())
     since = training_step.versions(module)
     are_apart = trains_apart(model.wrapper)
     with _recorded(model) as recorder:
-        loss = state.run_loss(step, f"{named} ", model.wrapped)
-        this_rank.set_status(f"step {step}: {named} backward")
-        if ignored := {id(p) for name, p in model.trainable.items() if name in model.facts.ignored}:
-            note_parts([loss.total], lambda leaf: id(leaf) in ignored)
-        parts = {name for name, p in model.trainable.items() if is_part(p)}
+        total, parts = _forward_and_backward(step, since)
         compared = [name for name in model.trainable if name not in parts]
-        training_step.run_backward(loss.total, module=module, since=since)
-        total = None if is_shard(loss.total) else float(loss.total.detach())
-        del loss
-        this_rank.set_status(f"step {step}: {named} comparison")
+        this_rank.set_status(f"step {step}: {model.facts.named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
-        lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
-        rounds = lossy or model.is_split  # fully_shard sums gradients in another order
-        floor = scales(data.averaged) if rounds else {}
-        differences = tuple(
-            against_average(
-                name,
-                gradients.get(name),
-                data.averaged.get(name),
-                world_size=state.world_size,
-                scale=data.scale.get(name, 0.0),
-                lossy=lossy,
-                floor=floor.get(name, 0.0),
-                noise=noise.get(name, 0.0),
-            )
-            for name in compared
-            if not are_apart
-        )
+        differences = _against_averages([] if are_apart else compared, gradients, precision, noise)
         hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.whole(model.named_parameters())
         computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
@@ -115,23 +92,92 @@ def ddp_step(step: int) -> DdpStepEvidence:
         if model.is_split
         else {name: value for name, value in recorder.values.items() if name not in parts},
     )
-    if not model.is_split:
-        if state.large:
-            for parameter in model.trainable.values():  # gradients that are views of a bucket own no memory
-                if parameter.grad is not None and parameter.grad._base is None:
-                    parameter.grad = None
-        return evidence
+    if model.is_split:
+        return _sharded_step(evidence, total, loaded, whole=(before, gradients, after), shard=(shard, shard_grads))
+    if state.large:
+        for parameter in model.trainable.values():  # gradients that are views of a bucket own no memory
+            if parameter.grad is not None and parameter.grad._base is None:
+                parameter.grad = None
+    return evidence
+
+
+def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
+    """Return the RMS of rounding errors of each gradient, if the wrapper rounds or sums in another way."""
+    noise = {} if precision is None else _rounding_of(step, precision)
+    if rank_state().training_model.place.splits_model:  # tensor parallelism sums in another order
+        exactly = _rounding_of(step, torch.float64)
+        noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
+    return noise
+
+
+def _forward_and_backward(step: int, since: dict[str, int]) -> tuple[float | None, set[str]]:
+    """Run forward and backward through the wrapper.
+
+    Returns the loss, or None if it is a shard, and the parameters of this rank only.
+    """
+    state = rank_state()
+    model = state.training_model
+    loss = state.run_loss(step, f"{model.facts.named} ", model.wrapped)
+    this_rank.set_status(f"step {step}: {model.facts.named} backward")
+    if ignored := {id(p) for name, p in model.trainable.items() if name in model.facts.ignored}:
+        note_parts([loss.total], lambda leaf: id(leaf) in ignored)
+    parts = {name for name, p in model.trainable.items() if is_part(p)}
+    training_step.run_backward(loss.total, module=state.module, since=since)
+    return None if is_shard(loss.total) else float(loss.total.detach()), parts
+
+
+def _against_averages(
+    names: Sequence[str],
+    gradients: Mapping[str, torch.Tensor],
+    precision: torch.dtype | None,
+    noise: Mapping[str, float],
+) -> tuple[Difference, ...]:
+    """Compare the wrapper's gradients with the averaged local gradients."""
+    state = rank_state()
+    model, data = state.training_model, state.step
+    lossy = eps_of(precision) if precision is not None else hook_loss(model.wrapper)
+    rounds = lossy or model.is_split  # fully_shard sums gradients in another order
+    floor = scales(data.averaged) if rounds else {}
+    return tuple(
+        against_average(
+            name,
+            gradients.get(name),
+            data.averaged.get(name),
+            world_size=state.world_size,
+            scale=data.scale.get(name, 0.0),
+            lossy=lossy,
+            floor=floor.get(name, 0.0),
+            noise=noise.get(name, 0.0),
+        )
+        for name in names
+    )
+
+
+def _sharded_step(
+    evidence: DdpStepEvidence,
+    loss: float | None,
+    loaded: dict[str, float],
+    *,
+    whole: tuple[_Tensors, _Tensors, _Tensors],
+    shard: tuple[_Tensors, _Tensors],
+) -> ShardedStep:
+    """Compare the optimizer step with steps of optimizers on copies of the full parameters and of the shards.
+
+    `whole`: parameters before the step, gradients, parameters after the step. `shard`: the first two, of the shards.
+    """
+    state = rank_state()
+    model = state.training_model
     begins = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
-    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, params, begins) for params in (before, shard))
+    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, t[0], begins) for t in (whole, shard))
     whole_copy, shard_copy = model.copies
     return ShardedStep(
         **structs.asdict(evidence),
-        against_whole=whole_copy.differences(before, gradients, after),
-        against_shard=shard_copy.differences(shard, shard_grads, shards(model.trainable.items())),
+        against_whole=whole_copy.differences(*whole),
+        against_shard=shard_copy.differences(*shard, shards(model.trainable.items())),
         uncompared=whole_copy.trouble or shard_copy.trouble,
         updated_at=_step_line(model.optimizer, state.recipe),
         loaded=loaded,
-        **(_parts_left(model) | {"loss": total} if model.place.splits_model else {}),
+        **(_parts_left(model) | {"loss": loss} if model.place.splits_model else {}),
     )
 
 

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from ddpcheck.findings.errors import EmptyShardError, TargetError
 from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.steps import LocalStep, ParameterChange, RandomDraws, StepEvidence, UnregisteredTensor
+from ddpcheck.findings.evidence.steps import (
+    GradientState,
+    LocalStep,
+    ParameterChange,
+    PathEnd,
+    RandomDraws,
+    StepEvidence,
+    UnregisteredTensor,
+)
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
@@ -113,19 +121,7 @@ def local_step(step: int) -> LocalStep:
     data.after = capture_attributes(module, buffers=True)
     data.missing = [name for name, kind in states.items() if kind == "missing"]
     calls = read_log(*log)
-    arrived = {name for name, p in named_parameters(module).items() if p.grad is not None}
-    evidence = StepEvidence(
-        rank=state.rank,
-        step=step,
-        states=states,
-        path_ends=ends,
-        unregistered=(*_located(graph.unregistered, state), *_created_parameters(reference)),
-        arrivals={name: count for name, count in reference.arrivals.items() if count > 1},
-        hidden_from_ddp=graph.hidden_from_ddp(states),
-        output_type=graph.output_type,
-        reentrant=graph.reentrant,
-        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or n in arrived},
-    )
+    evidence = _evidence(step, states, ends, graph)
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
     return LocalStep(
         evidence=evidence,
@@ -143,6 +139,27 @@ def local_step(step: int) -> LocalStep:
         threads=torch.get_num_threads(),
         compiles=is_asked_for(),
         layout=digest_of(layout_of(module)),
+    )
+
+
+def _evidence(
+    step: int, states: Mapping[str, GradientState], ends: Mapping[str, PathEnd], graph: _GraphFacts
+) -> StepEvidence:
+    """Return the evidence on the parameters after backward."""
+    state = rank_state()
+    reference = state.reference
+    arrived = {name for name, p in named_parameters(reference.module).items() if p.grad is not None}
+    return StepEvidence(
+        rank=state.rank,
+        step=step,
+        states=states,
+        path_ends=ends,
+        unregistered=(*_located(graph.unregistered, state), *_created_parameters(reference)),
+        arrivals={name: count for name, count in reference.arrivals.items() if count > 1},
+        hidden_from_ddp=graph.hidden_from_ddp(states),
+        output_type=graph.output_type,
+        reentrant=graph.reentrant,
+        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or n in arrived},
     )
 
 

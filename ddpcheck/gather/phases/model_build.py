@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,15 @@ from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import BuiltModule, ModuleDescription, ShardedFacts, SplitModule, WrappedModule
+from ddpcheck.findings.evidence.modules import (
+    BuiltModule,
+    ModuleDescription,
+    ShardedFacts,
+    SplitModule,
+    WrappedModule,
+    WrapperFacts,
+)
+from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of, defined_at
@@ -35,7 +43,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     parameters_of,
     wrapper_attributes,
 )
-from ddpcheck.gather.ddp.model_parts import Part, changed_attributes, data_place, parts_of
+from ddpcheck.gather.ddp.model_parts import DataPlace, Part, changed_attributes, data_place, parts_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
@@ -177,28 +185,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapper = wrapped  # only a part of the model is wrapped
     inner = getattr(wrapper, "module", wrapper)
     reshaped, trouble = False, ""
-    wholes = {name: part.shape for name, part in parts.items()}
     if isinstance(inner, nn.Module):
-        if differs_in_structure(inner, reference, wholes):
-            reshaped = _shapes(inner) != _shapes(reference)
-            state.reference.module = reference = _unwrapped_copy(inner, changed, parts)
-            state.reference.mapped = own_parameters(reference) if state.large else frozenset()
-            trouble = _hand_over(reference) if reshaped and state.rank == 0 else ""
-        state.module = inner
+        reshaped, trouble = _adapt_reference(inner, changed, parts)
+        reference, state.module = state.reference.module, inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
-    facts = facts_of(wrapper, names)
-    if not facts.is_ddp:  # before the first all-gather, which needs all ranks
-        compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
-    if not facts.is_ddp and sharding.is_sharded(wrapper):
-        facts = sharding.sharded_facts(
-            wrapper, sharding.values_kept(wrapper, dict(reference.named_parameters())), settings
-        )
-    place = data_place(wrapper, parts, state.group)
-    if place.splits_model and isinstance(facts, ShardedFacts):
-        unsharded = not place.sharded
-        facts = replace(
-            facts, alone=unsharded, ignored=frozenset() if unsharded else frozenset({*trainable} - {*place.sharded})
-        )
+    facts, place = _facts_and_place(wrapper, names, settings, parts, trainable)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
@@ -223,27 +214,75 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     )
     count_calls(model)
     _follow(state.reference)
+    return _evidence(options, seen, reshaped, trouble)
+
+
+def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> tuple[bool, str]:
+    """Replace the reference module by a copy of `module` if `wrap` changed the structure.
+
+    Returns True if names or shapes of parameters differ, and an error message if the copy cannot be handed over.
+    """
+    state = rank_state()
+    reference = state.reference
+    if not differs_in_structure(module, reference.module, {name: part.shape for name, part in parts.items()}):
+        return False, ""
+    reshaped = _shapes(module) != _shapes(reference.module)
+    reference.module = _unwrapped_copy(module, changed, parts)
+    reference.mapped = own_parameters(reference.module) if state.large else frozenset()
+    return reshaped, _hand_over(reference.module) if reshaped and state.rank == 0 else ""
+
+
+def _facts_and_place(
+    wrapper: nn.Module,
+    names: Mapping[int, str],
+    settings: Sequence[LoopEvent],
+    parts: Mapping[str, Part],
+    trainable: Iterable[str],
+) -> tuple[WrapperFacts, DataPlace]:
+    """Return the facts of the wrapper and the place of this rank in data parallelism; a collective over all ranks."""
+    state = rank_state()
+    facts = facts_of(wrapper, names)
+    if not facts.is_ddp:  # before the first all-gather, which needs all ranks
+        compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
+    if not facts.is_ddp and sharding.is_sharded(wrapper):
+        values = sharding.values_kept(wrapper, dict(state.reference.module.named_parameters()))
+        facts = sharding.sharded_facts(wrapper, values, settings)
+    place = data_place(wrapper, parts, state.group)
+    if place.splits_model and isinstance(facts, ShardedFacts):
+        unsharded = not place.sharded
+        ignored = frozenset() if unsharded else frozenset({*trainable} - {*place.sharded})
+        facts = replace(facts, alone=unsharded, ignored=ignored)
+    return facts, place
+
+
+def _evidence(
+    options: Mapping[str, str], seen: Mapping[str, SeenParameter], reshaped: bool, trouble: str
+) -> WrappedModule:
+    state = rank_state()
+    model = state.training_model
     owned = {id(p): name for name, p in state.module.named_parameters()}
-    optimized = {*map(id, parameters_of(optimizer))}
+    optimized = {*map(id, parameters_of(model.optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
     evidence = WrappedModule(
-        facts=facts,
-        options={**options, **wrapper_attributes(wrapper)},
-        optimizer=optimizer_options(optimizer, {id(p): name for name, p in state.module.named_parameters()}),
+        facts=model.facts,
+        options={**options, **wrapper_attributes(model.wrapper)},
+        optimizer=optimizer_options(model.optimizer, owned),
         parameters=values,
         buffers=fingerprints(state.module.named_buffers()),
-        loss_location=defined_at(recipe.loss),
-        hooks=hooks,
-        wrapper=type(wrapped).__name__,
-        broadcasts_buffers=broadcasts_buffers(wrapper),
+        loss_location=defined_at(state.recipe.loss),
+        hooks=model.hooks,
+        wrapper=type(model.wrapped).__name__,
+        broadcasts_buffers=broadcasts_buffers(model.wrapper),
         changes=changes(seen, state.module) if seen else {},
         parameters_at_construction={name: _value_of_whole(name, p, model, values) for name, p in seen.items()},
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
-        not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in trainable),
+        not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in model.trainable),
     )
-    return SplitModule(**structs.asdict(evidence), model_ranks=place.together) if place.splits_model else evidence
+    if not model.place.splits_model:
+        return evidence
+    return SplitModule(**structs.asdict(evidence), model_ranks=model.place.together)
 
 
 def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:

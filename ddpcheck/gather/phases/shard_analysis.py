@@ -89,6 +89,19 @@ def _analyse(
         shard_losses=tuple(loss for _, loss in runs),
         other_parameters=tuple(sorted(set().union(*(grads for grads, _ in runs)) ^ set(own.step.gradients))),
     )
+    return _add_terms(own, facts, compared, mean, batch, shards, step)
+
+
+def _add_terms(
+    own: SingleProcess,
+    facts: ShardAnalysis,
+    compared: Gradients,
+    mean: Gradients,
+    batch: Any,
+    shards: Sequence[Any],
+    step: int,
+) -> ShardAnalysis:
+    """Add the terms of the loss, and what couples the samples; `mean`: mean gradient of the shards."""
     try:
         exactly, seen = _look_at_terms(own, batch, shards, step)
     except Exception as error:  # fails both in float64 and in the model's dtype
@@ -106,7 +119,7 @@ def _analyse(
         facts = replace(facts, coupling=_coupling(own, batch, shards[0], step))
     norms = [name for name, module in own.module.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if norms and changed:
-        facts = replace(facts, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, world_size))
+        facts = replace(facts, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, len(shards)))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # causes other than the batch statistics
             seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)

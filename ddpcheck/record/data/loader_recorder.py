@@ -178,10 +178,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         key = (location, made_at(loader), type(loader.dataset), size)
         counts = self._numbers.setdefault(key, [len(self._numbers), 0])
         number, counts[1] = counts[1], counts[1] + 1
-        if (previous := self._open.pop(counts[0], None)) is not None:
-            self._end(previous, exhausted=False)
-        for other in self._open.values():
-            other.until = self._run.steps if other.until < 0 else other.until
+        self._interrupt_passes(counts[0])
         sampler = _innermost_sampler(loader)
         subset = loader.dataset.indices if type(loader.dataset) is data.Subset and not number else ()
         samples, has_samples = ({}, False) if number else samples_of(loader.dataset, size)
@@ -232,6 +229,13 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.add(entry)
         self._on_pass(entry, loader.dataset)
         return pass_
+
+    def _interrupt_passes(self, loader: int) -> None:
+        """End the previous pass of a loader, and note that open passes of others are interrupted."""
+        if (previous := self._open.pop(loader, None)) is not None:
+            self._end(previous, exhausted=False)
+        for other in self._open.values():
+            other.until = self._run.steps if other.until < 0 else other.until
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
         """Return True if a dataset changed its samples since its workers were started."""

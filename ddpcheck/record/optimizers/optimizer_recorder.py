@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import call
 from typing import Any
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
 from ddpcheck.gather.autograd.autograd_graph import in_backward
@@ -201,17 +202,10 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             # gradients written in place before the sum may have been divided
             written = [name for name, p in unwrapped.items() if p.grad is not None and version_of(p.grad)]
             summed = {n: line for n, p in named.items() if n not in written and (line := self._sum_in(p.grad))}
-        lines = lines_of_program(sys._getframe(1))
-        if not known.steps:
-            known.rescaled_at = gradients_scaled_at(user_frame(sys._getframe(1)))
-            known.changed_at = gradients_changed_at(user_frame(sys._getframe(1)))
-            known.norm_at = shard_norm_at(user_frame(sys._getframe(1))) if shards else None
-        known.used = self._backwards, lines
         others = [other for other in self._lines.optimizers() if other not in self._known]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
         idle = {names[id(p)] for names in numbered for other in others for p in parameters_of(other) if id(p) in names}
-        names = {id(p): name for name, p in named.items()} if optimizer.state else {}
-        return OptimizerStep(
+        step = OptimizerStep(
             known.number,
             known.steps,
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
@@ -221,48 +215,54 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             averaged=reductions > sum(known.reduced.values()) and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=norms({name: gradient for name, p in unsharded.items() if (gradient := p.grad) is not None}),
-            states=norms(
-                {
-                    f"{names[id(p)]}: {key}": value
-                    for p, state in optimizer.state.items()
-                    if id(p) in names and isinstance(state, dict)
-                    for key, value in state.items()
-                    if isinstance(value, torch.Tensor) and value.shape == p.shape
-                }
-            ),
+            states=_state_norms(optimizer, named),
             alone=fingerprints(unwrapped.items()),
             gradients=sketches({name: dense(p.grad) for name, p in unwrapped.items() if p.grad is not None}),
             marks=tuple(known.marks),
             unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
             collectives=self._run.log.collectives,
             idle=tuple(sorted(idle)),
-            made=self._lines.constructed.get(optimizer),
-            rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
             schedule=known.schedule,
             summed=tuple(summed),
             summed_at=next(iter(summed.values()), self._sum_at),
             local={name: self._local[id(p)] for name, p in unwrapped.items() if id(p) in self._local},
             unclipped={name: self._unclipped[id(p)] for name, p in unwrapped.items() if id(p) in self._unclipped},
-            left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
-            late_sum_at=known.late,
-            restored_at=self._lines.restored.get(optimizer),
-            rescaled_at=known.rescaled_at,
-            norm_at=known.norm_at,
-            changed_at=known.changed_at,
             shards=sum(p.requires_grad for p in shards.values()),
             shard_scales={name: scale for watch in watches for name, scale in watch.shard_scales().items()},
             in_fsdp1=count_in_fsdp1(params),
             made_with=self._lines.rates.get(optimizer, ""),
-            reduced_at=self.given.largest,
-            broadcast_at=self.given.before,
             scale=scaler.get_scale() if scaler else 0.0,
             scale_at=self._lines.restored.get(scaler) if scaler else None,
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
             given=self.given.of(*gradients),
             parts_reduced=self._names_of([p for p in params if self.given.is_reduced(p)]),
-            parts_reduced_at=self.given.of_a_part,
             shard_states=shard_states(optimizer, {n: p for n, p in synced.items() if id(p) in shards}),
+        )
+        return self._located(step, optimizer, known, has_shards=bool(shards))
+
+    def _located(self, step: OptimizerStep, optimizer: Any, known: _Optimizer, *, has_shards: bool) -> OptimizerStep:
+        """Add the lines that made and restored the optimizer, and that changed or reduced gradients before the step."""
+        lines = lines_of_program(sys._getframe(1))
+        if not known.steps:
+            frame = user_frame(sys._getframe(1))
+            known.rescaled_at = gradients_scaled_at(frame)
+            known.changed_at = gradients_changed_at(frame)
+            known.norm_at = shard_norm_at(frame) if has_shards else None
+        known.used = self._backwards, lines
+        return replace(
+            step,
+            made=self._lines.constructed.get(optimizer),
+            rate=(known.schedule and known.schedule.made) or assignment_in_program("lr"),
+            left_out_at=lines_left_out_by(lines, self._differentiated) if self._differentiated else (),
+            late_sum_at=known.late,
+            restored_at=self._lines.restored.get(optimizer),
+            rescaled_at=known.rescaled_at,
+            norm_at=known.norm_at,
+            changed_at=known.changed_at,
+            reduced_at=self.given.largest,
+            broadcast_at=self.given.before,
+            parts_reduced_at=self.given.of_a_part,
         )
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
@@ -375,6 +375,20 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             ids = {id(p) for p in parameters_of(optimizer)}
             if ids <= module_ids:
                 self._before_zero_grad(optimizer, *arguments, **named)
+
+
+def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return norms of optimizer state with the shape of its parameter, by parameter name and key."""
+    names = {id(p): name for name, p in params.items()} if optimizer.state else {}
+    return norms(
+        {
+            f"{names[id(p)]}: {key}": value
+            for p, state in optimizer.state.items()
+            if id(p) in names and isinstance(state, dict)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.shape == p.shape
+        }
+    )
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:

@@ -107,15 +107,18 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._paths = {id(part): path for path, part in self.module.named_modules()}
         self._recorder.attach()
         hold(self.module, self)
-        log.add(
+        self._note_made(at or user_location())
+
+    def _note_made(self, location: Location | None) -> None:
+        self._log.add(
             WrapperMade(
                 class_name(self.module),
                 self._recorder.ranks,
                 self._recorder.context,
-                at or user_location(),
+                location,
                 is_called_by_a_package(),
                 classes_of_program(self.module),
-                module_entries(self.module) if number == 0 and dist.get_rank() == 0 else (),
+                module_entries(self.module) if self.number == 0 and dist.get_rank() == 0 else (),
             )
         )
 
