@@ -326,3 +326,41 @@ def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:
     rows = [len(entry.samples) for entry in entries_of(ranks[0], Inputs)]
     sizes = [entry.batch_size for entry in ranks[0].passes if entry.trains]
     return bool(rows and sizes) and 1 < max(rows) and max(rows) * len(ranks) <= max(sizes)
+
+
+def is_taken_by_each_worker(loader: LoaderPass) -> bool:
+    """Return True if each worker gave all samples of the stream.
+
+    False if workers repeat their own parts or take turns. In an unfinished pass, compare the samples in order.
+    """
+    counts = Counter(loader.rows)
+    if loader.workers < 2 or loader.size >= 0:
+        return False
+    if not loader.exhausted:
+        size = loader.batch_size * loader.workers
+        turns = [loader.rows[begun : begun + size] for begun in range(0, len(loader.rows) - size + 1, size)]
+        repeats = all(turn == turn[: loader.batch_size] * loader.workers for turn in turns)
+        return repeats and len(set(turns)) > 1 and len(counts) >= FEWEST_ROWS
+    if len(counts) < FEWEST_ROWS or set(counts.values()) != {loader.workers}:
+        return False
+    if len(set(loader.rows[: len(counts)])) == len(counts):
+        return False  # several passes over the stream, one after another
+    rows = iter(loader.rows)  # batches of the workers in turn; the last batches may be smaller
+    by_worker: list[set[int]] = [set() for _ in range(loader.workers)]
+    for begun in range(0, len(counts), loader.batch_size):
+        for worker_rows in by_worker:
+            worker_rows |= set(itertools.islice(rows, min(loader.batch_size, len(counts) - begun)))
+    return all(2 * len(worker_rows) > len(counts) for worker_rows in by_worker)
+
+
+def group_equal_ranks(
+    samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
+) -> list[tuple[list[int], int]]:
+    """Group ranks with equal samples at first, with the number of equal steps."""
+    groups = []
+    for ranks in group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
+        by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]
+        equal_steps = next((index for index, samples in enumerate(by_step) if len(samples) > 1), count)
+        if len(ranks) > 1 and equal_steps >= FEWEST_INPUTS and len(set.union(*by_step[:equal_steps])) > 1:
+            groups.append((ranks, equal_steps))
+    return groups

@@ -57,3 +57,12 @@ def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float |
     factors = [used[name] / norm for name, norm in exact.items() if norm > LEAST and used[name] > 0]
     is_constant = bool(factors) and max(factors) - min(factors) <= SCALE_TOLERANCE * max(factors)
     return sum(factors) / len(factors) if is_constant else None
+
+
+def sizes_of_groups(replicas: int, ranks_per_model: int) -> dict[int, str]:
+    """Return the numbers of ranks that may scale a loss, with descriptions."""
+    words = {replicas * ranks_per_model: "the world size"}
+    if ranks_per_model > 1:
+        words.setdefault(ranks_per_model, "the number of ranks that compute one model together")
+        words.setdefault(replicas, "the number of models that are trained data parallel")
+    return {size: text for size, text in words.items() if size > 1}

@@ -123,18 +123,15 @@ class FailureFacts:
         )
 
 
+# Sentences of DDP and autograd: torch has no error codes.
 MARKED_TWICE = "mark a variable ready only once"
 UNDEFINED_GRADIENT = "gradient which is undefined, but still allreduced"
 MODIFIED_IN_PLACE = "modified by an inplace operation"
-UNFINISHED_REDUCTION = "Expected to have finished reduction"
+NOT_FINISHED = "Expected to have finished reduction"
+NOT_FINISHED_IN_LIGHTNING = "not used in producing the loss returned by training_step"
 GRAPH_CHANGED = "training graph has changed in this iteration"
 DDP_SENTENCES = (
-    MARKED_TWICE,
-    UNDEFINED_GRADIENT,
-    MODIFIED_IN_PLACE,
-    UNFINISHED_REDUCTION,
-    GRAPH_CHANGED,
-    "not used in producing the loss returned by training_step",  # Lightning's version of the message
+    *(MARKED_TWICE, UNDEFINED_GRADIENT, MODIFIED_IN_PLACE, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, GRAPH_CHANGED),
 )
 """Parts of messages of DDP and autograd that may follow from a defect of another rule."""
 
@@ -220,15 +217,3 @@ class WrapperErrorFacts:
 def parameters_in(error: str) -> tuple[str, ...]:
     """Return the parameter names in an error message of DDP."""
     return tuple(dict.fromkeys(re.findall(r"parameter (?:name|at index \d+ with name) (\S+)", error)))
-
-
-MARKED_TWICE = "mark a variable ready only once"
-UNDEFINED_GRADIENT = "gradient which is undefined, but still allreduced"
-MODIFIED_IN_PLACE = "modified by an inplace operation"
-NOT_FINISHED = "Expected to have finished reduction"
-NOT_FINISHED_IN_LIGHTNING = "not used in producing the loss returned by training_step"
-GRAPH_CHANGED = "training graph has changed in this iteration"
-ERRORS_OF_DDP = (
-    *(MARKED_TWICE, UNDEFINED_GRADIENT, MODIFIED_IN_PLACE, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, GRAPH_CHANGED),
-)
-"""Sentences in error messages of DDP and autograd; torch has no error codes."""

@@ -39,8 +39,6 @@ from ddpcheck.findings.evidence.steps import LocalStep
 from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import counted, format_steps, one_finding
 from ddpcheck.trace.data import (
-    FEWEST_INPUTS,
-    FEWEST_ROWS,
     Loader,
     all_inputs_differ,
     are_repeated_on_ranks,
@@ -49,6 +47,8 @@ from ddpcheck.trace.data import (
     describe_left_out,
     finding_on_loader,
     first_training_indices,
+    group_equal_ranks,
+    is_taken_by_each_worker,
     is_whole_pass,
     line_of_selection,
     share_some_inputs,
@@ -190,10 +190,10 @@ def judge_inputs(
     """
     steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
     samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
-    groups = _group_equal_ranks(samples, len(steps))
+    groups = group_equal_ranks(samples, len(steps))
     later = not groups
     if later:
-        groups = _group_equal_ranks({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
+        groups = group_equal_ranks({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
     if not groups:
         return []
     (equal_ranks, count), *more = groups
@@ -221,19 +221,6 @@ def judge_inputs(
         related={"forward called": forward},
         fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
     )
-
-
-def _group_equal_ranks(
-    samples_by_rank: Mapping[int, Sequence[tuple[int, ...]]], count: int
-) -> list[tuple[list[int], int]]:
-    """Group ranks with equal samples at first, with the number of equal steps."""
-    groups = []
-    for ranks in wording.group_by(samples_by_rank, lambda rank: tuple(samples_by_rank[rank][:FEWEST_INPUTS])).values():
-        by_step = [{samples_by_rank[rank][index] for rank in ranks} for index in range(count)]
-        equal_steps = next((index for index, samples in enumerate(by_step) if len(samples) > 1), count)
-        if len(ranks) > 1 and equal_steps >= FEWEST_INPUTS and len(set.union(*by_step[:equal_steps])) > 1:
-            groups.append((ranks, equal_steps))
-    return groups
 
 
 def _describe_share(loader: LoaderPass) -> str:
@@ -388,7 +375,7 @@ def judge_rows(loader: Loader) -> list[Finding]:
 
 def judge_workers(loader: Loader) -> list[Finding]:
     """DDP505: loader workers that each iterate over the whole stream."""
-    if not all(map(_is_taken_by_each_worker, loader.first)):
+    if not all(map(is_taken_by_each_worker, loader.first)):
         return []
     p = loader.first[0]
     by_all = len(loader.first) > 1 and all(peer.rows == p.rows for peer in loader.first)
@@ -401,31 +388,6 @@ def judge_workers(loader: Loader) -> list[Finding]:
         evidence=[f"of the {len(p.rows)} samples of the first pass, {len(set(p.rows))} differ by their contents"],
         fix=SPLIT_STREAM,
     )
-
-
-def _is_taken_by_each_worker(loader: LoaderPass) -> bool:
-    """Return True if each worker gave all samples of the stream.
-
-    False if workers repeat their own parts or take turns. In an unfinished pass, compare the samples in order.
-    """
-    counts = Counter(loader.rows)
-    if loader.workers < 2 or loader.size >= 0:
-        return False
-    if not loader.exhausted:
-        size = loader.batch_size * loader.workers
-        turns = [loader.rows[begun : begun + size] for begun in range(0, len(loader.rows) - size + 1, size)]
-        repeats = all(turn == turn[: loader.batch_size] * loader.workers for turn in turns)
-        return repeats and len(set(turns)) > 1 and len(counts) >= FEWEST_ROWS
-    if len(counts) < FEWEST_ROWS or set(counts.values()) != {loader.workers}:
-        return False
-    if len(set(loader.rows[: len(counts)])) == len(counts):
-        return False  # several passes over the stream, one after another
-    rows = iter(loader.rows)  # batches of the workers in turn; the last batches may be smaller
-    by_worker: list[set[int]] = [set() for _ in range(loader.workers)]
-    for begun in range(0, len(counts), loader.batch_size):
-        for worker_rows in by_worker:
-            worker_rows |= set(itertools.islice(rows, min(loader.batch_size, len(counts) - begun)))
-    return all(2 * len(worker_rows) > len(counts) for worker_rows in by_worker)
 
 
 def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) -> list[Finding]:

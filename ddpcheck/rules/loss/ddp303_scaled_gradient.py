@@ -44,7 +44,14 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.check_context import SMALLEST_FACTOR, SingleProcessFacts, is_one_over_world, values_are_close
-from ddpcheck.trace.factors import SCALE_TOLERANCE, constant_ratio, factor_of_average, factor_of_reduced, is_near
+from ddpcheck.trace.factors import (
+    SCALE_TOLERANCE,
+    constant_ratio,
+    factor_of_average,
+    factor_of_reduced,
+    is_near,
+    sizes_of_groups,
+)
 from ddpcheck.trace.gradients import BY_FACTOR, MIN_HOOKED_STEPS, RETURN_AVERAGE, ReducerFacts
 from ddpcheck.trace.loop import GradientChanges
 from ddpcheck.trace.losses import (
@@ -103,7 +110,8 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
     factors = [factor_of_average(by_rank, by_rank[0].unclipped or by_rank[0].gradients) for by_rank in known]
     size = len(steps[0]) if steps else 0
     summed_steps = [by_rank for by_rank, factor in zip(known, factors, strict=True) if is_near(size, factor)]
-    if not summed_steps and all(map(_gradients_agree, known)):
+    are_equal = (are_near([step.local.get(n, ()) for step in by_rank]) for by_rank in known for n in by_rank[0].local)
+    if not summed_steps and all(are_equal):  # as left by backward: reduced by hooks
         summed_steps = [by_rank for by_rank in steps if all(step.summed for step in by_rank)]  # by hooks, in backward
         summed_steps = summed_steps if len(summed_steps) == len(steps) else []
     if size < 2 or len(summed_steps) < FEWEST_PASSES or len(are_means) < FEWEST_PASSES or not all(are_means):
@@ -131,11 +139,6 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
         fix="Divide by dist.get_world_size() after the all_reduce, or reduce with dist.ReduceOp.AVG if the backend has "
         "it.",
     )
-
-
-def _gradients_agree(steps: Sequence[OptimizerStep]) -> bool:
-    """Check if backward left equal gradients on all ranks (reduced by hooks)."""
-    return all(are_near([step.local.get(name, ()) for step in steps]) for name in steps[0].local)
 
 
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
@@ -354,7 +357,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
     counts = {loss.number + 1 for loss in losses}  # of micro-batches, which the divisor may be
     fitting = [
         (size, words)
-        for size, words in _sizes(len(passes[0]), ranks_per_model).items()
+        for size, words in sizes_of_groups(len(passes[0]), ranks_per_model).items()
         if (len(kinds) == 1 or all(size in (*t.divisors, *t.multipliers) for loss in losses for t in loss.terms))
         and (scales == {round(1.0 / size, 4)} or (scales == {float(size)} and kind == "mean"))  # a sum by chance
         and size not in counts
@@ -373,15 +376,6 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
         severity=Severity.WARNING,
         fix="Do not scale the loss: DDP averages gradients, which gives the gradient of the mean over all ranks.",
     )
-
-
-def _sizes(replicas: int, ranks_per_model: int) -> dict[int, str]:
-    """Return the numbers of ranks that may scale a loss, with descriptions."""
-    words = {replicas * ranks_per_model: "the world size"}
-    if ranks_per_model > 1:
-        words.setdefault(ranks_per_model, "the number of ranks that compute one model together")
-        words.setdefault(replicas, "the number of models that are trained data parallel")
-    return {size: text for size, text in words.items() if size > 1}
 
 
 def _judge_global_sum(passes: Passes) -> list[Finding]:
