@@ -26,6 +26,7 @@ from ddpcheck.findings.wording import counted, format_ranks, join_names, told_to
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.gradients.wrapper_lines import not_here
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import judge_parity
+from ddpcheck.rules.others import judge_by_others
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.script_table import HEADINGS, rows_of
 from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
@@ -82,6 +83,9 @@ def report_on_script(
         kept = sort_out(judged.findings, script, select=select, ignore=ignore).kept
         cause = join_names(codes_that_explain(parity.findings[0], kept))
         judged = judged.adding("parity", [] if cause else parity.findings)
+    findings_of_others, notes_of_others = judge_by_others(facts, settings.rules_severity)
+    for heading, finding in findings_of_others:
+        judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts, ending)
     checks = [CheckResult("ranks", status, detail=detail)]
@@ -100,7 +104,7 @@ def report_on_script(
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
     steps = facts.steps if facts.wrappers else facts.optimizer_steps
     world: dict[str, Any] = {"world_size": facts.world_size, "steps": steps}
-    if notes := list(_notes(facts, ending)):
+    if notes := [*_notes(facts, ending), *notes_of_others]:
         world["notes"] = notes
     report = Report(
         target=script,
