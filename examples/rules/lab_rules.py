@@ -39,13 +39,12 @@ GLOBAL_BATCH_SIZE = 16
 def judge_lab001(training: Training) -> Iterator[Finding]:
     """Report the first loader of rank 0 whose batches do not add up to the global batch size."""
     for loader in training.passes[0]:
-        global_size = loader.batch_size * training.world_size
-        if loader.trains and global_size != GLOBAL_BATCH_SIZE:
+        batch_size = loader.batch_size * training.world_size
+        if loader.trains and batch_size != GLOBAL_BATCH_SIZE:
             yield make_finding(
                 "LAB001",
                 (loader.dataset,),
-                f"The global batch size is {global_size} ({training.world_size} ranks with batches of "
-                f"{loader.batch_size}), and {GLOBAL_BATCH_SIZE} is configured.",
+                f"The global batch size is {batch_size}, and {GLOBAL_BATCH_SIZE} is configured.",
                 location=loader.made or loader.location,
             )
             return
@@ -64,56 +63,28 @@ def judge_lab002(training: Training) -> Iterator[Finding]:
             )
 
 
-# Examples: `ddpcheck test-rule` runs each of them on two ranks. They import torch, and the rules above do not need it.
+# Examples, for `ddpcheck test-rule`. They import torch when they run: `ddpcheck rules` does not need it.
 
 
 def broken_lab001() -> None:
-    """Train with the global batch size on each rank."""
-    _train(batch_size=GLOBAL_BATCH_SIZE)
+    from lab_training import train
+
+    train(GLOBAL_BATCH_SIZE, on_wrapper=False)
 
 
 def fixed_lab001() -> None:
-    """Train with a share of the global batch size on each rank."""
-    _train(batch_size=GLOBAL_BATCH_SIZE // 2)
+    from lab_training import train
+
+    train(GLOBAL_BATCH_SIZE // 2, on_wrapper=False)
 
 
 def broken_lab002() -> None:
-    """Set the temperature on the wrapper."""
-    _train(batch_size=8, on_wrapper=True)
+    from lab_training import train
+
+    train(on_wrapper=True)
 
 
 def fixed_lab002() -> None:
-    """Set the temperature on the module."""
-    _train(batch_size=8)
+    from lab_training import train
 
-
-def _train(batch_size: int, *, on_wrapper: bool = False) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 4)
-            self.temperature = 1.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.linear(x)
-            return logits / self.temperature
-
-    dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(64, 8, generator=generator), torch.randint(4, (64,), generator=generator))
-    loader = DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data))
-    ddp = DistributedDataParallel(Net())
-    owner = ddp if on_wrapper else ddp.module
-    owner.temperature = 2.0
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for x, labels in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(x), labels).backward()
-        optimizer.step()
-    dist.destroy_process_group()
+    train(on_wrapper=False)
