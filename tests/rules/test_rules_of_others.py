@@ -269,7 +269,7 @@ def test_examples_are_judged_by_their_reports(
     assert capsys.readouterr().out == "LAB001 broken: 1 finding\nLAB001 fixed: no finding\n"
     always = True
     assert cli.main(["test-rule", "lab_rules.py"]) == 1
-    assert capsys.readouterr().out.endswith("LAB001 fixed: 1 finding, expected none; It is warm.\n")
+    assert capsys.readouterr().out.endswith("LAB001 fixed: 1 finding, expected none; LAB001: It is warm.\n")
 
 
 def test_missing_examples_are_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
