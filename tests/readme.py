@@ -7,6 +7,8 @@ A block of output follows a comment that says what it is of: `<!-- KIND: TARGET 
     run report, run findings             `ddpcheck run` on a script
     hang report, hang findings           `ddpcheck hang` on the Flight Recorder dumps of that run
     pytest                               a failing test
+    rule findings                        `ddpcheck run` with the rules of examples/rules/lab_rules.py
+    test-rule                            `ddpcheck test-rule TARGET`
     torchrun                             the exception of rank 0 under torchrun
 
 Names of pages may follow on the command line: then only theirs.
@@ -32,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 BLOCK = re.compile(
-    r"<!-- (?P<kind>report|matrix|schedule|findings|(?:run|hang) (?:report|findings)|pytest|torchrun): "
+    r"<!-- (?P<kind>report|matrix|schedule|findings|(?:run|hang) (?:report|findings)|rule findings|test-rule|pytest|"
+    r"torchrun): "
     r"(?P<target>[^\n]+?) -->\n"
     r"```text\n(?P<text>.*?)```\n",
     re.DOTALL,
@@ -72,7 +75,7 @@ def said_by(module: str, *arguments: str) -> str:
         del environment[variable]
     call = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(
-        call, cwd=ROOT, env=environment, text=True, timeout=180, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        call, cwd=ROOT, env=environment, text=True, timeout=400, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     return done.stdout
 
@@ -85,8 +88,11 @@ def output_of(kind: str, target: str) -> str:
         return said_by("pytest", "-p", "no:cacheprovider", "-n", "0", target)
     if kind == "torchrun":
         return said_by("torch.distributed.run", *LAUNCH, *target.split())
-    if kind == "run findings":
-        return run_forked("--check-timeout=10", *target.split(), COLUMNS="100", NO_COLOR="1").stderr
+    if kind == "test-rule":
+        return said_by("ddpcheck", kind, target)
+    if kind in ("run findings", "rule findings"):
+        rules = {"DDPCHECK_RULES": "examples.rules.lab_rules"} if kind == "rule findings" else {}
+        return run_forked("--check-timeout=10", *target.split(), COLUMNS="100", NO_COLOR="1", **rules).stderr
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder:
             recorder = [f"--check-flight-recorder={folder}"] if kind.startswith("hang") else []
@@ -101,7 +107,7 @@ def excerpt(kind: str, target: str, text: str) -> str:
     """What a page shows of the output `text`."""
     if kind.endswith("findings"):
         end = r"(?=\n\n(?:gradients against|note:|\d+ findings? ))"
-        return _found(rf"^DDP\d{{3}} .*?{end}", text).rstrip() + "\n"
+        return _found(rf"^[A-Z]{{3}}\d{{3}} .*?{end}", text).rstrip() + "\n"
     if kind == "pytest":
         shown = _found(r"^_{5,} .*?(?=^={5,} short)", text)
         shown = re.sub(r'"[^"\n]*site-packages/', '"', re.sub(r" +$", "", shown, flags=re.MULTILINE))
@@ -112,6 +118,8 @@ def excerpt(kind: str, target: str, text: str) -> str:
         lines = [line.removeprefix("[rank0]: ") for line in text.splitlines() if line.startswith("[rank0]: ")]
         start = next(number for number, line in enumerate(lines) if re.match(r"[\w.]*Error", line))
         return f"$ torchrun {' '.join(LAUNCH)} {target}\n" + "\n".join(lines[start:]) + "\n"
+    if kind == "test-rule":
+        return f"$ ddpcheck test-rule {target}\n{text}"
     command = {
         "report": ["report", target],
         **{name: ["report", target, *flags] for name, flags in FLAGS.items()},

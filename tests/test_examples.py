@@ -39,6 +39,7 @@ ELSEWHERE = (
     "many_ranks/",
     "parity/",
     "pytest/",
+    "rules/",
     "training_loop/",
     "transformers/",
     "accelerate/",

@@ -14,11 +14,13 @@ from ddpcheck.cli.env import run_env, version_of
 from ddpcheck.cli.launched import on_launched_ranks
 from ddpcheck.cli.output import print_out
 from ddpcheck.cli.parsing import HelpFormatter, Parser, examples_of
+from ddpcheck.cli.rule_examples import run_test_rule
 from ddpcheck.cli.rules import run_explain, run_rules
 from ddpcheck.cli.saved import DOCUMENTS, run_diff, run_render, run_schema
 from ddpcheck.findings.errors import EXIT_CLEAN, EXIT_USAGE, UsageError
 from ddpcheck.findings.rules import FAMILIES, RULES
 from ddpcheck.render import DIFFERENCE_FORMATS, FORMATS
+from ddpcheck.report.settings import load_rules_of_others
 from ddpcheck.run.check_options import Once, add_check_options, add_display_options
 
 EPILOG = """\
@@ -61,18 +63,15 @@ _OF_A_CHECK = ("--steps", "--world-size", "--backend", "--device", "--timeout", 
 _REPEATED = ("--preload", "--select", "--ignore")
 
 _SHELLS = ("bash", "zsh", "fish")
-_ALL_RULES = (*FAMILIES, *RULES, *(rule.name for rule in RULES.values()))
 _COMPLETIONS: Mapping[str, Sequence[str]] = {  # values by the name of an option or argument
-    "select": _ALL_RULES,
-    "ignore": _ALL_RULES,
-    "rules": _ALL_RULES,
     "backend": ("gloo", "nccl"),
     "device": ("cpu", "cuda"),
     "launcher": ("auto", "on", "off"),
     "fail_on": ("error", "warning", "note", "never"),
     "format": tuple(FORMATS),
 }
-_FILES = frozenset({"target", "model", "output", "baseline", "path", "old", "new", "training_script"})
+_OF_RULES = frozenset({"select", "ignore", "rules"})
+_FILES = frozenset({"target", "file", "model", "output", "baseline", "path", "old", "new", "training_script"})
 _FOLDERS = frozenset({"folder", "repro", "flight_recorder", "log_dir"})
 
 
@@ -169,6 +168,8 @@ def _add_documents(add: _AddCommand) -> None:
     explain.add_argument("rules", metavar="RULE", nargs="+", help="a code, a prefix of codes, or a name")
     rules = add("rules", run_rules, "list all rules")
     rules.add_argument("--format", **_TEXT_OR_JSON)
+    test_rule = add("test-rule", run_test_rule, "run the examples of your own rules under `ddpcheck run`")
+    test_rule.add_argument("file", metavar="FILE", help="the module of the rules, such as lab_rules.py")
     render = add("render", run_render, "show a saved report (JSON or HTML), or convert it")
     render.add_argument("path", metavar="REPORT", help="the file, or - for standard input")
     _add(render, "--output", "--format")
@@ -220,6 +221,7 @@ def run_completion(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise UsageError("completion needs the package shtab, which is not installed: pip install shtab") from error
+    load_rules_of_others()
     parser = make_parser()
     _add_completions(parser, {"file": shtab.FILE, "folder": shtab.DIRECTORY})
     print_out(shtab.complete(parser, arguments.shell).rstrip("\n"))
@@ -235,7 +237,9 @@ def _add_completions(parser: argparse.ArgumentParser, kinds: Mapping[str, Any]) 
                 _add_completions(subparser, kinds)
             continue
         name = action.dest.removeprefix("check_")
-        if action.choices is None and name in _COMPLETIONS:
+        if action.choices is None and name in _OF_RULES:
+            action.choices = (*FAMILIES, *RULES, *(rule.name for rule in RULES.values()))
+        elif action.choices is None and name in _COMPLETIONS:
             action.choices = _COMPLETIONS[name]
         if name in _FILES or name in _FOLDERS:
             action.complete = kinds["file" if name in _FILES else "folder"]  # type: ignore[attr-defined]

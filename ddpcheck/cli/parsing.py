@@ -133,6 +133,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {  # by command; each with
     "graph": (("ddpcheck graph recipe.py -o graph.svg", "a picture; needs the extra `graph`, and Graphviz"),),
     "explain": (("ddpcheck explain DDP101 hang", "by code, prefix of a code or name"),),
     "rules": (("ddpcheck rules --format json", "for programs"),),
+    "test-rule": (("ddpcheck test-rule lab_rules.py", "two runs for each rule: broken_lab001() and fixed_lab001()"),),
     "diff": (
         ("ddpcheck diff old.json new.json", "exits with 1 if there is a new error"),
         ("ddpcheck diff old.json new.json --fail-on warning -o diff.md", "warnings fail as well; as Markdown"),

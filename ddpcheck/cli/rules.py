@@ -22,10 +22,12 @@ from ddpcheck.findings.rules import (
     sections_of,
 )
 from ddpcheck.render import Medium
+from ddpcheck.report.settings import load_rules_of_others
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """Explain rules."""
+    load_rules_of_others()
     rules = {rule.code: rule for pattern in arguments.rules for rule in matching_rules(pattern)}
     print_out("\n\n".join(_explanation(rule) for rule in rules.values()))
     return EXIT_CLEAN
@@ -45,6 +47,7 @@ def _explanation(rule: Rule) -> str:
 
 def run_rules(arguments: argparse.Namespace) -> int:
     """List all rules."""
+    load_rules_of_others()
     if arguments.format == "json":
         rules = [
             {name: value for name, value in asdict(rule).items() if not isinstance(value, bool)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import UsageError
 
-FAMILIES: Mapping[str, str] = {
+FAMILIES: dict[str, str] = {  # by prefix; rules of others add theirs
     "DDP1": "parameters and the loss",
     "DDP2": "the same on every rank",
     "DDP3": "gradients",
@@ -112,7 +112,7 @@ def _parse_explains(text: str) -> Explains:
     )
 
 
-def _read_rules() -> Mapping[str, Rule]:
+def _read_rules() -> dict[str, Rule]:
     """Read the documentation of all rules without importing their judges."""
     files = (Path(__file__).parents[1] / "rules").glob("*/ddp[0-9]*.py")
     rules = (parse_rule(file.read_text(encoding="utf-8").split('"""', 2)[1]) for file in files)

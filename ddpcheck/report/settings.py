@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import importlib.metadata
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -48,6 +51,8 @@ class Settings:
     format: str | None = None
     # findings shown with a reason and not counted; only from pyproject.toml
     suppress: tuple[Suppression, ...] = ()
+    rules: tuple[str, ...] = ()  # modules with rules of others, importable from the folder of pyproject.toml
+    rules_severity: Severity = Severity.WARNING  # highest severity of a finding by rules of others
 
 
 def load_settings(
@@ -73,8 +78,9 @@ def load_settings(
         UsageError: A flag has an invalid value.
         ConfigError: The environment or a file has an invalid value, or the file names an unknown setting.
     """
-    chosen = _from_pyproject(start or Path.cwd())
     environ = os.environ if environ is None else environ
+    load_rules_of_others(environ=environ, start=start)
+    chosen = _from_pyproject(start or Path.cwd())
     for variable, field in _fields_in(environ).items():
         if field in _PARSERS and environ[variable] != "":
             chosen[field] = _parse(field, environ[variable], f"environment variable {variable}", ConfigError)
@@ -119,16 +125,44 @@ def _near(field: str) -> str:
     return close[0] if close else next(parts, "")
 
 
-def _from_pyproject(start: Path) -> dict[str, Any]:
+def load_rules_of_others(*, environ: Mapping[str, str] | None = None, start: Path | None = None) -> None:
+    """Add the rules of installed packages, of `[tool.ddpcheck] rules` and of DDPCHECK_RULES to `RULES`.
+
+    Raises:
+        ConfigError: A module cannot be imported, or a rule is not as it must be.
+    """
+    for entry_point in _entry_points():
+        _parse("rules", entry_point.value, f"entry point {entry_point.name!r} of ddpcheck.rules", ConfigError)
+    path, table = _read_pyproject(start or Path.cwd())
+    if "rules" in table:
+        if (folder := str(path.absolute().parent)) not in sys.path:
+            sys.path.append(folder)
+        _parse("rules", table["rules"], f"'rules' in {TABLE} of {_shown(path)}", ConfigError)
+    if modules := (os.environ if environ is None else environ).get("DDPCHECK_RULES"):
+        _parse("rules", modules, "environment variable DDPCHECK_RULES", ConfigError)
+
+
+@functools.cache
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group="ddpcheck.rules")
+
+
+def _read_pyproject(start: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the nearest pyproject.toml, and its table; Path() and {} if there is none."""
     path = next((f for folder in (start, *start.absolute().parents) if (f := folder / "pyproject.toml").exists()), None)
     if path is None:
-        return {}
+        return Path(), {}
     try:
         table = tomllib.loads(read_file(path, _MOST_SETTINGS).decode()).get("tool", {}).get("ddpcheck", {})
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, or an integer of too many digits
         raise ConfigError(f"cannot read {_shown(path)}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{_shown(path)}: tool.ddpcheck must be a table")
+    return path, table
+
+
+def _from_pyproject(start: Path) -> dict[str, Any]:
+    path, table = _read_pyproject(start)
     chosen: dict[str, Any] = {}
     for key, value in table.items():
         field = key.replace("-", "_")
@@ -212,6 +246,15 @@ def _modules(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _rules(value: Any) -> tuple[str, ...]:
+    from ddpcheck.rules.others import load_rules
+
+    names = _modules(value)
+    for name in names:
+        load_rules(name)
+    return names
+
+
 def _suppressions(value: Any) -> tuple[Suppression, ...]:
     if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
         raise ValueError("tables [[tool.ddpcheck.suppress]] in pyproject.toml, each with a rule and a reason")
@@ -260,5 +303,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "launcher": _one_of("auto", "on", "off"),
     "format": _word,
     "suppress": _suppressions,
+    "rules": _rules,
+    "rules_severity": lambda value: Severity(_one_of(*(severity.value for severity in Severity))(value)),
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

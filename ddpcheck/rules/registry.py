@@ -12,7 +12,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.rules.verdict import Row, Verdict, Verdicts
@@ -21,12 +21,18 @@ from ddpcheck.trace.view import View
 
 _Judge = TypeVar("_Judge", bound=Callable[..., Iterable[Finding]])
 _judges: dict[type[View], list[Callable[..., Iterable[Finding]]]] = {}
+judges_of_others: list[tuple[type[View], Callable[..., Any]]] = []  # with their views (`rules.others`)
 
 
 def rule(judge: _Judge) -> _Judge:
     """Register a judge under the view that its argument names."""
-    (name,) = inspect.signature(judge).parameters
-    _judges.setdefault(typing.get_type_hints(judge)[name], []).append(judge)
+    views = [typing.get_type_hints(judge).get(name) for name in inspect.signature(judge).parameters]
+    if len(views) != 1 or not isinstance(views[0], type) or not issubclass(views[0], View):
+        raise TypeError(f"{judge.__name__} must have one argument, whose type is a view")
+    if judge.__module__.startswith(f"{__package__}."):
+        _judges.setdefault(views[0], []).append(judge)
+    else:
+        judges_of_others.append((views[0], judge))
     return judge
 
 

@@ -26,6 +26,7 @@ from ddpcheck.findings.wording import counted, format_ranks, join_names, told_to
 from ddpcheck.report.settings import Settings
 from ddpcheck.rules.gradients.wrapper_lines import describe_missing_ranks
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
+from ddpcheck.rules.others import judge_by_others
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
 from ddpcheck.rules.script_table import HEADINGS, rows_of
@@ -59,11 +60,11 @@ def report_on_script(
     """Build the report on a finished script or an active run.
 
     Args:
-        script: Command line of the script, as typed by the user.
+        script: Command line.
         ending: Exit codes, signals and hangs of the script.
         ranks: Logs of the ranks, of the last start.
         settings: Selected, ignored and suppressed rules.
-        baseline: An earlier report; findings in both are shown as known and do not count.
+        baseline: Earlier report, whose findings do not count.
         source: Recorded answers on the source of the script, if the source is not on this machine.
         singles: Single-process runs: the one to compare, one to measure noise, and one with another rank number.
     """
@@ -73,15 +74,17 @@ def report_on_script(
     judged = judge_all(facts, rows_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
-    comparison = _comparison(ranks, singles)
-    parity = _parity(comparison, singles)
+    parity = _parity(comparison := _comparison(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
-    cause = ""
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
+    cause = ""
     if isinstance(parity, Verdict) and parity.findings:
         kept = sort_out(judged.findings, script, select=select, ignore=ignore).kept
         cause = join_names(codes_that_explain(parity.findings[0], kept))
         judged = judged.adding("parity", [] if cause else parity.findings)
+    findings_of_others, notes_of_others = judge_by_others(facts, settings.rules_severity)
+    for heading, finding in findings_of_others:
+        judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts, ending)
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail)]
@@ -91,13 +94,13 @@ def report_on_script(
         else:
             check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
-            codes = rules_of_check("run", heading)
-            asked = heading == "collectives" or is_any_selected(codes, select=select, ignore=ignore)
+            codes = () if heading == "collectives" else rules_of_check("run", heading)
+            asked = not codes or is_any_selected(codes, select=select, ignore=ignore)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
-        world=_world(facts, ending),
+        world=_world(facts, ending, notes_of_others),
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
         curves=() if comparison is None else curves(comparison),
@@ -167,9 +170,9 @@ def _of_parity(
     return status_of(verdict, told, kept)
 
 
-def _world(facts: ScriptFacts, ending: Ending) -> dict[str, Any]:
+def _world(facts: ScriptFacts, ending: Ending, notes_of_others: Sequence[str]) -> dict[str, Any]:
     steps = facts.steps if facts.wrappers else facts.optimizer_steps
-    notes = list(_notes(facts, ending))
+    notes = [*_notes(facts, ending), *notes_of_others]
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 

@@ -121,6 +121,13 @@ class WrapperMade(Entry, frozen=True):
     modules: tuple[ModuleEntry, ...] = ()  # for a report, only from the first wrapper of rank 0
 
 
+class AttributesSet(Entry, frozen=True):
+    """Attributes set on a wrapper that the wrapped module has as well, at the end of the first step."""
+
+    wrapper: int  # number of the wrapper
+    names: tuple[str, ...]
+
+
 class StepsReported(Entry, frozen=True):
     """Report of a rank, as exchanged by the ranks of a watch."""
 

@@ -6,6 +6,7 @@ ranks after the script has ended.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
-from ddpcheck.stream.entries import NotCompared, StepsReported, WrapperMade
+from ddpcheck.stream.entries import AttributesSet, NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import RankReport, is_probed, is_sampled
@@ -105,6 +106,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         # wrapper number and parameter name by `id()` of the parameter, e.g. "0/fc.weight".
         self.numbered = {id(p): f"{number}/{name}" for name, p in self.parameters.items()}
         self._paths = {id(part): path for path, part in self.module.named_modules()}
+        self._built_with = frozenset(vars(wrapper))  # names of attributes that the constructor has set
         self._recorder.attach()
         hold(self.module, self)
         self._note_made(at or user_location())
@@ -309,6 +311,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     def reduced(self, ended: EndedStep) -> None:
         """Write the report, replica and forward inputs if due, and count the step."""
         step = ended.number
+        if not step:
+            self._write_attributes()
         alarmed, self._alarmed = self._alarmed, False
         if (step < _ALWAYS_FOR or step % _THEN_EVERY == 0) and self._recorder.notices_unfrozen(ended):
             self._alarmed = True
@@ -332,6 +336,15 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             if (snapshot := ended.snapshot) is not None:
                 self._inputs.trained(step, (snapshot.arguments, dict(snapshot.named)), self._collectives.line)
         self._log.count(self.number, step + 1, step + 1)
+
+    def _write_attributes(self) -> None:
+        """Write which attributes of the module have been set on the wrapper in their place."""
+        values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
+        set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
+        tensors = {*self.module._parameters, *self.module._buffers}
+        names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
+        if names:
+            self._log.add(AttributesSet(self.number, tuple(names)))
 
     def _report(self, mine: RankReport) -> None:
         self._recorder.history.note_reported([mine])

@@ -1,0 +1,40 @@
+"""Loaders and wrappers of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from ddpcheck.findings.evidence.script import LoaderPass
+from ddpcheck.findings.report import Location
+from ddpcheck.stream.entries import AttributesSet
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWrapper:
+    """A `DistributedDataParallel`."""
+
+    module: str  # class of the wrapped module
+    location: Location | None  # line that constructs the wrapper
+    attributes: Sequence[str] = ()  # set on the wrapper before the end of its first step; the module has them too
+
+
+@dataclass(frozen=True, slots=True)
+class Training(View):
+    """Loaders and wrappers of a script, without judgement."""
+
+    check: ClassVar[str] = "loop"
+    world_size: int
+    passes: Sequence[Sequence[LoaderPass]] = ()  # over data loaders, by rank, in order of time
+    wrappers: Sequence[TrainedWrapper] = ()
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        wrappers = []
+        for wrapper in facts.wrappers:
+            names = {name for entries in wrapper.of(AttributesSet) for entry in entries for name in entry.names}
+            wrappers.append(TrainedWrapper(wrapper.made.module, wrapper.made.location, sorted(names)))
+        return cls(facts.world_size, facts.passes, wrappers)
