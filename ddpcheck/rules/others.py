@@ -24,7 +24,6 @@ _ANY_HEAD = re.compile(r"^(?=[A-Za-z]+[0-9]+ \S+:)", re.MULTILINE)
 _HEAD = re.compile(r"([A-Z]+[0-9]{3}) [a-z][a-z0-9-]*: (error|warning|note)")
 _JUDGE = re.compile(r"judge_([a-z]+[0-9]{3})(_\w+)?")
 _FIELDS = ("Why", "Fix", "Detected", "Ignore")
-
 _codes_by_file: dict[str, tuple[str, ...]] = {}  # of loaded modules
 
 

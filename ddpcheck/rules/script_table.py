@@ -43,7 +43,6 @@ def _copies(facts: ScriptFacts) -> Verdicts:
 
 _ROUNDED = "copies not compared: the parameters that are copied differ between ranks by rounding"
 
-
 ROWS: tuple[Row[ScriptFacts], ...] = (
     row_of(OptimizerStates),
     row_of(AsyncHandles),

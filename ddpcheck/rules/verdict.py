@@ -15,11 +15,7 @@ from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
 
 Facts = TypeVar("Facts")
-
-
 OF_BUFFERS = ("DDP214", "DDP215")  # no effect on the gradients of a step
-
-
 Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
 

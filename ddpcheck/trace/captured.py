@@ -31,11 +31,7 @@ def averages_elsewhere(values: Sequence[DdpStepEvidence], context: WatchContext,
 
 
 _ROUNDINGS = 16  # in units of machine epsilon: rounding of two sums per step, and of a sketch
-
-
 _EPS = 2.0**-23  # of float32
-
-
 _TOLERANCE = 1e-3  # relative error of a float32 sketch, from sums of many elements
 
 

@@ -25,11 +25,7 @@ def values_are_close(values: Sequence[float], expected: Sequence[float]) -> bool
 
 
 _ROUNDING_MULTIPLE = 3.0
-
-
 Facts = TypeVar("Facts")
-
-
 SMALLEST_FACTOR = 0.01  # smallest distance from 1 of a deliberate factor
 
 

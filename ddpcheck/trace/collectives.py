@@ -32,8 +32,6 @@ def thread_kind(call: Call) -> str:
 
 
 ON_GRADIENTS = "of gradients"  # tag: the optimizer's gradients may not be the result
-
-
 _Key = tuple[str, int]  # (process group, index of the collective in it)
 
 

@@ -135,7 +135,6 @@ DDP_SENTENCES = (
 )
 """Parts of messages of DDP and autograd that may follow from a defect of another rule."""
 
-
 _COMMUNICATION_WORDS = ("gloo", "connection", "nccl", "timed out", "processgroup", "sigabrt", "abort", "op.preamble")
 
 

@@ -17,7 +17,6 @@ from ddpcheck.trace.check_context import JudgeContext, group_by_step, worst_firs
 from ddpcheck.trace.replicas import differing_names
 
 _Entry = TypeVar("_Entry")
-
 Clips = Sequence[Sequence[GradientsClipped]]  # by rank, in order
 Ledgers = Sequence[tuple[DdpStepEvidence, Ledger]]
 

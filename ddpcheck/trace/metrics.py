@@ -47,8 +47,6 @@ def _mean_of(error: Callable[[float, float], float]) -> _Of:
 
 
 _squared = _mean_of(lambda x, y: (x - y) * (x - y))
-
-
 _absolute = _mean_of(lambda x, y: abs(x - y))
 
 
@@ -89,8 +87,6 @@ def _area(scores: Sequence[float], labels: Sequence[float]) -> float:
 
 
 _explained: _Of = lambda p, t: 1 - _variance([x - y for x, y in zip(p, t, strict=True)]) / _variance(t)  # noqa: E731
-
-
 OF_NUMBERS: Mapping[str, Metric] = {
     "mean squared error": _of(_squared),
     "mean absolute error": _of(_absolute),
@@ -113,7 +109,6 @@ OF_NUMBERS: Mapping[str, Metric] = {
     ),
 }
 
-
 OF_SCORES: Mapping[str, Metric] = {
     "area under the curve": _of(_area),
     "cross entropy": _of(_mean_of(lambda x, y: -(y * math.log(x) + (1 - y) * math.log(1 - x)))),
@@ -121,7 +116,6 @@ OF_SCORES: Mapping[str, Metric] = {
     "mean absolute error": _of(_absolute),
     "correlation": _of(correlation),
 }
-
 
 _OF_CLASSES: Mapping[str, Callable[[float, float, float], float]] = {  # of hits, row sum and column sum
     "recall": lambda hits, row, _: hits / row,
@@ -156,7 +150,6 @@ The 20 programs of `tests/healthy_numbers.py` show 590 numbers, of which 30 equa
 digits. 17 of these coincidences have less than 1 bit, 6 have 2 bits or more, and the largest has 6.3 bits: three
 digits, among 13 numbers, in one of two evaluations.
 """
-
 
 _FLOAT_BITS = 19.0  # of a number known to float32 precision
 _DIGIT_BITS = math.log2(10)

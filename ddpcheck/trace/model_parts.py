@@ -44,8 +44,6 @@ def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
 
 
 MIN_PART_STEPS = 3  # steps
-
-
 NORM_TOLERANCE = 1e-3  # relative error of gradient norms and of sketches
 
 

@@ -11,7 +11,6 @@ from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import Names, counted, format_ranks, format_steps, join_names, plural_verb, unless_all
 
 AT_NEXT_FORWARD = "plain DDP raises 'Expected to have finished reduction in the prior iteration' at the next forward"
-
 SPARSE_REFUSED = (
     "with find_unused_parameters=True DDP raises 'Expected sparse gradient to be defined' in backward: for a table "
     "with sparse=True it has no substitute for the missing gradient"

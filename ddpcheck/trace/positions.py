@@ -184,5 +184,4 @@ SEND_ORDER = (
     "together: batch_isend_irecv([P2POp(isend, ...), P2POp(irecv, ...)]), and wait for all of them after that."
 )
 
-
 GROUP_ORDER = "Have every rank call the collectives of its process groups in the same order."

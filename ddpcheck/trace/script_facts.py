@@ -22,7 +22,6 @@ from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diver
 
 _Kind = TypeVar("_Kind")
 
-
 PartSteps = Sequence[PartStep]
 """One step of an optimizer, by rank of one model-parallel group."""
 

@@ -13,7 +13,6 @@ from ddpcheck.findings.wording import minority_ranks
 _TOLERANCE = 1e-3  # relative rounding tolerance of norms and sketches
 MIN_TAKEN_STEPS = 3  # recorded calls of torch.autograd.grad
 VALUES_DIVERGED = "the values were the same on all ranks in the first step of the optimizer, and are not in the last"
-
 Steps = Sequence[OptimizerStep]  # an optimizer before one step, by rank
 
 

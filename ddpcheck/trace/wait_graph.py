@@ -51,11 +51,7 @@ class RanksSeen:
 
 
 _MOST_LINES = 6  # evidence lines of one kind
-
-
 _Group = tuple[str, tuple[int, ...]]  # name and members; disjoint groups may share a name
-
-
 _Wait = tuple[int, RecordedCall, frozenset[int]]  # (rank, pending call, ranks waited for)
 
 

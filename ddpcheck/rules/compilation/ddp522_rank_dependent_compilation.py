@@ -38,7 +38,6 @@ MIN_FAILURES = 2  # failures of one guard: torch does not treat the size or the 
 MIN_STEPS = 4  # steps until a difference between graphs is taken for a lasting one
 MAX_EVIDENCE = 3  # ranks and failures that a finding lists
 MAX_OPERATIONS = 8  # operations that a finding lists by rank
-
 RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)")
 
 

@@ -62,7 +62,6 @@ FEWEST_TARGET_BITS = 24.0  # total information in these targets, to rule out cha
 MOST_STEPS_BEHIND = 8
 FEWEST_STEPS_BEHIND = 2  # steps in which a rank gets the samples of another rank's later step
 FEWEST_STEPS_AGAIN = 3  # steps on samples that another rank used before
-
 SPLIT_STREAM = (
     "Split the stream in the dataset's __iter__ by rank and world size, and by get_worker_info() if the loader has "
     "workers; if it shuffles before the split, use the same seed on every rank."

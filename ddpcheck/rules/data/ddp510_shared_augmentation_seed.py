@@ -49,7 +49,6 @@ MT_STATE_SIZE = 624  # numbers of a Mersenne Twister state: a count of draws is 
 RANDN_BLOCK = 16  # `randn` redraws its last numbers in a block of this size
 FEWEST_ADDED = 3  # steps with known additions to the samples
 EQUAL_NOISE = 0.6  # cosine of equal noise after subtracting the samples; near 0 for independent noise
-
 _FIX = (
     "Seed with seed + rank before the training loop, after the model has been constructed; or draw from a generator of "
     "each rank's own: torch.Generator().manual_seed(seed + rank)."

@@ -16,7 +16,6 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.data import Data, Loader, line_of_selection, match_loaders
 
 _Judge = Callable[[Loader], list[Finding]]
-
 _DUPLICATES = (ddp505.judge_overlap, ddp505.judge_later_overlap, ddp505.judge_rows, ddp505.judge_workers)
 _OF_WHOLE_BATCHES = (*_DUPLICATES, ddp519.judge_left_out, ddp519.judge_sharded_twice)
 """Judges that do not apply if every rank loads the whole batch and takes a slice of it."""

@@ -65,7 +65,6 @@ def judge_shards(evaluations: Evaluations) -> list[Finding]:
 _Place = tuple[int, Location | None, int, int]
 """(rank, line, earlier outputs of the line in the same round, index of the number in the output)"""
 
-
 _Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
 """(bits of evidence, output with the number, evaluation by rank, matching metric)"""
 

@@ -38,7 +38,6 @@ from ddpcheck.trace.loop import GradientChanges
 _Hooked = Mapping[int, Mapping[str, HookedGradient]]
 """Gradient changes by hooks on one rank, by step and parameter name."""
 
-
 FACTOR_TOLERANCE = 0.01
 """Relative difference of factors from which they are different: smaller ones are rounding."""
 

@@ -97,7 +97,6 @@ def judge_reducer(evidence: Sequence[DdpStepEvidence], known: JudgeContext) -> l
 BETWEEN_RANKS = (explain_by_bypassed_forward, explain_by_parts_of_models, explain_by_missing_reduction)
 """Explanations, in order, of gradients that differ between ranks."""
 
-
 FROM_AVERAGE = (
     explain_by_losses_of_parts,
     explain_by_constant_factor,

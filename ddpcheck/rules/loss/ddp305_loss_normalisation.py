@@ -62,9 +62,7 @@ UNEQUAL_COUNTS = 0.02  # difference of counts, relative to the smallest
 INTEGER_TOLERANCE = 0.02  # distance from the nearest integer
 LARGEST_COUNT = 1e5  # largest count recognizable as an integer from a float32 inverse
 TERM_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
-
 FEWEST_CONSTANT, FEWEST_DRIFTING = 3, 8  # backward passes with a constant ratio, or a drifting ratio
-
 CONSTANT = 1e-4  # relative
 SMALLEST_LOG_RATIO = 0.01
 LARGEST_DRIFT = 0.25  # relative change of the log ratio between passes

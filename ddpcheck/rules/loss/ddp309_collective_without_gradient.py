@@ -176,10 +176,8 @@ _IGNORE = (
     "Adam)."
 )
 
-
 FIX_OF_SUM = f"Use torch.distributed.nn.functional.all_reduce, whose backward sums; or {_IGNORE}"
 """Fix for a non-differentiable sum that all ranks use in the same way."""
-
 
 _WITH_GRADIENT = (
     "all_reduce",

@@ -29,7 +29,6 @@ from ddpcheck.findings.wording import counted, group_by, join_names, one_finding
 from ddpcheck.trace.parameters import ParameterFacts
 
 MADE_IN_FORWARD = "made in forward"  # tag of DDP106 findings on parameters created after DDP was constructed
-
 _FIX_IN_FORWARD = (
     "Make it in __init__; if its size is not known there, in a lazy module that runs forward before wrapping."
 )

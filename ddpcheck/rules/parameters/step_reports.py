@@ -55,18 +55,13 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
 
 
 _FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
-
-
 _IDLE = (
     "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
     "times its output in idle steps. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
     "before wrapping."
 )
 
-
 _ON_NO_RANK = ("DDP101", "DDP102", "DDP103")
-
-
 _ABSENT = (*_ON_NO_RANK, "DDP104", "DDP105", "DDP513")
 
 

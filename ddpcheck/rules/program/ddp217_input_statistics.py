@@ -33,9 +33,7 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Statistics
 
 MIN_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
-
 MIN_EQUATIONS = 3  # over all these calls
-
 ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 

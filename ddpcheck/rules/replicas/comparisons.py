@@ -25,9 +25,7 @@ from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.replicas import RUNNING_STATISTICS, Divergence, ReplicaFacts, differing_names, differing_values
 
 Records = Sequence[Sequence[TensorRecord]]  # parameters or buffers in order of registration, by rank
-
 SET, ORDER, SHAPE = "set", "order", "shape"  # tags of findings that the modules or a variable may explain
-
 IN_STEP = "in a step"  # tag of a change in a known step; without it, values differ from an unknown step on
 
 

@@ -37,7 +37,6 @@ from ddpcheck.trace.replicas import differing_names, differing_values
 from ddpcheck.trace.script_facts import PartSteps
 
 judge_initial_parameters = partial(judge_initial_values, "DDP208")
-
 locate_initial_values = partial(locate_values, "DDP208", after_forward=False)
 
 
