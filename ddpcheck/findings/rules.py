@@ -75,8 +75,8 @@ class Rule:
     spreads: bool = False  # if findings on more and more tensors are one defect
     by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
-    keeps_gradients: bool = False  # if gradients are those of a single process on the same samples
-    keeps_results: bool = False  # if shown numbers are those of a single process, unless gradients differ
+    keeps_gradients: bool = False  # if it cannot be why gradients differ from a single process (DDP314)
+    keeps_results: bool = False  # likewise for shown numbers, if gradients are equal
 
 
 _FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Explains|Reports|Example):", re.MULTILINE)

@@ -53,6 +53,7 @@ def row_of(view: type[View]) -> Row[ScriptFacts]:
         findings = judge_view(first)
         return {view.check: Verdict(findings, *first.compared(findings))}
 
+    judge.__name__ = view.__name__
     return Row(judge, (view.check,), over_ranks=view.needs_all_ranks)
 
 

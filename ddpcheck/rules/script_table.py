@@ -1,7 +1,6 @@
-"""Rows of `ddpcheck run`: judges of a script by check line.
+"""Rows of `ddpcheck run`: the views of a script, in the order in which their judges run.
 
-Each row selects facts, calls judges, and describes the comparison. Evidence of a rule is in `findings.evidence`, under
-the name of its recorder in `record`.
+A view selects facts, and describes what was compared (`row_of`). Some rows are still functions of all facts.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics, OptimizedParameters, Optimizers, OptimizerStates
 from ddpcheck.trace.program import Program, Statistics
 from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.training import Training
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
 
 
@@ -55,6 +55,7 @@ ROWS: tuple[Row[ScriptFacts], ...] = (
     row_of(Optimizers),
     row_of(Metrics),
     row_of(Loop),
+    row_of(Training),
     row_of(Compilations),
     row_of(Data),
     row_of(Statistics),

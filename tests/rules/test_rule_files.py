@@ -9,6 +9,8 @@ import pytest
 
 import ddpcheck
 from ddpcheck.findings.rules import RULES, parse_rule
+from ddpcheck.rules import registry
+from ddpcheck.rules.script_table import ROWS
 
 PACKAGE = Path(ddpcheck.__file__).parent
 FILES = sorted((PACKAGE / "rules").glob("*/ddp[0-9]*.py"))
@@ -47,3 +49,9 @@ def test_codes_are_named_in_the_files_of_their_rules() -> None:
     others = {*PACKAGE.rglob("*.py")} - {*FILES}
     foreign = Counter(path.relative_to(PACKAGE).parts[0] for path in others for _ in codes_in(path))
     assert {package: count for package, count in foreign.items() if count > FOREIGN_CODES.get(package, 0)} == {}
+
+
+def test_each_view_of_a_judge_has_a_row() -> None:
+    registry.import_rules()
+    rows = {getattr(row.judge, "__name__", "") for row in ROWS}
+    assert {view.__name__ for view in registry._judges} - {"Parity"} <= rows, "its judges never run"

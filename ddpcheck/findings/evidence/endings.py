@@ -1,7 +1,7 @@
 """Evidence on failed, waiting and simulated ranks: lines and collectives.
 
-Judged in `judge.endings`; built from records of ranks in `run.ending` and `report.hang.hang_report`, and gathered in
-`extras.schedule.schedule_phases`.
+Judged in `rules.collectives`; built from records of ranks in `run.ending` and `report.hang.hang_report`, and gathered
+in `extras.schedule.schedule_phases`.
 """
 
 from __future__ import annotations

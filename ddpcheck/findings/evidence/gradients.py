@@ -1,7 +1,8 @@
 """Evidence on gradient differences, and on the single process: batch, shards, loss terms.
 
-Judged in `judge.gradients`; gathered in `gather.steps.gradient_distance`, `gather.phases.repeated_step`,
-`gather.phases.single_process`, `gather.phases.shard_analysis` and `gather.phases.shard_terms`.
+Judged in `rules.gradients` and `rules.loss`; gathered in `gather.steps.gradient_distance`,
+`gather.phases.repeated_step`, `gather.phases.single_process`, `gather.phases.shard_analysis` and
+`gather.phases.shard_terms`.
 """
 
 from __future__ import annotations

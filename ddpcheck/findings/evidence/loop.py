@@ -1,8 +1,8 @@
 """Evidence on a script's training loop, by rank: changes, compilation, random draws, gathers.
 
-Judged in `judge.loop`, `judge.replicas.script_changes`, `judge.data.script_draws`, `judge.gradients.script_losses` and
-`judge.gradients.script_alone`; gathered in `record.loop`, `record.optimizers`, `record.loss.gather_recorder`,
-`record.data.draw_recorder`, `record.replicas.module_uses` and `record.rank.line_recorder`.
+Judged in `rules.gradients`, `rules.loss`, `rules.data`, `rules.replicas` and `rules.compilation`; gathered in
+`record.loop`, `record.optimizers`, `record.loss.gather_recorder`, `record.data.draw_recorder`,
+`record.replicas.module_uses` and `record.rank.line_recorder`.
 """
 
 from __future__ import annotations

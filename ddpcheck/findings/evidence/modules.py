@@ -1,6 +1,6 @@
 """Evidence on a rank's module before and after wrapping.
 
-Judged in `judge.replicas.descriptions`; gathered in `gather.state.module_description` and `gather.ddp`.
+Judged in `rules.replicas`; gathered in `gather.state.module_description` and `gather.ddp`.
 """
 
 from __future__ import annotations

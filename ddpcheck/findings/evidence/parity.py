@@ -1,6 +1,6 @@
 """Evidence on two runs of a script: on several ranks and in one process.
 
-Judged in `judge.parity_comparison` and `judge.script_parity`; gathered in `record.parity` in both runs.
+Judged in `trace.divergences` and `rules.loss`; gathered in `record.parity` in both runs.
 """
 
 from __future__ import annotations

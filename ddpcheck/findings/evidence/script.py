@@ -1,7 +1,7 @@
 """Evidence on an unmodified script: data, optimizers and files, by rank.
 
-Judged in `judge.data`, `judge.loop`, `judge.gradients.script_losses` and `judge.replicas.script_states`; gathered in
-`record.data`, `record.optimizers`, `record.loss`, `record.replicas` and `record.rank.file_recorder`.
+Judged in `rules.data`, `rules.optimizers`, `rules.loss` and `rules.replicas`; gathered in `record.data`,
+`record.optimizers`, `record.loss`, `record.replicas` and `record.rank.file_recorder`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoaderPass(Entry, frozen=True):
     size: int = -1  # number of samples; negative if unknown
     digest: Mapping[str, int] = field(default_factory=dict)  # of plain data of the dataset, by attribute
     expected: int = -1  # number of batches according to the loader; negative if unknown
-    batch_size: int = 1  # samples per batch
+    batch_size: int = 1  # samples per batch; 1 if unknown
     sampler: str = ""  # class of the sampler
     shuffles: bool = False  # True if the sampler says so, or if a copy gives another order in another epoch
     replaces: bool = False  # True if the sampler says that samples are drawn with replacement

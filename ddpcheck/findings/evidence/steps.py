@@ -1,7 +1,7 @@
 """Evidence on training steps with and without the wrapper: gradients and collectives.
 
-Judged in `judge.parameters`, `judge.gradients.reducer`, `judge.replicas.replica_state`, `judge.loop.training_loop` and
-`judge.endings.collective_order`; gathered in `gather.phases`, `gather.autograd` and `gather.collectives`.
+Judged in `rules.parameters`, `rules.gradients`, `rules.replicas` and `rules.collectives`; gathered in
+`gather.phases`, `gather.autograd` and `gather.collectives`.
 """
 
 from __future__ import annotations
