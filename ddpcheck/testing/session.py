@@ -75,7 +75,7 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        find = rank_fixtures.reference(_bound(fixturedef, request))
+        find = rank_fixtures.picklable_getter(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.RankFixture(fixturedef.argname, find, converted)
         item.stash[_RECORD].setups.append(fixture)
