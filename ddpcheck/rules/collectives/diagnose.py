@@ -284,7 +284,7 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
             explained.update(group.members)
     while stopped := graph.stopped - explained:  # explained by program lines, if the group has lines
         awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-        for rank, call, peers in graph.waits_for(stopped):  # earliest first
+        for rank, call, peers in graph.waits_on(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
         coming = graph.dumps.keys() - stopped
