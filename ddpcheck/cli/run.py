@@ -288,7 +288,7 @@ def _compared(parity: ParityRuns, ranks: Sequence[WatchedRank], ending: Ending, 
     if single.why_not or Parity(ranks, single.ranks[0]).is_equal:
         return (single,)
     say("the two runs differ: running again in a single process, to measure rounding and random numbers")
-    noise = parity.run(ranks, is_noise=True)
+    noise = parity.run(ranks, measures_noise=True)
     singles: tuple[SingleRun, ...] = single, noise
     if not noise.why_not and Parity(ranks, single.ranks[0], noise.ranks[0]).training_diverges:
         say("running again as another rank, to check if the script computes with the number of the rank")

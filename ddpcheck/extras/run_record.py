@@ -144,7 +144,7 @@ def judge_record(text: str) -> Report:
     try:
         data = here(json.loads(text))
         ending = msgspec.convert(data["ending"], Ending, str_keys=True)
-        ranks = [_rank_of(fields) for fields in data["ranks"]]
+        ranks = [_rank_from_fields(fields) for fields in data["ranks"]]
         source = ProgramSource(data["source"])
         return report_on_script(str(data["script"]), ending, ranks, source=source)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
@@ -158,7 +158,7 @@ def _fields_of(rank: WatchedRank) -> dict[str, Any]:
     return {**fields, "entries": [fields_of_entry(entry) for entry in rank.entries]}
 
 
-def _rank_of(fields: dict[str, Any]) -> WatchedRank:
+def _rank_from_fields(fields: dict[str, Any]) -> WatchedRank:
     """Inverse of `_fields_of`; counts the entries that this version cannot read."""
     if not 0 <= fields["started"]["rank"] < fields["started"]["world_size"] <= MOST_RANKS:
         raise ValueError("the rank of a log is none")

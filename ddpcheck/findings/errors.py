@@ -167,7 +167,7 @@ class RankError(DDPCheckError):
         return self.failures[0] if self.failures else None
 
     def raise_cause(self) -> None:
-        """Raise the first failure instead if caused by a ddpcheck error or bug."""
+        """Raise a ddpcheck error or bug of the first failing rank; otherwise return."""
         if self.first is not None and isinstance(self.first.exception, DDPCheckError):
             raise self.first.exception from self
         if self.first is not None and self.first.bug:

@@ -220,10 +220,10 @@ class SourceExcerpt:
 
 
 def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -> tuple[SourceExcerpt, ...]:
-    """Return the source lines around each location, if the file exists.
+    """Return the source lines around each location whose file is found.
 
-    Files outside the working folder are known only by name (`relative_path`). Search order: `folder` (of the target),
-    the working folder, `sys.path`, and subfolders of `folder` if exactly one file has the name.
+    The path of a location may be only a file name (`relative_path`). It is searched for in `folder` (of the target),
+    the working folder and `sys.path`, then in subfolders of `folder`, where exactly one file must have the name.
     """
     excerpts: dict[Location, SourceExcerpt] = {}
     for location in dict.fromkeys(places):

@@ -82,7 +82,9 @@ class LivingRanks:
         for rank, pid in ranks.items():
             previous, spins = before.get(pid, Used(0.0, 0.0)), rank in spinning
             idle = is_idle(previous.whole, processor_seconds(pid), seconds)
-            others = spins and is_idle(previous.beside_main, processor_seconds(pid, beside_main=True), seconds)
+            others = spins and is_idle(
+                previous.without_main_thread, processor_seconds(pid, exclude_main_thread=True), seconds
+            )
             inside = is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls")))
             facts[rank] = RankFacts(idle, spins, others, inside, parted)
         return facts
@@ -125,13 +127,13 @@ class Used(NamedTuple):
     """Processor seconds of a rank: whole process, and without the main thread."""
 
     whole: float
-    beside_main: float
+    without_main_thread: float
 
 
 def used(ranks: dict[int, int]) -> dict[int, Used]:
     """Return the processor seconds of ranks up to now, by PID."""
     return {
-        pid: Used(processor_seconds(pid) or 0.0, processor_seconds(pid, beside_main=True) or 0.0)
+        pid: Used(processor_seconds(pid) or 0.0, processor_seconds(pid, exclude_main_thread=True) or 0.0)
         for pid in ranks.values()
     }
 

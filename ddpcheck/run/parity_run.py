@@ -89,45 +89,45 @@ class ParityRuns:
         message = f"the script runs again in a single process, which holds {holds}"
         return f"{message}, for {self._limit:.0f} s at most; its output is not shown"
 
-    def run(self, ranks: Sequence[WatchedRank], *, is_noise: bool = False, as_rank: int = 0) -> SingleRun:
+    def run(self, ranks: Sequence[WatchedRank], *, measures_noise: bool = False, as_rank: int = 0) -> SingleRun:
         """Run the script in one process on the samples of the ranks.
 
         Run again with its own random numbers if the script fails with those of the ranks, or on one batch per rank in
         turn if the script accumulates more micro-batches in a smaller world.
         """
-        result = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+        result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if any(end.why == IN_TURN for rank in result.ranks for end in entries_of(rank, ParityEnded)):
             self._in_turn = True
-            result = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+            result = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
         if result.has_raised and result.ranks and self._draws and not as_rank:
             self._draws = False
-            retried = self._run_once(ranks, is_noise=is_noise, as_rank=as_rank)
+            retried = self._run_once(ranks, measures_noise=measures_noise, as_rank=as_rank)
             result = result if retried.has_raised else retried
         return result
 
-    def _run_once(self, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
+    def _run_once(self, ranks: Sequence[WatchedRank], *, measures_noise: bool, as_rank: int) -> SingleRun:
         try:
             temp_dir = tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True)
             with temp_dir as folder, holding(Path(folder)):
-                return self._run_in(Path(folder), ranks, is_noise=is_noise, as_rank=as_rank)
+                return self._run_in(Path(folder), ranks, measures_noise=measures_noise, as_rank=as_rank)
         except OSError as error:
             return SingleRun(
                 why_not=f"its folder in {tempfile.gettempdir()} cannot be written: {error.strerror or error}"
             )
 
-    def _run_in(self, folder: Path, ranks: Sequence[WatchedRank], *, is_noise: bool, as_rank: int) -> SingleRun:
+    def _run_in(self, folder: Path, ranks: Sequence[WatchedRank], *, measures_noise: bool, as_rank: int) -> SingleRun:
         size = ranks[0].started.world_size
         full = [entry.full_at for rank in ranks for entry in entries_of(rank, ParityEnded) if entry.why_full]
         options = ParityOptions(
             samples=str(self._folder),
             world_size=size,
-            order=tuple(reversed(range(size))) if is_noise else tuple(range(size)),
+            order=tuple(reversed(range(size))) if measures_noise else tuple(range(size)),
             backwards=min(full, default=0),
             steps=self._args.check_parity_steps,
             in_turn=self._in_turn,
             draws=self._draws,
             since=max([self._began, *(path.stat().st_mtime for path in self._folder.glob(f"{RESTARTED}*"))]),
-            is_noise=is_noise,
+            is_noise=measures_noise,
             as_rank=as_rank,
         )
         os.environ.clear()

@@ -34,7 +34,7 @@ class DDPWorld:
     """
 
     def __init__(self, ranks: Ranks, record: Record, settings: Settings, options: dict[str, Any]) -> None:
-        self._ranks = ranks
+        self._session_ranks = ranks
         self._record = record
         self._settings = settings
         self._lease = WorldLease(ranks, record, options)
@@ -55,7 +55,7 @@ class DDPWorld:
             marks.check_options(options, "ddp_world", _OF_WORLD)
         except UsageError as error:
             raise error.with_traceback(None) from None
-        return DDPWorld(self._ranks, self._record, self._settings, {**self._lease.options, **options})
+        return DDPWorld(self._session_ranks, self._record, self._settings, {**self._lease.options, **options})
 
     @property
     def world(self) -> Lent:
@@ -111,7 +111,7 @@ class DDPWorld:
         preset["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
-            report = self._ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
+            report = self._session_ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
         return self._good_enough(report)
@@ -159,7 +159,7 @@ class DDPWorld:
             test, numbers = self._record.item, self._record.report_numbers
             folder = test.config.getoption(REPORT_FOLDER, None)
             keep = functools.partial(keep_report, folder, test.nodeid, numbers, report)
-            path = self._ranks.once("the report of ddp_world.check", keep)
+            path = self._session_ranks.once("the report of ddp_world.check", keep)
             page = f"as a page: {path}\n" if path is not None else ""
             # pytest's summary shows only the first line
             reason = report.findings[0].headline if report.error is None else " ".join(report.error.message.split())

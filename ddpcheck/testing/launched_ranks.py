@@ -135,10 +135,15 @@ class LaunchedWorld:
     def _run(
         self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
     ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
-        """Run on rank 0; return results, error, and (attachment, output) of each rank."""
+        """Run `fn` on all ranks, called on rank 0; return results, error and files.
+
+        The files are (attachment, output) of each rank.
+        """
         assert self._session.leader is not None
         if self._world is None:
-            self._world = start_world(**self._options, watch=self._attend, hosts=self._session.leader.first(contexts))
+            self._world = start_world(
+                **self._options, watch=self._poll_ranks, hosts=self._session.leader.first(contexts)
+            )
         world, results, error = self._world, [], None
         try:
             results = world.run(fn, *args, timeout=timeout)
@@ -146,7 +151,7 @@ class LaunchedWorld:
             error = raised
         return results, error, [(world.attachment(rank), world.output(rank)) for rank in range(self.world_size)]
 
-    def _attend(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+    def _poll_ranks(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
         return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
 
     def attachment(self, rank: int) -> bytes:

@@ -160,12 +160,12 @@ class WorldLease:
     """Lease of a world, acquired on first use and after a failure."""
 
     def __init__(self, ranks: Ranks, record: Record, options: Mapping[str, Any]) -> None:
-        self._ranks = ranks
+        self._session_ranks = ranks
         self._record = record
         self.options = dict(options)
         self.attachment: dict[int, RankArtifacts] = {}  # of the last run, by rank
         self._world: Lent | None = None
-        self._printed: list[int] = []  # characters of output already shown or kept, by rank
+        self._output_offsets: list[int] = []  # characters of output already shown or kept, by rank
         record.leases.append(self)
 
     @property
@@ -173,8 +173,8 @@ class WorldLease:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
-            self._world = self._ranks.acquire(self._record.item, self.options, self._watch)
-            self._printed = [0] * self._world.world_size
+            self._world = self._session_ranks.acquire(self._record.item, self.options, self._watch)
+            self._output_offsets = [0] * self._world.world_size
         return self._world
 
     def run(
@@ -186,7 +186,7 @@ class WorldLease:
             Return values by rank, outcome of the test, and the error if ranks failed.
         """
         world = self.world
-        debugger = self._ranks.terminal is not None
+        debugger = self._session_ranks.terminal is not None
         conditions = TestConditions.of(self._record.item, since=self._record.seeds, debugger=debugger)
         error: RankError | None = None
         try:
@@ -205,16 +205,16 @@ class WorldLease:
         return error
 
     def _watch(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-        self._ranks.check_controller()
+        self._session_ranks.check_controller()
         self._show(world, last=False)
-        if self._ranks.terminal is not None:
-            self._ranks.terminal.attend(world.directory)
+        if self._session_ranks.terminal is not None:
+            self._session_ranks.terminal.attend(world.directory)
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
     def _show(self, world: Lent, *, last: bool) -> None:
         """Print new output of the ranks under `-s`, prefixed with the rank."""
-        if self._ranks.live:
+        if self._session_ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
                 for line in text.splitlines():
                     sys.stdout.write(f"[rank {rank}] {line}\n")
@@ -222,14 +222,14 @@ class WorldLease:
 
     def _new_output(self, world: Lent, up_to: str = "") -> Iterator[tuple[int, str]]:
         """Yield the new output of each rank, up to the last `up_to`."""
-        for rank, start in enumerate(self._printed):
+        for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]
             text = text[: text.rfind(up_to) + len(up_to)]
-            self._printed[rank] += len(text)
+            self._output_offsets[rank] += len(text)
             yield rank, text
 
     def collect_output(self) -> None:
-        if self._world is not None and not self._ranks.live:
+        if self._world is not None and not self._session_ranks.live:
             for rank, text in self._new_output(self._world):
                 self._record.add_section("stdout", rank, self._world, text)
 
@@ -238,4 +238,4 @@ class WorldLease:
             return
         self.collect_output()
         world, self._world = self._world, None
-        self._ranks.release(world, broken=self._record.failed)
+        self._session_ranks.release(world, broken=self._record.failed)

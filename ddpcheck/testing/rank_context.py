@@ -56,7 +56,7 @@ class TestConditions:
             log_level=logging.getLogger().level,
             log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
             seeds=changed_since(since),
-            coverage=CoverageOptions.now(f"{item.nodeid}|run" if per_test else ""),
+            coverage=CoverageOptions.of_this_process(f"{item.nodeid}|run" if per_test else ""),
             traceback=config.getoption("tbstyle", "auto"),
             show_locals=bool(config.getoption("showlocals", False)),
             full_trace=bool(config.getoption("fulltrace", False)),
@@ -107,7 +107,7 @@ class CoverageOptions:
     context: str  # coverage context, or '' for none
 
     @classmethod
-    def now(cls, context: str) -> CoverageOptions | None:
+    def of_this_process(cls, context: str) -> CoverageOptions | None:
         current = _current_coverage()
         if current is None:
             return None

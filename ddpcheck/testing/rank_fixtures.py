@@ -79,8 +79,11 @@ def _function_of(holder: Any) -> Any:
     return getattr(getattr(holder, "__pytest_wrapped__", None), "obj", None)
 
 
-def reference(function: Any) -> Callable[[], Any]:
-    """Return a picklable function that finds a fixture function, by name (keeps module globals) if importable."""
+def picklable_getter(function: Any) -> Callable[[], Any]:
+    """Return a picklable function that returns this fixture function.
+
+    If its module can be imported, it is found by name, and so keeps the module's globals; else it is pickled.
+    """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     name = getattr(function, "__name__", "")
     if module is not None and _function_of(getattr(module, name, None)) is function and wire.importable(module):

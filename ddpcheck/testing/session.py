@@ -33,12 +33,12 @@ class Session:
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
         self._is_ours = is_ours
-        self._ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
+        self._session_ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """Prepare for a test that needs ranks; `following`: next test or `None`."""
-        self._ranks.following = following
-        self._ranks.next_options = None if following is None else self._fresh_ranks_of(following)
+        self._session_ranks.following = following
+        self._session_ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
         record.seeds = drawn_generators()
         if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
@@ -75,7 +75,7 @@ class Session:
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
-        find = rank_fixtures.reference(_bound(fixturedef, request))
+        find = rank_fixtures.picklable_getter(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
         fixture = rank_fixtures.RankFixture(fixturedef.argname, find, converted)
         item.stash[_RECORD].setups.append(fixture)
@@ -85,7 +85,7 @@ class Session:
     def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
         record = item.stash[_RECORD]
         try:
-            yield DDPWorld(self._ranks, record, self._settings, self._options(item))
+            yield DDPWorld(self._session_ranks, record, self._settings, self._options(item))
         finally:
             with contextlib.ExitStack() as stack:  # release every world even if one release raises
                 for lease in record.leases:
@@ -94,7 +94,7 @@ class Session:
     def run_marked(self, item: pytest.Function) -> None:
         """Run a test body on every rank; raise on failure, skip or xfail."""
         record = item.stash[_RECORD]
-        with contextlib.closing(WorldLease(self._ranks, record, self._options(item))) as lease:
+        with contextlib.closing(WorldLease(self._session_ranks, record, self._options(item))) as lease:
             try:
                 ended, verdict, error = lease.run(rank_side.perform, _packed(item, record))
             except UsageError as usage_error:
@@ -136,7 +136,7 @@ class Session:
         if call.when == "teardown":
             del item.stash[_RECORD]  # pytest keeps items until the end; generator states take 35 kB each
             if record.leases and report.failed:  # after their release
-                self._ranks.drop(item)
+                self._session_ranks.drop(item)
         if call.when == "call" and record.shown is not None and report.failed:
             report.longrepr = record.shown
         error = call.excinfo.value if call.excinfo is not None else None
@@ -151,12 +151,12 @@ class Session:
         return report
 
     def finish(self, item: pytest.Item) -> None:
-        self._ranks.finish(item)
+        self._session_ranks.finish(item)
         if (record := item.stash.get(_RECORD, None)) is not None and record.quitting:
             pytest.exit("Quitting debugger")
 
     def close(self) -> None:
-        self._ranks.close()
+        self._session_ranks.close()
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:

@@ -88,7 +88,7 @@ class WorldPool:
             self._idle[key].append(world)
 
     def end(self, owner: Hashable) -> None:
-        """Close the shared worlds of an owner, leased worlds on release."""
+        """Close the idle worlds of an owner now; worlds in use are closed when released."""
         self._enter()
         for key in [key for key in self._idle if key[0] == owner]:
             for world in self._idle.pop(key):

@@ -92,7 +92,9 @@ def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference
     return [
         differences_from_average(
             [  # other ranks' reduced gradients belong to other shards
-                replace(peer, own=_own_of(peer, replica.shard), averaged=replica.averaged if peer is replica else {})
+                replace(
+                    peer, own=_local_grads_of(peer, replica.shard), averaged=replica.averaged if peer is replica else {}
+                )
                 for peer in replicas
             ]
         )[index]
@@ -100,18 +102,23 @@ def against_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference
     ]
 
 
-def _own_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
+def _local_grads_of(replica: ReplicaCaptured, shard: int) -> dict[str, Sketch]:
     """Return sketches of a rank's own gradients that are reduced onto `shard`."""
     parts = ((*name.partition("/"), numbers) for name, numbers in replica.own.items())
     return {name: numbers for number, _, name, numbers in parts if number == str(shard)}
 
 
 def differences_from_average(replicas: Sequence[ReplicaCaptured]) -> list[list[Difference]]:
-    """Return by rank how far sketches of averaged gradients are from the average."""
+    """Return, by rank, how far reduced gradients are from the mean of local gradients.
+
+    Gradients after the all-reduce and local gradients are given as sketches.
+    """
     names = list(dict.fromkeys(name for replica in replicas for name in replica.own))
-    owns = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
-    scales = {name: math.hypot(*chain.from_iterable(owns[name])) / math.sqrt(len(replicas)) for name in names}
-    wanted = {name: [sum(numbers) / len(replicas) for numbers in zip(*owns[name], strict=True)] for name in names}
+    local_sketches = {name: [replica.own[name] for replica in replicas if name in replica.own] for name in names}
+    scales = {name: math.hypot(*chain.from_iterable(local_sketches[name])) / math.sqrt(len(replicas)) for name in names}
+    wanted = {
+        name: [sum(numbers) / len(replicas) for numbers in zip(*local_sketches[name], strict=True)] for name in names
+    }
     diffs: list[list[Difference]] = []
     for replica in replicas:
         cached = (

@@ -253,8 +253,8 @@ class ScriptFacts:
             counts: Counter[tuple[Any, ...]] = Counter()  # optimizers with the same key, such as one per round
             for first in first_steps(rank):
                 named = (*first.held, *(name for name in first.alone if "/" in name))
-                numbers = {int(name.partition("/")[0]) for name in named}
-                groups = {rank.wrappers[number].ranks for number in numbers}
+                wrapper_ids = {int(name.partition("/")[0]) for name in named}
+                groups = {rank.wrappers[number].ranks for number in wrapper_ids}
                 members = next(iter(groups)) if len(groups) == 1 else self._replicas_of(rank)
                 steps = [step for step in entries_of(rank, OptimizerStep) if step.optimizer == first.optimizer]
                 key = (members, first.location, tuple(sorted((*first.held, *first.alone))))
@@ -370,8 +370,8 @@ def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple
     """Yield optimizer steps on a rank with the preceding reduction, if known."""
     reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
     for step in steps:
-        numbers = {name.partition("/")[0] for name in step.norms}
-        replica = reduced.get((int(min(numbers)), step.reductions)) if len(numbers) == 1 else None
+        wrapper_ids = {name.partition("/")[0] for name in step.norms}
+        replica = reduced.get((int(min(wrapper_ids)), step.reductions)) if len(wrapper_ids) == 1 else None
         if replica is not None:
             yield step, replica
 
@@ -385,8 +385,8 @@ def _with_reductions(end: OptimizerEnd, last: OptimizerStep, rank: WatchedRank) 
     """Fill in the reduction count of an optimizer freed before the script ended."""
     if end.reductions >= 0 or last.reductions < 0:
         return end
-    numbers = {int(name.partition("/")[0]) for name in last.held}
-    return replace(end, reductions=sum(rank.counts[number][1] for number in numbers))
+    wrapper_ids = {int(name.partition("/")[0]) for name in last.held}
+    return replace(end, reductions=sum(rank.counts[number][1] for number in wrapper_ids))
 
 
 _Step = TypeVar("_Step", OptimizerStep, PartStep)

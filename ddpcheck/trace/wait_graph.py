@@ -138,7 +138,7 @@ class WaitGraph:
         number = self._furthest[group := self.group(rank, call)]
         return [peer for peer, place in self._next[group].items() if place[0] == number], number - 1
 
-    def waits_for(self, roots: Collection[int]) -> list[_Wait]:
+    def waits_on(self, roots: Collection[int]) -> list[_Wait]:
         """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""
         waits = ((rank, call, peers & {*roots}) for all_waits in self.waits.values() for rank, call, peers in all_waits)
         return sorted((wait for wait in waits if wait[2]), key=lambda wait: wait[1].created)
@@ -173,7 +173,7 @@ class WaitGraph:
     ) -> list[Finding]:
         """Create a finding on `roots`, located at `call` or a waiting call."""
         lines, waiting = self.who_waits(roots)
-        calls = [call] if call is not None else [call for _, call, _ in self.waits_for(roots)]
+        calls = [call] if call is not None else [call for _, call, _ in self.waits_on(roots)]
         others = "the other " if len(waiting) + len(roots) == len(self.dumps.keys() | self.missing) else ""
         who = f"{others}{len(waiting)} ranks wait" if len(waiting) > 1 else f"{format_ranks(waiting)} waits"
         return one_finding(

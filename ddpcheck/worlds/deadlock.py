@@ -96,16 +96,21 @@ class DeadlockDetector:
         return {} if any(map(has_other_threads, dumps.values())) else stacks
 
 
-def processor_seconds(pid: int, *, beside_main: bool = False) -> float | None:
-    """Return the CPU seconds of a process or, with `beside_main`, of its other threads; `None` if busy or exited."""
+def processor_seconds(pid: int, *, exclude_main_thread: bool = False) -> float | None:
+    """Return the CPU seconds used if all threads sleep, else `None`.
+
+    `None` if a thread runs or the process has exited. `exclude_main_thread`: ask about the other threads only.
+    """
     try:
-        threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if not beside_main or thread != str(pid)]
+        threads = [
+            thread for thread in os.listdir(f"/proc/{pid}/task") if not exclude_main_thread or thread != str(pid)
+        ]
         for attempt in range(_GLANCES):
             if attempt:
                 time.sleep(_BETWEEN)
             threads = [thread for thread in threads if process_stat(f"{pid}/task/{thread}")[0] != "S"]
             if not threads:
-                ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if beside_main else 0)
+                ticks = _ticks(str(pid)) - (_ticks(f"{pid}/task/{pid}") if exclude_main_thread else 0)
                 return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):  # the process has exited
         pass

@@ -84,8 +84,8 @@ class Server:
         self._worlds: dict[int, _World] = {}
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
         self._broken = ""
-        self._unsafe = ""  # why ranks can no longer be forked, or ''
-        self._refusals: dict[str, str] = {}  # module -> import error, or '' if imported
+        self._fork_unsafe_reason = ""  # why ranks can no longer be forked, or ''
+        self._import_errors: dict[str, str] = {}  # module -> import error, or '' if imported
         self._directories: list[str] = []  # of all worlds; removed by the parent unless it dies
         self._complete = False  # all modules that a rank may need are imported
         self._importing = False
@@ -217,7 +217,7 @@ class Server:
         world = self._worlds.get(order.world)
         if world is not None and refusal:
             world.awaited.clear()
-            world.tell(("refused", refusal, bool(self._unsafe)))
+            world.tell(("refused", refusal, bool(self._fork_unsafe_reason)))
         elif world is not None and world.awaited:
             world.tell(("forked", self._fork_all(order, world)))
         for fd in order.fds:
@@ -228,20 +228,20 @@ class Server:
     def _import_named(self, names: tuple[str, ...]) -> str:
         """Import the user's preload modules once; return an error message, or ''."""
         for name in names:
-            if name not in self._refusals:
+            if name not in self._import_errors:
                 with self._interrupted():
-                    self._refusals[name] = preloading.import_named(name)
+                    self._import_errors[name] = preloading.import_named(name)
                 gc.freeze()
                 count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
                 if count > 1:  # fork copies only one thread, but also locks held by the others
                     threads = "a thread" if count == 2 else f"{count - 1} threads"
-                    self._unsafe = (
+                    self._fork_unsafe_reason = (
                         f"preload: importing {name!r} leaves {threads} running, and such a process cannot "
                         "be forked; do not preload it"
                     )
-            if self._refusals[name]:
-                return self._refusals[name]
-        return self._unsafe
+            if self._import_errors[name]:
+                return self._import_errors[name]
+        return self._fork_unsafe_reason
 
     def _fork_all(self, order: _Order, world: _World) -> list[tuple[int, int]]:
         sys.path_importer_cache.clear()  # each rank clears it, and freeing shared pages costs milliseconds

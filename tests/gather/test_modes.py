@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcheck.findings.report import Report
-from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
+from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
 from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.report.checking.check import check
 
@@ -64,7 +64,7 @@ def frozen_evaluating() -> nn.Module:
 def told(report: Report) -> tuple[list[str], bool]:
     assert report.error is None, report.error
     assert {item.status for item in report.checks} <= {"passed", "warned"}
-    return [finding.code for finding in report.findings], ARRIVED_EVALUATING in report.world["notes"]
+    return [finding.code for finding in report.findings], BUILT_IN_EVAL_MODE in report.world["notes"]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def to(peer: int, *, ended: bool = False) -> RecordedCall:
 def judged(*ranks: Sequence[RecordedCall] | None, **more: bool) -> list[Finding]:
     dumps = {rank: RankDump(calls, **more) for rank, calls in enumerate(ranks) if calls is not None}  # type: ignore[arg-type]
     graph = WaitGraph(dumps, [WORLD, LEFT, RIGHT])
-    return judge_waits(graph, (), dict.fromkeys(dumps, "is somewhere"), names_missing=True)
+    return judge_waits(graph, (), dict.fromkeys(dumps, "is somewhere"), reports_missing_dumps=True)
 
 
 def test_waits_lead_through_groups_and_sends_to_the_rank_that_stopped() -> None:

@@ -195,5 +195,5 @@ def test_the_time_beside_the_main_thread_is_told_apart(spinning: tuple[int, bool
     pid, is_main = spinning
     threading.Event().wait(1.0)
     assert processor_seconds(pid) is None
-    beside = processor_seconds(pid, beside_main=True)
+    beside = processor_seconds(pid, exclude_main_thread=True)
     assert (beside is not None and beside < 0.1) if is_main else beside is None

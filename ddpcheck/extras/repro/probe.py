@@ -26,14 +26,14 @@ class TargetInfo:
     package: str  # package of the module; "" for a file
     attribute: str  # attribute of the module; "" if the module is the recipe
     parts: tuple[str, ...]  # names of the attributes set in the recipe
-    draws: bool  # True if the forward pass uses torch generators, so that random numbers must be replaced
+    uses_random_numbers: bool  # True if the forward pass uses torch generators, so that random numbers must be replaced
     loaded: tuple[tuple[str, str], ...]  # (name, file) of each module imported by the target
 
 
 def look(target: str, seed: int, train: bool) -> TargetInfo:
     """Load `target` and try one step, since functions may import modules."""
     before, device = set(sys.modules), torch.device(this_rank.current().device)
-    recipe, draws = load_on_rank(target), True
+    recipe, uses_random_numbers = load_on_rank(target), True
     with synchronised_on_cpu(), contextlib.suppress(Exception, SystemExit):
         seed_everything(seed)
         net = recipe.build_model().to(device)
@@ -41,7 +41,7 @@ def look(target: str, seed: int, train: bool) -> TargetInfo:
         batch, states = to_device(recipe.global_batch(0), device), generator_states(device)
         if train:
             parts = [part.sum() for part in tree_tensors(recipe.loss(net, batch)) if part.requires_grad]
-            draws = "torch" in drawn_since(states, device)
+            uses_random_numbers = "torch" in drawn_since(states, device)
             torch.autograd.backward(parts)
             recipe.build_optimizer(p for p in net.parameters() if p.requires_grad).step()
     source, attribute = split_target(target)
@@ -50,4 +50,4 @@ def look(target: str, seed: int, train: bool) -> TargetInfo:
     name = [name for name in loaded if loaded[name] == file][-1] if is_path(source) else source
     parts_there = tuple(part.name for part in dataclasses.fields(recipe) if getattr(recipe, part.name))
     new = tuple((name, path) for name, path in loaded.items() if name not in before and path.endswith(".py"))
-    return TargetInfo(file, name, sys.modules[name].__package__ or "", attribute, parts_there, draws, new)
+    return TargetInfo(file, name, sys.modules[name].__package__ or "", attribute, parts_there, uses_random_numbers, new)

@@ -166,7 +166,9 @@ def script_for(
         file=file,
         code="\n".join(lines),
         function=function,
-        shown=textwrap.indent(_shown(finding, report, target.draws, "\n".join([code, *beside.values()])), "    "),
+        shown=textwrap.indent(
+            _repro_body(finding, report, target.uses_random_numbers, "\n".join([code, *beside.values()])), "    "
+        ),
         recipe=target.attribute or f'sys.modules["ddpcheck"].Recipe({", ".join(f"{p}={p}" for p in target.parts)})',
     )
     line, here = "", f"# The code under test, from {file}\n\n"
@@ -177,19 +179,19 @@ def script_for(
     return docstring + script
 
 
-def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
+def _repro_body(finding: Finding, report: Report, uses_random_numbers: bool, code: str) -> str:
     """Return the function body that shows the fault; local names avoid clashes."""
     (steps, facts, at_fault, _), world = COMPARISONS[finding.code], report.world
-    whole, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
-    named = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
-    counts = {"first": first, "next": max(first, min(first + 1, whole)), "two": max(first, 2), "all": whole}
+    num_steps, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
+    steps_to_failure = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
+    counts = {"first": first, "next": max(first, min(first + 1, num_steps)), "two": max(first, 2), "all": num_steps}
     at_fault = at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
     show = f"rank.show({facts}, {'any' if at_fault == 'any' else 'at_fault'})"
     if world.get("device", "cpu") == "cpu" and re.search("SyncBatchNorm|sync_batchnorm", code):
         show = f"with synchronised_on_cpu():  # not needed on GPUs\n    {show}"
     settings = {
         **{name: world.get(name, usual) for name, usual in (("device", "cpu"), ("backend", "gloo"), ("seed", 0))},
-        "steps": counts.get(steps, named),
+        "steps": counts.get(steps, steps_to_failure),
         "may_hang": finding.code.startswith("DDP4"),
         "subjects": [*finding.subjects],
         "tolerance": tolerance_for(finding, report),
@@ -199,7 +201,7 @@ def _shown(finding: Finding, report: Report, draws: bool, code: str) -> str:
     drawn = f'def numbers(module, data):\n    return random_numbers("{which}", module, data)'
     functions = {
         f"def at_fault(ranks):\n    return {at_fault}": at_fault != "any",
-        drawn if draws else "numbers = None": "numbers" in facts,
+        drawn if uses_random_numbers else "numbers = None": "numbers" in facts,
     }
     texts = {name: json.dumps(x) if isinstance(x, str | list) else repr(x) for name, x in settings.items()}
     kwargs = "\n".join(f"    {name}={text}," for name, text in texts.items())

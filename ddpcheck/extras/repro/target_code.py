@@ -66,7 +66,7 @@ def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> lis
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     ours = {name: item for node in tree.body for name, item in imports_of(node).items() if _is_ours(item)}
-    idle = [node for node in tree.body if roots is not None and _may_be_idle(node)]
+    idle = [node for node in tree.body if roots is not None and _is_not_run_on_import(node)]
     wanted = {*(roots or ()), *(name for node in tree.body if node not in idle for name in names_in(node))}
     while used := [node for node in idle if getattr(node, "name", "") in wanted]:
         idle = [node for node in idle if node not in used]
@@ -89,8 +89,11 @@ def _is_ours(item: tuple[str, str]) -> bool:
     return item[0].partition(".")[0] == "ddpcheck"
 
 
-def _may_be_idle(node: ast.stmt) -> bool:
-    """Check if a statement may not run: `__main__` block, function or class."""
+def _is_not_run_on_import(node: ast.stmt) -> bool:
+    """Return True if importing the file need not execute this statement.
+
+    It is a `__main__` block, or a function or class that is undecorated or decorated only by pytest.
+    """
     if isinstance(node, ast.If):
         return sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]
     marks = getattr(node, "decorator_list", None)

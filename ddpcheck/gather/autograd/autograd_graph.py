@@ -71,7 +71,8 @@ def will_be_reached(nodes: Sequence[Any]) -> list[bool]:
 def running_node() -> Any:
     """Return the node that backward is executing, or None if none or unknown.
 
-    Call from a hook on it. `will_be_reached` is False for the root: the engine only counts nodes behind the root.
+    Call inside a hook of the node. `will_be_reached(root)` is False, since the engine tracks only the nodes after the
+    root.
     """
     # Private to torch; needed to use a loss returned by forward.
     ask = getattr(torch._C, "_current_autograd_node", None)

@@ -38,12 +38,12 @@ def running_functions(frame: FrameType | None) -> set[type]:
         context = variables_of(caller).get(first[0]) if first else None
         if isinstance(context, FunctionCtx | BackwardCFunction):
             return {type(context)}
-        if caller.f_code.co_name == "forward" and (classes := _without_context(caller.f_code)):
+        if caller.f_code.co_name == "forward" and (classes := _classes_with_setup_context(caller.f_code)):
             return classes
     return set()
 
 
-def _without_context(forward: CodeType) -> set[type]:
+def _classes_with_setup_context(forward: CodeType) -> set[type]:
     """Return node classes of Functions with this forward that use `setup_context`."""
     return {
         cls._backward_cls

@@ -48,12 +48,12 @@ class OperationPath:
     def described(self, end: PathEnd) -> PathEnd:
         """Return `end` with the steps of this path."""
         more = min(self.length - len(self.first), _MOST_STEPS)
-        events = (*self.first, *self.last[len(self.last) - more :])
-        steps = tuple(PathStep(event.reason, event.module, event.location) for event in events)
+        path_ends = (*self.first, *self.last[len(self.last) - more :])
+        steps = tuple(PathStep(path_end.reason, path_end.module, path_end.location) for path_end in path_ends)
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
-_Taint = dict[int, PathEnd | None]  # parameter index -> event that cut its path, None if not cut
+_Taint = dict[int, PathEnd | None]  # parameter index -> where its path was cut, None if not cut
 
 
 LEAVES_TORCH = frozenset(
@@ -155,8 +155,8 @@ class PathRecorder(TensorRecorder):
         """Follow `nn.Parameter(tensor)`: it shares memory without history, and no mode sees it."""
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
-            use = self._event("nn.Parameter()")
-            self._follow([made], before, self._go_on([data], before, use), self._event("nn.Parameter(), a new leaf"))
+            use = self._path_end("nn.Parameter()")
+            self._follow([made], before, self._go_on([data], before, use), self._path_end("nn.Parameter(), a new leaf"))
 
     def _on_normal(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
         """Follow `torch.normal` (used by `torch.distributions`); no mode sees the call."""
@@ -173,8 +173,8 @@ class PathRecorder(TensorRecorder):
             filled = list(tree_tensors(bound.pop(parameters[_FILLS[name]], None)))
             inputs = list(tree_tensors(list(bound.values())))
             if before := self._merged(inputs):
-                use = self._event(f"{name}()")
-                cut = self._event(f"{name}(), through which no gradient flows")
+                use = self._path_end(f"{name}()")
+                cut = self._path_end(f"{name}(), through which no gradient flows")
                 self._follow(filled, before, self._go_on(inputs, before, use), cut)
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
@@ -202,13 +202,13 @@ class PathRecorder(TensorRecorder):
         entry = self._known.get(tensor)
         if entry is not None:
             known, required_grad = entry
-            revived = not tensor.is_leaf and not required_grad  # output of a custom Function
-            taint = {index: None if revived else event for index, event in known.items()}
-        for index, event in self._written.get(_storage_key(tensor), {}).items():
-            taint.setdefault(index, event)
+            regains_grad = not tensor.is_leaf and not required_grad  # output of a custom Function
+            taint = {index: None if regains_grad else path_end for index, path_end in known.items()}
+        for index, path_end in self._written.get(_storage_key(tensor), {}).items():
+            taint.setdefault(index, path_end)
         if not tensor.requires_grad:
             generic = PathEnd("cut", "a path that autograd does not record", None, self._modules[-1])
-            taint = {index: event or generic for index, event in taint.items()}
+            taint = {index: path_end or generic for index, path_end in taint.items()}
         own_index = self._index.get(id(tensor))
         if own_index is not None:
             taint[own_index] = None
@@ -217,9 +217,9 @@ class PathRecorder(TensorRecorder):
     def _merged(self, tensors: Iterable[torch.Tensor]) -> _Taint:
         merged: _Taint = {}
         for tensor in tensors:
-            for index, event in self._taint_of(tensor).items():
-                if index not in merged or event is None:
-                    merged[index] = event
+            for index, path_end in self._taint_of(tensor).items():
+                if index not in merged or path_end is None:
+                    merged[index] = path_end
         return merged
 
     def _spread(
@@ -240,19 +240,19 @@ class PathRecorder(TensorRecorder):
         written += list(tree_tensors(kwargs.get("out")))
         if not outputs and not written:
             if name in LEAVES_TORCH:
-                event = self._event(f"{name.strip('_')}(), which leaves torch")
-                self._left_torch |= dict.fromkeys(before, event)
-                self._go_on(inputs, before, event)
+                path_end = self._path_end(f"{name.strip('_')}(), which leaves torch")
+                self._left_torch |= dict.fromkeys(before, path_end)
+                self._go_on(inputs, before, path_end)
             return
-        event = self._event(f"{name.strip('_')}()" if name != "data" else ".data")
-        paths = self._go_on(inputs, before, event)
+        path_end = self._path_end(f"{name.strip('_')}()" if name != "data" else ".data")
+        paths = self._go_on(inputs, before, path_end)
         input_ids = {id(tensor) for tensor in tree_tensors((args, kwargs))}
         for output in (*outputs, *written):
             is_whole = output.requires_grad and (not output.is_leaf or id(output) in input_ids)
             taint = before
             if len(outputs) > 1 and (bases := [t for t in inputs if _storage_key(t) == _storage_key(output)]):
                 taint = self._merged(bases)  # a view of one input (`broadcast_tensors`) depends only on that input
-            self._follow([output], taint, paths, None if is_whole else self._event(cut_reason(name, output)))
+            self._follow([output], taint, paths, None if is_whole else self._path_end(cut_reason(name, output)))
         for target in written:
             self._written.setdefault(_storage_key(target), {}).update(before)
 
@@ -284,7 +284,7 @@ class PathRecorder(TensorRecorder):
                 if known is None:
                     self._cut_paths.setdefault((index, cut), paths[index])
 
-    def _event(self, reason: str) -> PathEnd:
+    def _path_end(self, reason: str) -> PathEnd:
         region = self._region if reason in (_NO_GRAD, _INFERENCE) else None
         return PathEnd("cut", reason, user_location(sys._getframe(2)), self._modules[-1], region)
 

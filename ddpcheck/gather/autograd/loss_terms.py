@@ -90,20 +90,20 @@ class PairedTerms:
         if sum(counts[0][key] if key in self._separate_keys else 1 for key in keys) > most:
             self._separate_keys = set()  # e.g. one penalty per parameter
         self._is_merged = len(keys) > most
-        self._numbers: dict[tuple[_Key, int], int] = {}
+        self._term_indices: dict[tuple[_Key, int], int] = {}
         for edges in runs:
             for term_key in self._term_keys(edges):
-                self._numbers.setdefault(term_key, 0 if self._is_merged else len(self._numbers))
+                self._term_indices.setdefault(term_key, 0 if self._is_merged else len(self._term_indices))
 
     def __len__(self) -> int:
-        return len(set(self._numbers.values()))
+        return len(set(self._term_indices.values()))
 
     def sort(self, edges: Sequence[Edge]) -> list[list[Edge]]:
         """Group the edges of one run by term."""
         terms: list[list[Edge]] = [[] for _ in range(len(self))]
         for edge, term_key in zip(edges, self._term_keys(edges), strict=True):
-            if term_key in self._numbers:
-                terms[self._numbers[term_key]].append(edge)
+            if term_key in self._term_indices:
+                terms[self._term_indices[term_key]].append(edge)
         return terms
 
     def _term_keys(self, edges: Sequence[Edge]) -> list[tuple[_Key, int]]:

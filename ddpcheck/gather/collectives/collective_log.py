@@ -127,17 +127,17 @@ def record_collectives(directory: Path, rank: int) -> None:
     record_calls(write)
 
 
-def record_calls(sink: Callable[[Call], object], turn: Callable[..., object] | None = None) -> None:
+def record_calls(sink: Callable[[Call], object], on_enter_exit: Callable[..., object] | None = None) -> None:
     """Start passing each collective of this process to `sink`, before it runs.
 
-    `turn` is called with `begins` True or False as this thread enters or leaves a collective or a wait.
+    `on_enter_exit` is called with `begins` True or False as this thread enters or leaves a collective or a wait.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
     from torch.distributed import distributed_c10d
 
-    global _sink, _turn
-    _sink, _turn = guarded(sink, _calls), turn
+    global _sink, _on_enter_exit
+    _sink, _on_enter_exit = guarded(sink, _calls), on_enter_exit
     replace_functions(COLLECTIVES, logged)
     replace_functions(_POINT_TO_POINT, functools.partial(logged, matched=False))
     for name in (*_FUNCTIONAL, *(f"{name}_autograd" for name in _FUNCTIONAL)):
@@ -168,7 +168,7 @@ class _CallRecorder(Recorder, subjects=("collectives",)):
 
 _calls = _CallRecorder()
 _sink: Callable[[Call], object] | None = None
-_turn: Callable[..., object] | None = None
+_on_enter_exit: Callable[..., object] | None = None
 on_given: list[Callable[[Call, Mapping[str, Any]], object]] = []
 """Called with the arguments of each collective, before it runs."""
 on_overwritten: list[Callable[[Call, Mapping[str, Any]], object]] = []
@@ -195,14 +195,14 @@ def note_collective(
 def _inside(collective: str) -> Iterator[None]:
     """Set the collective that this rank waits in during the block."""
     this_rank.set_collective(collective)
-    if _turn is not None:
-        _turn(begins=True)
+    if _on_enter_exit is not None:
+        _on_enter_exit(begins=True)
     try:
         yield
     finally:
         this_rank.set_collective("")
-        if _turn is not None:
-            _turn(begins=False)
+        if _on_enter_exit is not None:
+            _on_enter_exit(begins=False)
 
 
 _kernels: list[Any] = []  # torch libraries; their kernels are removed with them

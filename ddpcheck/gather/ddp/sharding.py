@@ -40,10 +40,12 @@ def is_sharded(module: nn.Module) -> bool:
     return any(map(is_shard, module.parameters()))
 
 
-def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterable[LoopEvent] = ()) -> ShardedFacts:
+def sharded_facts(
+    module: nn.Module, values_built: Mapping[str, int], settings: Iterable[LoopEvent] = ()
+) -> ShardedFacts:
     """Return the facts of a sharded module, with the events of `recorded_settings` so far.
 
-    `built` has fingerprints by name of parameters whose shard still has the values built on this rank.
+    `values_built` has fingerprints by name of parameters whose shard still has the values built on this rank.
     """
     unused = [event.synchronises for event in settings if event.kind == _FOR_UNUSED]
     in_force = any(getattr(group, "reduce_scatter_unused_params", False) for group in parameter_groups(module))
@@ -52,25 +54,25 @@ def sharded_facts(module: nn.Module, built: Mapping[str, int], settings: Iterabl
         ignored=frozenset(name for name, p in module.named_parameters() if not is_shard(p)),
         not_saved=buffers_left_out(module),
         reduces_unused=unused[-1:] == [True] or in_force,
-        values_built=built,
+        values_built=values_built,
         policies=policies_of(module),
     )
 
 
-def values_kept(module: nn.Module, built: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return fingerprints of parameters in `built` whose shard in `module` is unchanged."""
+def values_kept(module: nn.Module, full_params: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return fingerprints of parameters in `full_params` whose shard in `module` is unchanged."""
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     unchanged = {}
     for name, parameter in module.named_parameters():
         shard: Any = parameter.detach()
-        if name not in built or not is_shard(shard) or built[name].shape != shard.shape:
+        if name not in full_params or not is_shard(shard) or full_params[name].shape != shard.shape:
             continue
         with unlogged(), contextlib.suppress(RuntimeError, TypeError, ValueError):  # uneven shards along dim > 0
             expected = tensor_module.distribute_tensor(
-                built[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
+                full_params[name].detach(), shard.device_mesh, shard.placements, src_data_rank=None
             )
             if torch.equal(expected.to_local(), shard.to_local()):
-                unchanged[name] = built[name]
+                unchanged[name] = full_params[name]
     return fingerprints(unchanged.items())
 
 

@@ -55,7 +55,7 @@ from ddpcheck.gather.state.module_description import describe, module_entries, r
 from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
-from ddpcheck.gather.state.training_mode import ARRIVED_EVALUATING, into_training
+from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
 from ddpcheck.gather.steps.training_step import model_seed, uneven_batch
 from ddpcheck.recipe.recipe import Recipe, summary
 from ddpcheck.recipe.target import load_on_rank
@@ -108,7 +108,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
         reference=ReferenceModule(reference, mapped=mapped),
         origins=origins,
         description=described,
-        arrived_evaluating=into_training(module),
+        built_in_eval_mode=into_training(module),
         syncbn=syncbn,
         stack=stack,
         large=large,
@@ -146,7 +146,7 @@ def aliases() -> dict[str, tuple[str, ...]]:
 def notes() -> list[str]:
     """Return notes on how this rank ran the recipe."""
     state = rank_state()
-    messages = [ARRIVED_EVALUATING] if state.arrived_evaluating else []
+    messages = [BUILT_IN_EVAL_MODE] if state.built_in_eval_mode else []
     if state.syncbn:
         messages.append(
             "SyncBatchNorm refuses CPU tensors: ddpcheck replaced it by the same statistics over all-reduces "

@@ -136,7 +136,7 @@ class RankState:
     reference: ReferenceModule  # never wrapped
     origins: Origins  # lines that created `module` and its parts
     description: ModuleDescription  # of `module` as returned by `model()`
-    arrived_evaluating: bool  # True if `model()` returned it in eval mode
+    built_in_eval_mode: bool  # True if `model()` returned it in eval mode
     syncbn: list[str]  # class name of the first SyncBatchNorm run on CPU; else empty
     stack: contextlib.ExitStack  # closed at rank exit
     large: bool  # True if copies of the module are kept in files

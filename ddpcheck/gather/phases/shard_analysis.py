@@ -122,7 +122,7 @@ def _add_terms(
         facts = replace(facts, by_statistics=_with_statistics_of_shards(own, compared, batch, step, norms, len(shards)))
     if norms and any(term.residual > _SAME * term.error for term in seen.terms):
         with contextlib.suppress(Exception):  # causes other than the batch statistics
-            seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, frozen=norms)
+            seen = shard_terms.look_at_terms(own, batch, shards, step, exactly=exactly, eval_modules=norms)
             facts = replace(facts, frozen=tuple(norms))
     terms = [replace(term, ratio=ratio) for term, ratio in zip(seen.terms, ratios, strict=True)]
     if rank_weights is not None:

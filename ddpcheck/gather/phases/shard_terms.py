@@ -62,10 +62,10 @@ def _by_shard(module: nn.Module, shards: int, samples: int | None) -> Iterator[N
 class ShardRun:
     """Configuration of a loss run on a part of the batch."""
 
-    own: SingleProcess
+    single_process: SingleProcess
     module: nn.Module  # in the model's dtype or in float64
     step: int
-    frozen: Sequence[str] = ()  # modules set to eval mode during the run
+    eval_modules: Sequence[str] = ()  # modules set to eval mode during the run
     by_shard: Sequence[str] = ()  # modules that see one shard at a time
     shards: int = 1
     views: bool = False  # True if the input of a `by_shard` module is concatenated views of the batch
@@ -74,20 +74,20 @@ class ShardRun:
     @contextlib.contextmanager
     def loss(self, part: Any) -> Iterator[Loss]:
         """Yield the loss on `part` from the step's initial state, ready for backward."""
-        self.own.rewind(self.module)
+        self.single_process.rewind(self.module)
         training_step.clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(training_step.random_numbers(self.own.numbers, self.module, part))
-            for name in self.frozen:
+            stack.enter_context(training_step.random_numbers(self.single_process.numbers, self.module, part))
+            for name in self.eval_modules:
                 self.module.get_submodule(name).eval()
-            stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.frozen])
+            stack.callback(lambda: [self.module.get_submodule(name).train() for name in self.eval_modules])
             for name in self.by_shard:
                 count = batch_size(part) if self.views else None
                 stack.enter_context(_by_shard(self.module.get_submodule(name), self.shards, count))
-            seed = training_step.step_seed(self.own.seed, self.step)
+            seed = training_step.step_seed(self.single_process.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
                 loss = training_step.compute_loss(
-                    self.own.recipe, self.module, part, step=self.step, seed=seed, place="shard by shard, "
+                    self.single_process.recipe, self.module, part, step=self.step, seed=seed, place="shard by shard, "
                 )
             yield loss
 
@@ -173,23 +173,29 @@ class Terms:
 
 
 def look_at_terms(
-    own: SingleProcess, batch: Any, shards: Sequence[Any], step: int, *, exactly: bool, frozen: Sequence[str] = ()
+    single_process: SingleProcess,
+    batch: Any,
+    shards: Sequence[Any],
+    step: int,
+    *,
+    exactly: bool,
+    eval_modules: Sequence[str] = (),
 ) -> Terms:
-    """Analyse each loss term, `exactly` in float64, with `frozen` modules in eval mode."""
-    module = own.double if exactly and own.double is not None else own.module
+    """Analyse each loss term, `exactly` in float64, with `eval_modules` in eval mode."""
+    module = single_process.double if exactly and single_process.double is not None else single_process.module
     if exactly:
         batch, shards = upcast(batch), [upcast(shard) for shard in shards]
-    run = ShardRun(own, module, step, frozen=frozen)
-    size = sum(gradient.numel() for gradient in own.step.gradients.values())
+    run = ShardRun(single_process, module, step, eval_modules=eval_modules)
+    size = sum(gradient.numel() for gradient in single_process.step.gradients.values())
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
     edges, (names, *_) = zip(*(run.terms(part) for part in (batch, *shards)), strict=True)
     paired = PairedTerms(edges if all(edges) else [], most=max(most, 1))
-    like: Mapping[str, torch.Tensor] = own.step.gradients
+    like: Mapping[str, torch.Tensor] = single_process.step.gradients
     like = {name: gradient.double() for name, gradient in like.items()} if exactly else like
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
     parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
-    seen = Terms([], whole, parts, {name: own.step.scale.get(name, 0.0) for name in like})
+    seen = Terms([], whole, parts, {name: single_process.step.scale.get(name, 0.0) for name in like})
     for number, of_whole in enumerate(whole):
         weights, residual = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
         ends = paired.sort(edges[0])[number] if len(paired) else []

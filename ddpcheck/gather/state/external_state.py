@@ -82,10 +82,10 @@ def _remember(value: Any, put: Callable[[Any], None], depth: int, seen: set[int]
     elif isinstance(value, FunctionType):
         if not reachable.is_user_function(value):
             return
-        for space in (value.__globals__, vars(value)):
-            if id(space) not in seen:
-                seen.add(id(space))
-                yield _forget_new_numbers(space, space.pop)
+        for namespace in (value.__globals__, vars(value)):
+            if id(namespace) not in seen:
+                seen.add(id(namespace))
+                yield _restore_without_new_counters(namespace, namespace.pop)
         for variable in reachable.function_variables(value):
             yield from _remember(variable.value, variable.bind, depth + 1, seen)
     elif isinstance(value, MethodType):
@@ -121,7 +121,7 @@ def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
     else:
         bind = vars(holder).__setitem__  # bypass a user-defined `__setattr__`
         yield from _remember(type(holder), reachable.unbindable, depth + 1, seen)
-    yield _forget_new_numbers(vars(holder), functools.partial(delattr, holder))
+    yield _restore_without_new_counters(vars(holder), functools.partial(delattr, holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, property | classmethod | staticmethod) or (
             name.startswith("__") and not isinstance(value, FunctionType)
@@ -130,12 +130,14 @@ def _of_holder(holder: Any, depth: int, seen: set[int]) -> Iterator[Restore]:
         yield from _remember(value, functools.partial(bind, name), depth + 1, seen)
 
 
-def _forget_new_numbers(space: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
+def _restore_without_new_counters(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
     """Return a function that deletes new counters; cached objects and flags stay."""
-    before = frozenset(space)
+    before = frozenset(namespace)
 
     def undo() -> None:
-        for name in [name for name, value in space.items() if name not in before and type(value) in reachable.NUMBERS]:
+        for name in [
+            name for name, value in namespace.items() if name not in before and type(value) in reachable.NUMBERS
+        ]:
             remove(name)
 
     return undo

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-ARRIVED_EVALUATING = "model() returns the model in eval mode; it was checked in training mode, as after model.train()"
+BUILT_IN_EVAL_MODE = "model() returns the model in eval mode; it was checked in training mode, as after model.train()"
 
 
 def into_training(module: nn.Module) -> bool:

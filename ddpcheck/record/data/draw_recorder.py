@@ -54,8 +54,8 @@ class DrawRecorder(Recorder, subjects=("data",)):
         self._run = run
         self._intervals = self._calls = 0
         self._draws: list[StepDraw] = []  # of the current interval
-        self._used: int | None = None  # number of draws before the first backward pass
-        self._began: Mapping[str, _State] = {}
+        self._num_draws_before_backward: int | None = None  # None until the first backward pass
+        self._states_at_start: Mapping[str, _State] = {}
         self._own: list[bytes] = []  # states of the program's own generators at the begin of the interval
         self._pending: tuple[Any, Mapping[str, _State]] | None = None
         self._profile = guarded(self._note_event)
@@ -68,38 +68,39 @@ class DrawRecorder(Recorder, subjects=("data",)):
 
     def close(self) -> None:
         self._leave()
-        self._began = {}
+        self._states_at_start = {}
 
     def _leave(self) -> None:
-        if self._began and sys.getprofile() is self._profile:
+        if self._states_at_start and sys.getprofile() is self._profile:
             sys.setprofile(None)
 
     def after_step(self, *_arguments: Any) -> None:
-        if self._intervals >= _MOST_INTERVALS and not self._began:
+        if self._intervals >= _MOST_INTERVALS and not self._states_at_start:
             unfollow_steps(self)
         else:
             self._follow()
 
     def _follow(self) -> None:
-        if self._intervals >= _MOST_INTERVALS or self._began or sys.getprofile() is not None:
+        if self._intervals >= _MOST_INTERVALS or self._states_at_start or sys.getprofile() is not None:
             return
         self._intervals += 1
-        self._calls, self._used = 0, None
+        self._calls, self._num_draws_before_backward = 0, None
         self._draws = []
-        self._began, self._pending = _states(others=True), None
+        self._states_at_start, self._pending = _states(others=True), None
         self._own = [state_of_own(generator) for generator, _ in generators]
         sys.setprofile(self._profile)
 
     def before_step(self, *_arguments: Any) -> None:
-        began = self._began
-        if not began:
+        states_at_start = self._states_at_start
+        if not states_at_start:
             return
         self.close()
-        del self._draws[self._used or 0 :]  # draws after backward affect gradients or weights: equal on all ranks
+        # draws after backward affect gradients or weights: equal on all ranks
+        del self._draws[self._num_draws_before_backward or 0 :]
         now = _states(others=True)
         for name in ("python", "numpy"):
-            if name in began and name in now and began[name] != now[name]:
-                self._note(name, "any", (began[name], now[name]), None, in_forward=False)
+            if name in states_at_start and name in now and states_at_start[name] != now[name]:
+                self._note(name, "any", (states_at_start[name], now[name]), None, in_forward=False)
         for before, (generator, line) in zip(self._own, generators, strict=False):
             if state_of_own(generator) != before:
                 self._draws.append(StepDraw(self._run.steps, "", "any", 0, 0, 0, location=line))
@@ -113,11 +114,11 @@ class DrawRecorder(Recorder, subjects=("data",)):
             if (name in _NOISE or name in _CHOICES) and self._pending is None and not torch.compiler.is_compiling():
                 self._pending = function, _states()
             elif name == _BACKWARD:
-                self._used = len(self._draws)
+                self._num_draws_before_backward = len(self._draws)
             elif self._calls > _MOST_CALLS:
                 self._leave()
-                if self._used is None:
-                    self._used = len(self._draws)
+                if self._num_draws_before_backward is None:
+                    self._num_draws_before_backward = len(self._draws)
         elif self._pending is not None and event in ("c_return", "c_exception"):
             called, before = self._pending
             if called == function:  # bound methods are new objects in each call

@@ -46,7 +46,7 @@ _MOST_COLUMNS = 8  # of floating-point values per row
 _MOST_PARTS = 8  # max parts of a gathered object
 _MOST_ROWS = 1 << 11  # max samples with recorded per-sample values
 _MOST_HELD = 4  # max objects with a value per sample
-_ROUNDED = 7  # max characters of a number that may be rounded
+_MAX_ROUNDED_CHARS = 7  # of a number that may be rounded
 _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.]*\w)")
 _GIVEN = ("tensor", "input_tensor", "obj", "object", "self", "input")  # argument names of collective inputs
 _OF_STATES = ("param_groups", "_last_lr", "growth_factor")  # keys in states of optimizers, schedulers and scalers
@@ -190,12 +190,12 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     def _prints(self, *texts: Any, **_named: Any) -> None:
         if self._listens():
-            self._show("printed", list(itertools.chain.from_iterable(map(_shown_in, texts))))
+            self._show("printed", list(itertools.chain.from_iterable(map(_fractional_numbers_in, texts))))
 
     def _logs(self, _handler: Any, record: Any) -> None:
         if self._listens() and record is not self._record:
             self._record = record
-            self._show("logged", _shown_in(record.getMessage()))
+            self._show("logged", _fractional_numbers_in(record.getMessage()))
 
     def _saves(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
         if not self._listens():
@@ -358,12 +358,12 @@ def _per_sample(held: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dic
     return labels, floats
 
 
-def _shown_in(value: Any) -> list[ShownNumber]:
+def _fractional_numbers_in(value: Any) -> list[ShownNumber]:
     if isinstance(value, str):
         return [ShownNumber(text) for text in _DECIMAL.findall(value[:_LONGEST])]
     numbers = [program_numbers.number_of(leaf) for leaf in itertools.islice(tree_leaves(value), _FEW)]
     shown = [number for number in numbers if number is not None and number != int(number)]
-    return [ShownNumber(text if len(text := repr(number)) <= _ROUNDED else "", (number,)) for number in shown]
+    return [ShownNumber(text if len(text := repr(number)) <= _MAX_ROUNDED_CHARS else "", (number,)) for number in shown]
 
 
 _METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")

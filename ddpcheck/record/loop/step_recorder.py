@@ -81,7 +81,7 @@ class Door(Protocol):
 class StepRecorder(StepListener):
     """Steps of one wrapper on one rank."""
 
-    steps_alone = False  # True if consecutive steps have used gradients left unreduced by `no_sync`
+    steps_on_local_grads = False  # True if consecutive steps have used gradients left unreduced by `no_sync`
     # True if the current step is sampled; decided at its first forward pass, and True without a forward pass or for
     # shards, where loaded files add sampled steps
     is_due = True
@@ -187,7 +187,7 @@ class StepRecorder(StepListener):
         if used is not None and used.after is not None:
             self.tell_unpaired()
             return
-        self.steps_alone |= used is not None and used.under is not None
+        self.steps_on_local_grads |= used is not None and used.under is not None
         bypassing = self.bypass.found(), LoopEvent("step", location=str(user_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))

@@ -33,7 +33,7 @@ from ddpcheck.record.source.source_scope import lines_left_out_by
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
-_MOST_MARKS = 4096
+_MAX_FINGERPRINTS = 4096
 
 
 class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
@@ -43,30 +43,30 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
         self._recorder = recorder
         self._number = number
         self._under_no_sync = under_no_sync  # True to record while steps use `no_sync`, too
-        self._marks: list[int] = []
+        self._fingerprints: list[int] = []
         self._since, self._hook = 0, ""
 
     def forward_begins(self) -> None:
         recorder = self._recorder()
-        apart = recorder.apart or (self._under_no_sync and recorder.steps_alone)
-        if apart and not recorder.joins and len(self._marks) < _MOST_MARKS:
-            if not self._marks and (wrapper := recorder.wrapper) is not None:
+        trains_locally = recorder.apart or (self._under_no_sync and recorder.steps_on_local_grads)
+        if trains_locally and not recorder.joins and len(self._fingerprints) < _MAX_FINGERPRINTS:
+            if not self._fingerprints and (wrapper := recorder.wrapper) is not None:
                 self._since, self._hook = recorder.step, comm_hook_of(wrapper)
             self._add(recorder)
 
     def at_last(self) -> TrainedApart | None:
-        """Return all marks and final parameter fingerprints, or `None` without marks."""
-        if not self._marks:
+        """Return all fingerprints, and those of the final parameters; `None` without any."""
+        if not self._fingerprints:
             return None
         recorder = self._recorder()
         self._add(recorder)
         values = fingerprints(recorder.module.named_parameters())
-        return TrainedApart(self._number, self._since, tuple(self._marks), values, self._hook)
+        return TrainedApart(self._number, self._since, tuple(self._fingerprints), values, self._hook)
 
     def _add(self, recorder: StepRecorder) -> None:
-        mark = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
-        if self._marks[-1:] != [mark]:
-            self._marks.append(mark)
+        current = fingerprint(min(recorder.parameters.values(), key=torch.Tensor.numel))
+        if self._fingerprints[-1:] != [current]:
+            self._fingerprints.append(current)
 
 
 _CALLER = 3  # frames from the recording function to the assigning line

@@ -73,7 +73,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._note_changes = note_changes
         self._inputs = InputRecorder(log.add, number, lambda: run.samples)
         self._pace = PaceRecorder(run, number)
-        self._through_forward = False  # True if the running backward pass starts at an output of the wrapper
+        self._loss_from_forward = False  # True if the running backward pass starts at an output of the wrapper
         self._incomplete = False  # True if the last reduction still waits for gradients
         self._attached = True
         self._told_apart = False  # True once a skipped comparison is reported
@@ -240,7 +240,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return None if self.is_sharded else self._replica.reduced
 
     def any_backward_begins(self) -> None:
-        self._through_forward = False
+        self._loss_from_forward = False
         self._replica.reduced = None  # left by a backward pass that raised
         if not self.is_sharded:
             tracker = self._recorder.tracker
@@ -250,7 +250,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         """Detect a finished backward pass that bypassed the wrapper (never for shards)."""
         self._replica.reduced = None
         recorder = self._recorder
-        if self._through_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
+        if self._loss_from_forward or self.is_sharded or recorder.tracker.number != recorder.bypass.reductions:
             return
         if not self.has_unreduced and not recorder.joins:
             recorder.bypass.backward_ended()
@@ -389,7 +389,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return is_probed(step) or (self._is_due(step) and not self.apart)
 
     def backward_begins(self) -> None:
-        self._through_forward = True
+        self._loss_from_forward = True
         wrapper, step = self._recorder.tracker.parameters.wrapper(), self._recorder.tracker.number
         if wrapper is not None:
             self._collectives.reduces(wrapper)

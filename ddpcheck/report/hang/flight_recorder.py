@@ -69,15 +69,15 @@ def as_rank_dump(dump: Mapping[str, Any], where: str) -> RankDump:
         enqueued = _enqueued(dump.get("pg_status"), list(groups), raw)
         gloo = all(str(entry["profiling_name"]).startswith("gloo:") for entry in raw)
         world_size = max((_gathered_from(entry) for entry in raw), default=0)
-        wrapped = bool(raw) and int(raw[0].get("record_id", 0)) > 0
+        has_overflowed = bool(raw) and int(raw[0].get("record_id", 0)) > 0
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         detail = f"{type(error).__name__}: {error}"[:80]
         raise UsageError(f"{where} is no Flight Recorder dump that ddpcheck can read ({detail})") from error
     _check_rank(max([world_size - 1, 0, *(rank for ranks in groups.values() for rank in ranks)]), where)
-    active_only = wrapped and not gloo and not any(entry.ended for entry in entries)
-    wrapped, gloo = wrapped and not active_only, gloo and bool(raw)
+    active_only = has_overflowed and not gloo and not any(entry.ended for entry in entries)
+    has_overflowed, gloo = has_overflowed and not active_only, gloo and bool(raw)
     descriptions = {name: text for name, text in descriptions.items() if text not in ("", "undefined", "default_pg")}
-    return RankDump(entries, groups, wrapped, world_size, gloo, active_only, descriptions, enqueued)
+    return RankDump(entries, groups, has_overflowed, world_size, gloo, active_only, descriptions, enqueued)
 
 
 def _enqueued(statuses: object, names: Sequence[str], raw: Sequence[Mapping[str, Any]]) -> dict[str, int]:

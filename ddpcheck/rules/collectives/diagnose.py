@@ -284,7 +284,7 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
             explained.update(group.members)
     while stopped := graph.stopped - explained:  # explained by program lines, if the group has lines
         awaited: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-        for rank, call, peers in graph.waits_for(stopped):  # earliest first
+        for rank, call, peers in graph.waits_on(stopped):  # earliest first
             awaited.setdefault(graph.group(rank, call), set()).update(peers)
         best = max(by_key.keys() & awaited, key=lambda key: (len(awaited[key]), -[*awaited].index(key)), default=None)
         coming = graph.dumps.keys() - stopped
@@ -292,7 +292,7 @@ def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen:
             break  # sends and receives only, or no explanation by lines
         findings += group_findings
         explained |= awaited[best]
-    return findings + judge_waits(graph, explained, at_end, names_missing=not seen.is_live)
+    return findings + judge_waits(graph, explained, at_end, reports_missing_dumps=not seen.is_live)
 
 
 def _judge_group(
@@ -325,11 +325,11 @@ def _judge_group(
 
 
 def judge_waits(
-    graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, names_missing: bool
+    graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, reports_missing_dumps: bool
 ) -> list[Finding]:
     """Return one finding per root cause of waiting ranks.
 
-    `explained`: ranks whose waiting peers are expected, or covered by another finding.
+    `explained`: ranks for which others wait, if the wait is expected or has a finding.
     """
     findings = list[Finding]()
     if ranks := sorted(graph.devices.keys() - explained):
@@ -339,7 +339,7 @@ def judge_waits(
     if findings or explained:
         return findings
     if graph.missing:
-        return ddp402.explain_by_missing_dumps(graph) if names_missing else []
+        return ddp402.explain_by_missing_dumps(graph) if reports_missing_dumps else []
     return first_explanation(WAIT_EXPLANATIONS, graph)
 
 

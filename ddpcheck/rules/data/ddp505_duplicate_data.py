@@ -185,40 +185,43 @@ def judge_inputs(
 ) -> list[Finding]:
     """DDP505: forward inputs that are equal on several ranks and change between steps.
 
-    In all steps, in the first steps, or from a step on, as after a checkpoint with one rank's generator; all by rank.
+    The inputs may be equal in all steps, only in the first, or only in the last (all ranks loaded rank 0's generator
+    state). Arguments are by rank.
     """
     steps = [step for step in zip(*inputs.values(), strict=False) if len({call.step for call in step}) == 1]
     samples = {rank: [tuple(sorted(step[index].samples)) for step in steps] for index, rank in enumerate(inputs)}
     groups = group_equal_ranks(samples, len(steps))
-    later = not groups
-    if later:
+    equal_at_end = not groups
+    if equal_at_end:
         groups = group_equal_ranks({rank: rank_samples[::-1] for rank, rank_samples in samples.items()}, len(steps))
     if not groups:
         return []
     (equal_ranks, count), *more = groups
-    rest = steps[::-1][count:] if later else steps[count:]
-    line, forward = line_of_selection([draws.get(rank, ()) for rank in equal_ranks]), steps[0][0].location
+    rest = steps[::-1][count:] if equal_at_end else steps[count:]
+    line, forward_location = line_of_selection([draws.get(rank, ()) for rank in equal_ranks]), steps[0][0].location
     whole, all_ranks = len(equal_ranks) == len(inputs), sorted(rank for ranks, _ in groups for rank in ranks)
     who = "Every rank's forward pass is" if whole else f"The forward passes of {wording.format_ranks(equal_ranks)} are"
-    part = "all" if not rest else "the last" if later else "the first"
+    part = "all" if not rest else "the last" if equal_at_end else "the first"
     when = f"{part} {count} steps that were compared"
     differ = [
-        f"{'until' if later else 'from'} step {step[0].step}{'' if later else ' on'} they differ" for step in rest
+        f"{'until' if equal_at_end else 'from'} step {step[0].step}{'' if equal_at_end else ' on'} they differ"
+        for step in rest
     ]
     return wording.one_finding(
         "DDP505",
         ("forward",),
         f"{who} given the same samples, in {when}; so together {'the' if whole else 'these'} ranks do the work of one.",
         ranks=() if len(all_ranks) == len(inputs) else all_ranks,
-        location=line or forward,
+        location=line or forward_location,
         severity=Severity.WARNING if rest else None,  # may be a warm-up
         evidence=[
             f"their bits are equal on {'all' if whole else 'these'} ranks, and change from step to step",
             *differ[:1],
             *_mention_groups([ranks for ranks, _ in more]),
         ],
-        related={"forward called": forward},
-        fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank." * later,
+        related={"forward called": forward_location},
+        fix="Seed with seed + rank, and restore the state of the generator from a checkpoint of each rank."
+        * equal_at_end,
     )
 
 
@@ -234,7 +237,7 @@ def judge_same_targets(
     """DDP505: ranks with equal targets but different inputs in each compared step.
 
     The ranks augment the same samples differently, or draw the same noise (the targets) for different samples. Or one
-    input tensor is equal on all ranks and others, e.g. a hidden state, are not. All arguments by rank.
+    input tensor is equal on all ranks and others, e.g. a hidden state, are not. Arguments are by rank.
     """
     by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
     common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
@@ -259,7 +262,7 @@ def judge_same_targets(
                 or sum(distinct.values()) < FEWEST_TARGET_BITS
             ):
                 continue
-            loss_at, forward = passes[0][0].made or passes[0][0].location, steps[0][0].location
+            loss_at, forward_location = passes[0][0].made or passes[0][0].location, steps[0][0].location
             noise = usable[0].rows < usable[0].elements and usable[0].elements in elements  # as in diffusion training
             return one_finding(
                 "DDP505",
@@ -273,9 +276,9 @@ def judge_same_targets(
                     + ("either the targets are the same noise on every rank, or " if noise else "")
                     + "the ranks take the same samples, and each augments them separately."
                 ),
-                location=line_of_selection(draws) or loss_at or forward,
+                location=line_of_selection(draws) or loss_at or forward_location,
                 evidence=["the targets are bit-identical on all ranks, and change from step to step"],
-                related={"loss computed": loss_at, "forward called": forward},
+                related={"loss computed": loss_at, "forward called": forward_location},
                 severity=Severity.WARNING,
             )
     return []
@@ -288,7 +291,7 @@ def judge_streams(
 ) -> list[Finding]:
     """DDP505: a rank that trains on samples which another rank drew before for evaluation.
 
-    All arguments by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one drew more.
+    Arguments are by rank of a wrapper's group. Both ranks draw samples from the same random numbers; one drew more.
     """
     drawn: dict[tuple[int, ...], tuple[int, int]] = {}  # samples -> (first rank to evaluate them, position)
     for ahead in inputs:

@@ -14,8 +14,8 @@ from ddpcheck.findings.wording import group_by_value
 def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
     """Add to findings on diverged state that the ranks loaded different files.
 
-    Only if no `torch.load` line reads the same file on all ranks: a program with a file per rank (random states,
-    shards) loads the rest from a common file.
+    Skipped if all ranks read one common file with `torch.load`: the other files are then probably per rank on purpose
+    (generator states, shards).
     """
     loads = [{use.location: use for use in reversed(entries) if use.by_torch and not use.writes} for entries in uses]
     common = set.intersection(*map(set, loads)) if loads else set()

@@ -250,7 +250,10 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[F
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
-    """Return a DDP306 for initial values (DDP208) that differ in a later backward pass."""
+    """Turn a DDP208 into a DDP306: nothing was averaged.
+
+    The initial values still differ at a later backward pass.
+    """
     return replace(
         finding,
         code="DDP306",

@@ -237,7 +237,7 @@ class Mismatch:
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
-    """Return why the values cannot be compared, equal on all ranks, or ''."""
+    """Return why the values cannot be compared, or ''. Every rank returns the same text."""
     if error := first_error({rank: values.error for rank, values in by_rank.items()}):
         return error
     options = {rank: values.options for rank, values in by_rank.items()}
