@@ -22,6 +22,7 @@ _NOTHING: dict[str, Callable[..., Any]] = {
     "Finding | None": lambda *_given, **_named: None,
     "Finding": lambda *_given, **_named: _ANOTHER,
     "tuple[str, tuple[int, ...], str]": lambda *_given, **_named: ("DDP306", (), ""),  # the code where nothing is known
+    "Iterator[tuple[_Judge | None, Finding]]": lambda *_given, **_named: iter(()),
     "Causes": lambda findings: Causes(list(findings), list(findings)),  # none has a cause
 }
 """Stands for a judge, by the annotation of what that returns."""

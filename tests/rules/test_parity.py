@@ -508,6 +508,7 @@ def test_unregistered_state_that_drifts() -> None:
         ("one of the variables has been modified by an inplace operation", "DDP311"),
         ("Expected to have finished reduction in the prior iteration", "DDP302"),
         ("Encountered gradient which is undefined, but still allreduced by DDP reducer.", "DDP509"),
+        ("Your training graph has changed in this iteration", "DDP513"),
     ],
 )
 def test_what_the_wrapper_raises_is_known(words: str, code: str) -> None:

@@ -15,10 +15,11 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import Names
-from ddpcheck.rules.collectives.diagnose import explain_by_torch_error
+from ddpcheck.rules.collectives.diagnose import diagnose, diagnose_dumps, explain_by_torch_error
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, WrapperMade
 from ddpcheck.stream.rank_report import WatchContext
 from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen
 
 LINE = "train.py:30"
 
@@ -172,3 +173,21 @@ def test_a_timeout_that_is_shorter_than_the_work_of_a_rank() -> None:
 def test_an_exception_of_the_script_is_not_torchs() -> None:
     assert not explain_by_torch_error(FailureFacts([raised(0, "CUDA out of memory")], [calls(*STEP)] * 2))
     assert not explain_by_torch_error(FailureFacts([], []))
+
+
+def test_parameters_that_are_split_have_no_dimension_to_average_over() -> None:
+    text = "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all"
+    found = judged(text, (), replace(wrapper([], []), location=Location.parse(LINE)))
+    assert found.code == "DDP401" and "DTensor parameters" in found.message
+
+
+def test_calls_that_do_not_match_without_a_failure() -> None:
+    (found,) = diagnose(FailureFacts([], [calls("all_reduce"), calls("broadcast")], [0, 1]))
+    assert found.code == "DDP403" and "no rank failed" in found.evidence[-1]
+
+
+def test_calls_of_dumps_that_do_not_match() -> None:
+    logs = [calls("all_reduce"), calls("broadcast")]
+    group = GroupLogs("world", (0, 1), 0, logs, frozenset({0, 1}))
+    codes = [finding.code for finding in diagnose_dumps([group], {0: "waits", 1: "waits"}, RanksSeen({}))]
+    assert codes == ["DDP403"]
