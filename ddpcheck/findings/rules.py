@@ -74,6 +74,7 @@ class Rule:
     needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself
     spreads: bool = False  # if findings on more and more tensors are one defect
     by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
+    first_row_only: bool = False  # if findings of less specific views of `run` are repeats, whatever their subjects
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
     keeps_gradients: bool = False  # if it cannot be why gradients differ from a single process (DDP314)
     keeps_results: bool = False  # likewise for shown numbers, if gradients are equal

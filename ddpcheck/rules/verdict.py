@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ddpcheck.findings.report import CheckStatus, Finding, Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
 
@@ -68,14 +69,14 @@ class Judged:
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
     """Run rows in order, dropping headings in `but`; record exceptions of judges.
 
-    An earlier row is more specific: later findings of the same rule are repeats.
+    An earlier row is more specific: later findings of a rule that is `first_row_only` are repeats.
     """
     findings: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
     reported: list[tuple[str, Finding]] = []
     for row in rows:
-        known_codes = {finding.code for _, finding in findings}
+        known_codes = {finding.code for _, finding in findings if RULES[finding.code].first_row_only}
         try:
             row_verdicts = row.judge(facts)
         except Exception as error:

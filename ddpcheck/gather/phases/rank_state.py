@@ -183,7 +183,8 @@ class RankState:
 
     def run_loss(self, step: int, place: str = "", module: nn.Module | None = None) -> Loss:
         """Return the loss of `module`, default the reference module, on this rank's shard; see `compute_loss`."""
-        module, seed = module or self.reference.module, self.seed_of(step)
+        module = self.reference.module if module is None else module  # len() of a compiled DDP raises
+        seed = self.seed_of(step)
         return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, place=place)
 
 

@@ -341,7 +341,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         """Write which attributes of the module have been set on the wrapper in their place."""
         values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
-        tensors = {*self.module._parameters, *self.module._buffers}
+        tensors = {*dict(self.module.named_parameters(recurse=False)), *dict(self.module.named_buffers(recurse=False))}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
             self._log.add(AttributesSet(self.number, tuple(names)))

@@ -1,4 +1,4 @@
-"""DDP505 duplicate-data: error
+"""DDP505 duplicate-data: error, first_row_only
 
 Ranks train on the same samples in the same step.
 

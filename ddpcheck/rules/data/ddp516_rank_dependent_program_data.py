@@ -1,4 +1,4 @@
-"""DDP516 rank-dependent-program-data: error
+"""DDP516 rank-dependent-program-data: error, first_row_only
 
 Data that the program derives (label map, split, vocabulary, order) differs between ranks.
 

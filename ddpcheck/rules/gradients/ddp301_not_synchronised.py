@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results
+"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results, first_row_only
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 

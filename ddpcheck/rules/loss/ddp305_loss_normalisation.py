@@ -1,4 +1,4 @@
-"""DDP305 loss-normalisation: error, keeps_results
+"""DDP305 loss-normalisation: error, keeps_results, first_row_only
 
 Gradients differ from the single process because the loss is a sum, or a mean over a count that differs between ranks.
 

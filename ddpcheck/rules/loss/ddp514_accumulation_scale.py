@@ -1,4 +1,4 @@
-"""DDP514 accumulation-scale: error, keeps_results
+"""DDP514 accumulation-scale: error, keeps_results, first_row_only
 
 Accumulated gradients are not scaled by the number of micro-steps, or by the number of tokens in each.
 

@@ -1,4 +1,4 @@
-"""DDP504 stale-optimizer: error
+"""DDP504 stale-optimizer: error, first_row_only
 
 The optimizer holds tensors that are no longer the module's parameters, or lacks some that are.
 

@@ -1,4 +1,4 @@
-"""DDP208 parameter-value: error, stops_run
+"""DDP208 parameter-value: error, stops_run, first_row_only
 
 The value of a parameter differs between ranks.
 

@@ -1,4 +1,4 @@
-"""DDP306 state-diverged: error, spreads, keeps_results
+"""DDP306 state-diverged: error, spreads, keeps_results, first_row_only
 
 Parameters, buffers or optimizer state differ between ranks after a step.
 
