@@ -283,7 +283,7 @@ def test_missing_examples_are_said(project: Path, capsys: pytest.CaptureFixture[
     assert "no_rules.py is not a Python file that can be imported" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/readme.py runs it too
 def test_the_command_runs_the_examples(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["test-rule", str(EXAMPLES / "lab_rules.py")]) == 0
     assert capsys.readouterr().out.splitlines() == [
