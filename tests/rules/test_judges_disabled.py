@@ -25,7 +25,7 @@ from tests.tiers import share
 
 TESTS = Path(__file__).parents[1]
 SUBJECTS = sorted({judge.__module__.split(".")[2] for judge in judges().values()} - {"others"})  # needs files of rules
-QUICK = ("causes", "compilation", "evaluation")
+IN_TEST_ALL = ("evaluation", "gradients", "parameters", "replicas")
 STARTED = pytest.skip.Exception("starts a process")
 
 
@@ -104,7 +104,8 @@ def without_protection(names: Iterable[str]) -> list[str]:
     return sorted(open_judges)
 
 
-@pytest.mark.parametrize("subject", share(SUBJECTS, QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", share(SUBJECTS, IN_TEST_ALL, pytest.mark.exhaustive))
 def test_some_test_is_red_without_any_one_of_the_judges(subject: str) -> None:
     names = [name for name, judge in judges().items() if judge.__module__.split(".")[2] == subject]
     assert names and without_protection(names) == [], "each needs a fault, a script or a test made by hand"
