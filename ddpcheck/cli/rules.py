@@ -50,7 +50,7 @@ def run_rules(arguments: argparse.Namespace) -> int:
     load_rules_of_others()
     if arguments.format == "json":
         rules = [
-            {name: value for name, value in asdict(rule).items() if not isinstance(value, bool)}
+            {name: value for name, value in asdict(rule).items() if not isinstance(value, bool) and name != "repeats"}
             | {"severity": rule.severity.value, "explains": consequences_of(rule), "explained_by": causes_of(rule)}
             for rule in RULES.values()
         ]

@@ -1,1 +1,1 @@
-"""What few users need; `ddpcheck.load_extra` imports it by name, and the rest of ddpcheck works without it."""
+"""Optional features, imported by `ddpcheck.load_extra` only: the rest of ddpcheck works without them."""

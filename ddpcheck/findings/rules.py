@@ -69,18 +69,18 @@ class Rule:
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
+    repeats: tuple[str, ...] = ()  # rows of `run` whose findings repeat an earlier one of a rule that names the row too
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
     takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
     needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself
     spreads: bool = False  # if findings on more and more tensors are one defect
     by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
-    first_row_only: bool = False  # if findings of less specific views of `run` are repeats, whatever their subjects
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
     keeps_gradients: bool = False  # if it cannot be why gradients differ from a single process (DDP314)
     keeps_results: bool = False  # likewise for shown numbers, if gradients are equal
 
 
-_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Explains|Reports|Example):", re.MULTILINE)
+_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Repeats|Explains|Reports|Example):", re.MULTILINE)
 
 
 def parse_rule(docstring: str) -> Rule:
@@ -99,6 +99,7 @@ def parse_rule(docstring: str) -> Rule:
     if "example" in texts:
         fields["example"] = re.sub("^    ", "", texts["example"].strip("\n"), flags=re.MULTILINE) + "\n"
     fields["reports"] = tuple(fields.get("reports", "").split())
+    fields["repeats"] = tuple(filter(None, fields.get("repeats", "").split(", ")))
     fields["explains"] = tuple(map(_parse_explains, filter(None, fields.get("explains", "").split("; "))))
     checks = (part.split(" ", 1) for part in filter(None, fields.get("checks", "").split("; ")))
     fields["checks"] = {command: tuple(lines.split(", ")) for command, lines in checks}

@@ -69,14 +69,16 @@ class Judged:
 def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
     """Run rows in order, dropping headings in `but`; record exceptions of judges.
 
-    An earlier row is more specific: later findings of a rule that is `first_row_only` are repeats.
+    An earlier row is more specific: `Rule.repeats` names the later rows that find the same defect again.
     """
     findings: list[tuple[str, Finding]] = []
     verdicts: dict[str, list[Verdict]] = {}
     errors: dict[str, Exception] = {}
     reported: list[tuple[str, Finding]] = []
     for row in rows:
-        known_codes = {finding.code for _, finding in findings if RULES[finding.code].first_row_only}
+        name = getattr(row.judge, "__name__", "")
+        repeats = {code for code, rule in RULES.items() if name in rule.repeats}
+        dropped = set() if repeats.isdisjoint(finding.code for _, finding in findings) else repeats
         try:
             row_verdicts = row.judge(facts)
         except Exception as error:
@@ -86,8 +88,8 @@ def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = (
             if heading in but:
                 continue
             verdicts.setdefault(heading, []).append(verdict)
-            findings += ((heading, finding) for finding in verdict.findings if finding.code not in known_codes)
-            reported += ((heading, finding) for finding in verdict.findings if finding.code in known_codes)
+            findings += ((heading, finding) for finding in verdict.findings if finding.code not in dropped)
+            reported += ((heading, finding) for finding in verdict.findings if finding.code in dropped)
     return _by_causes(findings, verdicts, errors, reported)
 
 

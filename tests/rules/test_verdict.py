@@ -8,7 +8,7 @@ import pytest
 
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.rules import rules_of_check
+from ddpcheck.findings.rules import RULES, rules_of_check
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules.script_table import HEADINGS, ROWS
 from ddpcheck.rules.verdict import Judged, Row, Verdict, Verdicts, judge_all, status_of
@@ -18,8 +18,12 @@ def finding(code: str, *subjects: str) -> Finding:
     return make_finding(code, subjects, f"What {code} says.")
 
 
-def row(heading: str, *found: Finding, held: str = "") -> Row[None]:
-    return Row(lambda _: {heading: Verdict(found, held)}, (heading,))
+def row(heading: str, *found: Finding, held: str = "", name: str = "") -> Row[None]:
+    def judge(_: None) -> Verdicts:
+        return {heading: Verdict(found, held)}
+
+    judge.__name__ = name
+    return Row(judge, (heading,))
 
 
 def fails(_: None) -> Verdicts:
@@ -41,7 +45,7 @@ def test_a_check_line_says_what_was_compared_under_its_heading() -> None:
 
 
 def test_what_yields_to_an_earlier_finding_is_crossed_under_its_own_heading_too() -> None:
-    rows = (row("loop", finding("DDP301", "a")), row("data", finding("DDP301", "b"), held="2"))
+    rows = (row("loop", finding("DDP301", "a")), row("data", finding("DDP301", "b"), held="2", name="Optimizers"))
     judged = judge_all(None, rows)
     assert [one.subjects for one in judged.findings] == [("a",)]
     assert lines(judged)["data"] == ("failed", "DDP301")
@@ -66,14 +70,18 @@ def test_what_was_found_before_may_come_of_what_is_found_at_the_end() -> None:
     assert lines(judged)["loop"] == ("failed", "DDP507, which comes with DDP405")
 
 
-def test_the_first_row_that_finds_a_rule_keeps_it() -> None:
-    weights, sums = finding("DDP305", "targets"), finding("DDP305", "loss")
-    later = row("loss", sums, finding("DDP303", "loss"))
-    assert [one.subjects for one in judge_all(None, (row("loop", weights), later)).findings] == [
-        ("targets",),
-        ("loss",),
-    ]
-    assert [one.code for one in judge_all(None, (row("loop"), later)).findings] == ["DDP305", "DDP303"]
+def test_a_row_does_not_repeat_what_an_earlier_one_has_found() -> None:
+    later = row("loss", finding("DDP305", "loss"), finding("DDP303", "loss"), name="Losses")
+    for earlier, codes in (("DDP305", ["DDP305", "DDP303"]), ("DDP514", ["DDP514", "DDP303"]), ("DDP507", None)):
+        judged = judge_all(None, (row("loop", finding(earlier, "targets")), later))
+        assert [one.code for one in judged.findings] == (codes or ["DDP507", "DDP305", "DDP303"])
+    other = row("optimizers", finding("DDP503", "3.weight"), name="Optimizers")
+    assert len(judge_all(None, (row("loop", finding("DDP503", "2.weight")), other)).findings) == 2
+
+
+def test_rules_name_rows_that_there_are() -> None:
+    rows = {getattr(row.judge, "__name__", "") for row in ROWS}
+    assert {name for rule in RULES.values() for name in rule.repeats} <= rows
 
 
 def test_a_copy_is_left_out_if_the_cause_is_known() -> None:

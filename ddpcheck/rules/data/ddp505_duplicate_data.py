@@ -1,4 +1,4 @@
-"""DDP505 duplicate-data: error, first_row_only
+"""DDP505 duplicate-data: error
 
 Ranks train on the same samples in the same step.
 
@@ -18,6 +18,7 @@ Line: The line that constructs the sampler or the loader. If inputs of forward, 
     the line that seeds or draws the random numbers that select samples; else the call of forward, the line that
     computes the loss, or the optimizer step. `ddpcheck report` names no line.
 Checks: report parity; run data
+Repeats: Data
 Explains: DDP303 DDP304 DDP305 DDP312
 Reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144
 Example:

@@ -1,4 +1,4 @@
-"""DDP516 rank-dependent-program-data: error, first_row_only
+"""DDP516 rank-dependent-program-data: error
 
 Data that the program derives (label map, split, vocabulary, order) differs between ranks.
 
@@ -17,6 +17,7 @@ Ignore: If ranks should hold different data, for example a table of each rank's 
 Line: The line that assigns the table, or that splits the dataset; else the line that constructs the sampler or the
     loader. If only inputs of forward are compared: the call of forward. `ddpcheck report` names no line.
 Checks: report parity; run data, evaluation
+Repeats: compare_groups, Data
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 """

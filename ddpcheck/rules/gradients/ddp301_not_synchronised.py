@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results, first_row_only
+"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 
@@ -16,6 +16,7 @@ Line: The line that changes averaged gradients differently on each rank: a clip,
     that registers the communication hook, else the line that creates the first parameter. For a model split over
     ranks: the line that splits it, or seeds it differently.
 Checks: report reducer; run replicas, optimizers
+Repeats: compare_groups, compare_hand_split, GradientChanges, Optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
 Example:

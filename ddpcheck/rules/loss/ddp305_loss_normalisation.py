@@ -1,4 +1,4 @@
-"""DDP305 loss-normalisation: error, keeps_results, first_row_only
+"""DDP305 loss-normalisation: error, keeps_results
 
 Gradients differ from the single process because the loss is a sum, or a mean over a count that differs between ranks.
 
@@ -21,6 +21,7 @@ Ignore: If each rank should have the same weight, however many samples it has. A
 Line: The line that computes the term of the loss, or the loss. If each rank divides by a sum over some of the ranks,
     the all_reduce.
 Checks: report parity; run loop, loss, optimizers
+Repeats: Losses, Optimizers
 Reports: pytorch/pytorch#37359 huggingface/transformers#24725
 Example:
     loss = (token_loss * mask).sum() / mask.sum()

@@ -1,4 +1,4 @@
-"""DDP514 accumulation-scale: error, keeps_results, first_row_only
+"""DDP514 accumulation-scale: error, keeps_results
 
 Accumulated gradients are not scaled by the number of micro-steps, or by the number of tokens in each.
 
@@ -19,6 +19,7 @@ Ignore: If the learning rate was tuned with the sum, or if micro-batches should 
     tokens they have.
 Line: The line that computes the loss. If a function ignores the number of items that a trainer passes, this function.
 Checks: report parity; run loop, loss
+Repeats: Losses
 Reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
 Example:
     for part in batch.split(4):

@@ -1,4 +1,4 @@
-"""DDP208 parameter-value: error, stops_run, first_row_only
+"""DDP208 parameter-value: error, stops_run
 
 The value of a parameter differs between ranks.
 
@@ -15,6 +15,7 @@ Ignore: If the ranks train different models on purpose.
 Line: The line that changes the values after wrapping, or that seeds the model differently on each rank. If there is
     none, the line that creates the first parameter.
 Checks: report wrapping; run replicas, optimizers
+Repeats: compare_groups
 Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
     torch.manual_seed(dist.get_rank())       # every rank starts from other weights
