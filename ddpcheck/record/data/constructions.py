@@ -238,9 +238,11 @@ def _held_state(thing: Any) -> bytes:
 
 def _parts(thing: Any, name: str) -> list[tuple[str, Any]]:
     if isinstance(thing, list | tuple):
-        return [(name, one) for one in thing] if len(thing) <= _MOST_PARTS else []
-    held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", None)
-    return [(str(key), one) for key, one in held.items()] if isinstance(held, dict) and len(held) <= _MOST_PARTS else []
+        return [(name, item) for item in thing] if len(thing) <= _MOST_PARTS else []
+    parts = thing if isinstance(thing, dict) else getattr(thing, "__dict__", None)
+    if not isinstance(parts, dict) or len(parts) > _MOST_PARTS:
+        return []
+    return [(str(key), value) for key, value in parts.items()]
 
 
 def draw_history() -> int:

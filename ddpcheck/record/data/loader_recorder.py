@@ -152,7 +152,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         self._run.position = one.entry.loader, one.entry.number, one.entry.batches
         self._run.batches[one.entry.loader] += 1
         self._run.log.count_batch(*self._run.position)
-        self._run.taken = sum(one.entry.batches for one in self._open.values())
+        self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
     def _follow_unused(self, one: _Pass, batch: Any) -> None:
         """Count batches freed before any use, except the last (possibly on a device)."""

@@ -251,10 +251,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[F
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
-    """Turn a DDP208 into a DDP306: nothing was averaged.
-
-    The initial values still differ at a later backward pass.
-    """
+    """Turn a DDP208 into a DDP306: initial values still differ at a later backward pass."""
     return replace(
         finding,
         code="DDP306",
@@ -397,8 +394,7 @@ def use_finding(
 
 def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Finding]:
     """DDP306: parameters or optimizer state that diverge on all ranks, although gradients are equal."""
-    names = divergence.names
-    reason = "changed in the forward pass, on each rank differently, and not by the optimizer"
+    names, reason = divergence.names, "changed in the forward pass, on each rank differently, and not by the optimizer"
     return divergence_finding(
         "DDP306",
         facts,
