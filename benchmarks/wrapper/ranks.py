@@ -17,7 +17,7 @@ from torch import nn
 import ddpcheck
 from benchmarks.wrapper.cases import Case
 from ddpcheck.record.loop.step_tracker import StepTracker
-from ddpcheck.record.recording import UnpickledHook
+from ddpcheck.record.recording import UnpickledHook, follow_steps, unfollow_steps
 
 PLAIN, CHECKED, UNUSED, MMENGINE, SECOND = "plain", "checked", "unused", "mmengine", "second"
 FIRST_ROUNDS = 32
@@ -95,11 +95,11 @@ class Switch:
 
     def off(self) -> None:
         self._recorder.tracker.detach()
-        self._recorder._optimizer_steps.detach()
+        unfollow_steps(self._recorder._optimizer_steps)
 
     def on(self) -> None:
         self._recorder.tracker.attach()
-        self._recorder._optimizer_steps.attach()
+        follow_steps(self._recorder._optimizer_steps)
 
     def go_to(self, number: int) -> None:
         """Go on with another step."""
