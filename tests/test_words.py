@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -95,3 +96,67 @@ def docstrings(module: Path) -> Iterator[str]:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     found = {path.name: [text for text in docstrings(path) if text.split(" ")[0] in NO_BEGINNING] for path in MODULES}
     assert {path: texts for path, texts in found.items() if texts} == {}
+
+
+# Names that say nothing of what they name: the name of a step is `step`, and of steps by rank `steps_by_rank`.
+NO_NAME = {
+    *("alone", "apart", "found", "given", "held", "left", "of_rank", "of_ranks", "one", "other", "place", "said"),
+    *("theirs", "told"),
+}
+RECORDED = {  # classes whose fields are formats of logs and records, or public; by file or folder
+    *(ROOT / "ddpcheck" / "findings" / "evidence").glob("*.py"),
+    *(ROOT / "ddpcheck" / name for name in ("findings/errors.py", "stream/entries.py", "stream/rank_report.py")),
+}
+MOST_WORDS = 14  # of the first line of a docstring
+
+ALLOWED = {
+    "cli": (0, 5),
+    "extras": (3, 4),
+    "gather": (31, 17),
+    "monitor": (1, 1),
+    "recipe": (11, 2),
+    "record": (161, 23),
+    "report": (6, 0),
+    "rules": (20, 53),
+    "run": (8, 10),
+    "testing": (10, 9),
+    "trace": (14, 28),
+    "worlds": (9, 24),
+}
+"""Names in `NO_NAME` and long first lines that each package still has: lower a number when it falls, never raise it."""
+
+
+def names_in(module: Path) -> Iterator[str]:
+    """Yield the names of functions, arguments, variables and fields that a module defines."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and module in RECORDED]
+    recorded = {stmt.target for node in classes for stmt in node.body if isinstance(stmt, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                if node not in recorded:
+                    yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+
+
+def packages_above(counts: Counter[str], column: int) -> dict[str, int]:
+    """Return the counts above those of `ALLOWED`, by package."""
+    return {package: count for package, count in counts.items() if count > ALLOWED.get(package, (0, 0))[column]}
+
+
+def package_of(module: Path) -> str:
+    """Return the package of a module; the name of a module beside the packages."""
+    return module.relative_to(ROOT / "ddpcheck").parts[0]
+
+
+def test_names_say_what_they_name() -> None:
+    names = [(package_of(module), name.strip("_")) for module in MODULES for name in names_in(module)]
+    assert packages_above(Counter(package for package, name in names if name in NO_NAME), 0) == {}
+
+
+def test_docstrings_begin_with_a_short_line() -> None:
+    lines = [(package_of(module), text.split("\n")[0]) for module in MODULES for text in docstrings(module)]
+    assert packages_above(Counter(package for package, line in lines if len(line.split()) > MOST_WORDS), 1) == {}

@@ -239,9 +239,9 @@ def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -
 _MOST_FILES = 2000  # searched for a file name
 
 
-def _file_of(place: Location, folder: Path | None) -> Path:
+def _file_of(location: Location, folder: Path | None) -> Path:
     """Return the path of a location's file, unchanged if not found."""
-    path = Path(place.path)
+    path = Path(location.path)
     folder = None if folder is None or folder.resolve().is_relative_to(Path.cwd()) else folder
     folders = [*([folder] if folder else []), Path(), *map(Path, sys.path)]
     if (file := next((parent / path for parent in folders if os.path.isfile(parent / path)), None)) is not None:
@@ -254,13 +254,13 @@ def _file_of(place: Location, folder: Path | None) -> Path:
     return path
 
 
-def _excerpt(place: Location, path: Path) -> SourceExcerpt | None:
+def _excerpt(location: Location, path: Path) -> SourceExcerpt | None:
     try:
         lines = read_source(path).splitlines()
     except (OSError, SyntaxError, ValueError):  # ValueError: not text, or an invalid file name
         return None
-    if not 0 < place.line <= len(lines):
+    if not 0 < location.line <= len(lines):
         return None
-    first = max(place.line - _AROUND, 1)
-    context = lines[first - 1 : place.line + _AROUND]
-    return SourceExcerpt(place.path, first, tuple(line[:_LONGEST_LINE] for line in context))
+    first = max(location.line - _AROUND, 1)
+    context = lines[first - 1 : location.line + _AROUND]
+    return SourceExcerpt(location.path, first, tuple(line[:_LONGEST_LINE] for line in context))

@@ -1,4 +1,4 @@
-"""Rule table: every defect by code, read from the docstrings of the files in `ddpcheck/rules/`."""
+"""Rule table: defects by code, from the docstrings of the files in `ddpcheck/rules/`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ RULES = _read_rules()
 
 
 def rules_of_check(command: str, check: str) -> list[str]:
-    """Return the codes of the rules whose findings a check line of a command shows."""
+    """Return the codes of rules that a check line of a command shows."""
     return [rule.code for rule in RULES.values() if check in rule.checks.get(command, ())]
 
 
@@ -169,7 +169,7 @@ def find_rule(text: str) -> Rule:
 
 
 def matching_rules(pattern: str) -> tuple[Rule, ...]:
-    """Return the rules of a code, a prefix of a code ("DDP1"), or a name.
+    """Return the rules of a code, a code prefix ("DDP1"), or a name.
 
     Raises:
         UsageError: No rule matches; the message suggests similar names.
@@ -210,7 +210,7 @@ def _suggestion(text: str) -> str:
 
 
 def _is_one_edit(word: str, target: str) -> bool:
-    """Return True if two words differ by one letter, or by two letters in swapped order."""
+    """Return True if two words differ by one letter or one swap of letters."""
     shorter, longer = sorted((word, target), key=len)
     if len(shorter) < len(longer):
         return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))

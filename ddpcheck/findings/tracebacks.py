@@ -83,12 +83,12 @@ def is_misuse(error: DDPCheckError) -> bool:
     return bool(run) and _is_asked_for(run[0][0]) and not run[0][0].f_code.co_qualname.startswith("Recipe.")
 
 
-def as_bug(error: BaseException, place: str = "") -> BugError:
+def as_bug(error: BaseException, phase: str = "") -> BugError:
     """Wrap a bug of ddpcheck in a `BugError` with the full traceback.
 
     Args:
         error: The exception.
-        place: Current status, as in `ddpcheck.rank.set_status`.
+        phase: Current status, as in `ddpcheck.rank.set_status`.
     """
     if isinstance(error, BugError):
         return error
@@ -98,7 +98,7 @@ def as_bug(error: BaseException, place: str = "") -> BugError:
     if run := _innermost_run(error):
         frame, line = run[-1]
         location = f"ddpcheck/{os.path.relpath(frame.f_code.co_filename, OWN_FOLDER)}:{line}".replace(os.sep, "/")
-    note = ", ".join(filter(None, (location, place)))
+    note = ", ".join(filter(None, (location, phase)))
     return BugError(
         f"ddpcheck itself raised {text}{f' ({note})' if note else ''}; {BUG}, not in the target: please report it with "
         "the traceback",

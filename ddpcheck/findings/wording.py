@@ -101,7 +101,7 @@ def plain_module(name: str) -> str:
 _FEWEST_IN_STEPS = 5
 _MOST_PARTS = 12
 
-_Given = ParamSpec("_Given")
+_Args = ParamSpec("_Args")
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -275,8 +275,8 @@ def make_finding(
     )
 
 
-def _in_list(make: Callable[_Given, Finding]) -> Callable[_Given, list[Finding]]:
-    return lambda *given, **named: [make(*given, **named)]
+def _in_list(make: Callable[_Args, Finding]) -> Callable[_Args, list[Finding]]:
+    return lambda *args, **kwargs: [make(*args, **kwargs)]
 
 
 one_finding = _in_list(make_finding)  # `make_finding` as a list, the return type of judges
@@ -298,7 +298,7 @@ def agreeing(phrase: str, ranks: Sequence[int]) -> str:
     return _OF_SEVERAL.get(verb, verb) + space + rest.replace("before its work", "before their work")
 
 
-def told_together(said: Iterable[tuple[int, str]]) -> list[str]:
+def told_together(texts: Iterable[tuple[int, str]]) -> list[str]:
     """Group ranks by equal text: "ranks 1 and 2 have ended"."""
-    groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(said, lambda pair: pair[1]).items()}
+    groups = {text: [rank for rank, _ in pairs] for text, pairs in group_by(texts, lambda pair: pair[1]).items()}
     return [f"{format_ranks(ranks)} {agreeing(text, ranks)}" for text, ranks in groups.items()]

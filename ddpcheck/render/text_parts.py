@@ -1,4 +1,4 @@
-"""Text sections shared by reports and matrices; control characters in names and messages are escaped."""
+"""Text sections shared by reports and matrices; control characters are escaped."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ def handled_in(call: Call) -> tuple[str, str, str] | None:
     return (match["kind"], match["line"] or "", match["text"] or "") if match else None
 
 
-def lines_in(place: str) -> tuple[str, ...]:
+def lines_in(phase: str) -> tuple[str, ...]:
     """Return the forward pass's line in the `place` of a backward pass."""
-    match = _PLACE.fullmatch(place)
+    match = _PLACE.fullmatch(phase)
     return (match["line"],) if match and match["line"] else ()
 
 
@@ -122,7 +122,7 @@ class WrapperMade(Entry, frozen=True):
 
 
 class AttributesSet(Entry, frozen=True):
-    """Attributes set on a wrapper that the wrapped module has as well, at the end of the first step."""
+    """Wrapper attributes that the module has too, at the end of the first step."""
 
     wrapper: int  # number of the wrapper
     names: tuple[str, ...]

@@ -119,29 +119,29 @@ def _under_high_number(number: int) -> int:
 
 
 _PAIR = struct.Struct("<qq")
-_PLACES = 256
+_PAIRS = 256
 
 
 class Counters:
-    """Pairs of numbers by place (a wrapper or loader), written by this process."""
+    """Pairs of numbers by index (of a wrapper or loader), written by this process."""
 
     def __init__(self, path: Path) -> None:
-        self._memory = mapped_file(path, (_PLACES + 1) * _PAIR.size)
+        self._memory = mapped_file(path, (_PAIRS + 1) * _PAIR.size)
 
-    def put(self, place: int, first: int, second: int) -> None:
-        """Write a pair; ignored if `place` is too high."""
-        if place < _PLACES:
-            _PAIR.pack_into(self._memory, place * _PAIR.size, first, second)
+    def put(self, index: int, first: int, second: int) -> None:
+        """Write a pair; ignored if `index` is too high."""
+        if index < _PAIRS:
+            _PAIR.pack_into(self._memory, index * _PAIR.size, first, second)
 
     def put_error(self, number: int) -> None:
         """Write the number of the error that ended the log."""
-        _PAIR.pack_into(self._memory, _PLACES * _PAIR.size, number, 0)
+        _PAIR.pack_into(self._memory, _PAIRS * _PAIR.size, number, 0)
 
 
 def read_counters(path: Path) -> tuple[list[tuple[int, int]], int]:
-    """Return the pairs by place, and the error number (0 if none)."""
-    data = read_file(path, (_PLACES + 1) * _PAIR.size) if path.exists() else b""
-    *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PLACES + 1) * _PAIR.size, b"\0"))
+    """Return the pairs by index, and the error number (0 if none)."""
+    data = read_file(path, (_PAIRS + 1) * _PAIR.size) if path.exists() else b""
+    *pairs, (error, _) = _PAIR.iter_unpack(data.ljust((_PAIRS + 1) * _PAIR.size, b"\0"))
     return pairs, error
 
 
@@ -209,10 +209,10 @@ def read_calls(
     for number in range(first, count):
         start = _HEAD.size + number % _KEPT * _WIDTH
         words = data[start : start + _WIDTH].rstrip(b"\0").decode("utf-8", "replace").split(_SEPARATOR)
-        operation, group, payload, stack_id, line, place, thread = (*words, *[""] * 7)[:7]
+        operation, group, payload, stack_id, line, phase, thread = (*words, *[""] * 7)[:7]
         stack = callers.get(stack_id, ())
         entry = groups.get(group)
         members, label = ((), "") if entry is None else (entry.members, entry.words)
-        call = Call(operation, group, members, payload, place, line, callers=stack, group_words=label, thread=thread)
+        call = Call(operation, group, members, payload, phase, line, callers=stack, group_words=label, thread=thread)
         calls.append(call)
     return first, calls

@@ -156,7 +156,7 @@ class ReceivedFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._left = _LARGEST_FOLDER
+        self._remaining = _LARGEST_FOLDER
         self._names: set[str] = set()
         folder.mkdir()
 
@@ -169,8 +169,8 @@ class ReceivedFolder:
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"{part.name[:80]!r} is not the name of a log")
         self._names.add(part.name)
-        self._left -= len(part.data)
-        if self._left < 0 or len(self._names) > _MOST_FILES:
+        self._remaining -= len(part.data)
+        if self._remaining < 0 or len(self._names) > _MOST_FILES:
             raise ValueError(f"the logs are more than {_LARGEST_FOLDER >> 20} MiB, or {_MOST_FILES} files")
         with (self._folder / part.name).open("ab") as file:
             file.write(part.data)

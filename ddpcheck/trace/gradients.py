@@ -52,7 +52,7 @@ class ReducerFacts:
         """Compare gradients between ranks, and with the average of local gradients."""
         unequal: dict[str, list[int]] = {}
         wrong: dict[str, dict[int, Difference]] = {}
-        for step, items in group_by_step([item for item in evidence if not item.apart]).items():
+        for step, items in group_by_step([item for item in evidence if not item.is_local_sgd]).items():
             for name in differing_names([item.gradients for item in items]):
                 unequal.setdefault(name, []).append(step)
             for difference in (difference for item in items for difference in item.against_local if difference.bad):

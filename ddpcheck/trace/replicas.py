@@ -99,7 +99,7 @@ class ReplicaFacts:
         """Return names whose fingerprints differ between ranks, with the first differing step."""
         steps: dict[str, int] = {}
         for step, items in self.by_step.items():
-            if items[0].apart:
+            if items[0].is_local_sgd:
                 continue
             for name in differing_names([pick(item) for item in items]):
                 steps.setdefault(name, step)

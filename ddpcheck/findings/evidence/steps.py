@@ -230,7 +230,7 @@ class DdpStepEvidence(Struct, frozen=True):
     parameters_after_backward: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def apart(self) -> bool:
+    def is_local_sgd(self) -> bool:
         """True if the communication hook averages over some ranks only (post-local SGD)."""
         return any(event.kind == "apart" for event in self.events)
 

@@ -50,15 +50,15 @@ def chart_view(curve: ParityCurve) -> dict[str, Any]:
     """Return the template variables of a chart."""
     values = [value for value in (*curve.ranks, *curve.single) if value is not None]
     y = _axis(values or [0.0], _HEIGHT - 38, 46)
-    left = 12 + _LETTER * max(len(text) for _, text in y.ticks())
+    x_start = 12 + _LETTER * max(len(text) for _, text in y.ticks())
     positions = [*curve.x, *(position for position in (curve.diverges_at,) if position is not None)]
-    x = _axis(positions or [0], left, _WIDTH - 12)
+    x = _axis(positions or [0], x_start, _WIDTH - 12)
     mark = f"first divergence: {curve.x_label} {curve.diverges_at}"
     divergence = mark if curve.diverges_at is not None else "no divergence"
     return {
         "curve": curve,
         "mark": mark,
-        "said": f"{curve.name}, by {curve.x_label}, on the ranks and in a single process: {divergence}",
+        "summary": f"{curve.name}, by {curve.x_label}, on the ranks and in a single process: {divergence}",
         "width": _WIDTH,
         "height": _HEIGHT,
         "x": x,

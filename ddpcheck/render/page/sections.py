@@ -30,7 +30,7 @@ class Plot:
     """
 
     title: str
-    said: str
+    summary: str
     entries: Sequence[ParityEntry]
     low: int
     high: int
@@ -135,7 +135,7 @@ def timeline_view(timeline: CollectiveTimeline) -> dict[str, Any]:
     waits = _waits(shown)
     return {
         "timeline": timeline,
-        "said": summary,
+        "summary": summary,
         "groups": shown,
         "numbers": numbers,
         "same": {n for n in numbers if len({(group.at(n), group.waits_in(n)) for group in shown}) == 1},
@@ -167,7 +167,7 @@ _OF_RANK = re.compile(r"rank (\d+)((?: stack)?[:,].*)", re.DOTALL)
 class Source(NamedTuple):
     """Source lines around a location, and a description."""
 
-    place: Location
+    location: Location
     excerpt: SourceExcerpt
     what: str
 
@@ -199,21 +199,21 @@ def _others(ranks: Sequence[int], world_size: object) -> list[int]:
     return sorted(set(range(world_size)) - set(ranks))
 
 
-def _source(place: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
-    """Return the source around `place`; None if not in the report."""
+def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
+    """Return the source around `location`; None if not in the report."""
     for excerpt in excerpts:
-        if excerpt.path == place.path and excerpt.first <= place.line < excerpt.first + len(excerpt.lines):
+        if excerpt.path == location.path and excerpt.first <= location.line < excerpt.first + len(excerpt.lines):
             break
     else:
         return None
     path = finding.path
-    if path is not None and place == path.begins_at:
+    if path is not None and location == path.begins_at:
         what = f", where {path.reason} begins"
-    elif path is not None and path.steps and place == path.steps[-1].location:
+    elif path is not None and path.steps and location == path.steps[-1].location:
         what = ", where the path ends"
-    elif role := next((entry.role for entry in finding.related if entry.location == place), ""):
+    elif role := next((entry.role for entry in finding.related if entry.location == location), ""):
         what = f": {role}"
-    return Source(place, excerpt, what)
+    return Source(location, excerpt, what)
 
 
 def _sides(finding: Finding, report: Report) -> list[Source | None]:

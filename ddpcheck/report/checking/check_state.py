@@ -178,7 +178,7 @@ class RankSteps:
     @property
     def apart(self) -> dict[int, list[DdpStepEvidence]]:
         """Steps through the wrapper in which ranks trained apart by design, by step."""
-        return group_by_step(item for item in self.ddp if item.apart)
+        return group_by_step(item for item in self.ddp if item.is_local_sgd)
 
     def missing(self) -> dict[tuple[int, int], frozenset[str]]:
         """Return the missing parameters by step and rank."""

@@ -346,7 +346,7 @@ def judge_never_averaged(facts: ReplicaFacts) -> list[Finding]:
 
     Not reported for optimizers outside torch.optim, which may average in a step that was not run.
     """
-    local_steps = {step: items for step, items in facts.by_step.items() if items[0].apart}
+    local_steps = {step: items for step, items in facts.by_step.items() if items[0].is_local_sgd}
     if not local_steps or not facts.known.plain_optimizer or steps_that_end_alike(local_steps):
         return []
     last = local_steps[max(local_steps)]
