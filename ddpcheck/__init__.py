@@ -13,45 +13,6 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Recipe",
-    "check",
-    "check_matrix",
-    "check_schedule",
-    "check_script",
-    "World",
-    "Report",
-    "Matrix",
-    "Finding",
-    "Severity",
-    "Location",
-    "Suppression",
-    "detect_anomalous_params",
-    "check_consistency",
-    "CheckedDistributedDataParallel",
-    "watch",
-    "Watch",
-    "FindingWarning",
-    "assert_parity",
-    "assert_same_on_all_ranks",
-    "assert_no_anomalous_params",
-    "write_reproduction",
-    "init_dist",
-    "get_dist_info",
-    "master_only",
-    "allreduce_grads",
-    "allreduce_params",
-    "DDPCheckError",
-    "UsageError",
-    "ConfigError",
-    "TargetError",
-    "FindingsError",
-    "RankError",
-    "HangError",
-    "RankFailure",
-    "__version__",
-]
-
 _NAMES = {
     "recipe.recipe": "Recipe",
     "report.checking.check": "check",
@@ -75,6 +36,7 @@ _NAMES = {
     "findings.errors": "DDPCheckError UsageError ConfigError TargetError FindingsError RankError HangError RankFailure",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = [*_HOMES, "__version__"]
 _RENAMED = {"DdpcheckError": "DDPCheckError"}  # deprecated names
 _MODULES = ("rank", "launch")  # public submodules, loaded on attribute access
 

@@ -58,11 +58,6 @@ def compare_reports(old: Report, new: Report, *, names: tuple[str, str] = ("old"
 
     Findings match by code, file and subjects; lines and numbers may differ. Findings that are suppressed or known in
     the newer report are neither added nor fixed.
-
-    Args:
-        old: The older report.
-        new: The newer report.
-        names: Names of the two reports.
     """
     old_findings = [*old.findings, *(accepted.finding for accepted in old.accepted)]
     new_findings = [*new.findings, *(accepted.finding for accepted in new.accepted)]

@@ -151,11 +151,7 @@ class CollectiveTimeline:
     parts_at: int | None = None
 
     def __post_init__(self) -> None:
-        """Validate the indices into `calls`.
-
-        Raises:
-            ValueError: An index is out of range.
-        """
+        """Raise `ValueError` for an index into `calls` that is out of range."""
         if any(not 0 <= call < len(self.calls) for log in self.ranks for call in log.calls):
             raise ValueError(f"a call of process group {self.group!r} is not in the list of its timeline")
 
@@ -199,11 +195,7 @@ class ParityCurve:
     location: Location | None = None
 
     def __post_init__(self) -> None:
-        """Validate the number of values, and their range.
-
-        Raises:
-            ValueError: Lengths differ, or a value cannot be drawn.
-        """
+        """Raise `ValueError` if lengths differ, or a value cannot be drawn."""
         if not len(self.x) == len(self.ranks) == len(self.single):
             raise ValueError(f"the curves of {self.name!r} do not have a value at each place")
         if not all(value is None or abs(value) < LARGEST_VALUE for value in (*self.ranks, *self.single)):
@@ -225,15 +217,9 @@ def excerpts_of(places: Iterable[Location | None], folder: Path | None = None) -
     The path of a location may be only a file name (`relative_path`). It is searched for in `folder` (of the target),
     the working folder and `sys.path`, then in subfolders of `folder`, where exactly one file must have the name.
     """
-    excerpts: dict[Location, SourceExcerpt] = {}
-    for location in dict.fromkeys(places):
-        if (
-            location is not None
-            and len(excerpts) < _MOST_EXCERPTS
-            and (excerpt := _excerpt(location, _file_of(location, folder))) is not None
-        ):
-            excerpts[location] = excerpt
-    return tuple(excerpts.values())
+    locations = (location for location in dict.fromkeys(places) if location is not None)
+    excerpts = (_excerpt(location, _file_of(location, folder)) for location in locations)
+    return tuple(itertools.islice(filter(None, excerpts), _MOST_EXCERPTS))
 
 
 _MOST_FILES = 2000  # searched for a file name

@@ -30,19 +30,14 @@ _MOST_MEMORY = 1 << 33
 def read_file(path: str | Path, most: int = MOST_BYTES, *, own: bool = False, head: bool = False) -> bytes:
     """Read a regular file of at most `most` bytes, or raise `OSError`.
 
-    Args:
-        path: Path of the file.
-        most: Maximum size in bytes.
-        own: Require a file of this user that is not a symbolic link.
-        head: Return the first `most` bytes of a larger file.
+    `own` requires a file of this user that is not a symbolic link; `head` returns the first bytes of a larger file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or (own and status.st_uid != os.geteuid()):
-            raise OSError(
-                errno.EINVAL, "it is not a regular file" if not own else "it is not a file of this user", str(path)
-            )
+            kind = "a file of this user" if own else "a regular file"
+            raise OSError(errno.EINVAL, f"it is not {kind}", str(path))
         return file.read(most) if head else within(file.read(min(status.st_size, most) + 1), most, str(path))
 
 
@@ -54,11 +49,7 @@ def within(data: Data, most: int = MOST_BYTES, name: str = "") -> Data:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Decompress gzip data; return other data unchanged.
-
-    Raises:
-        OSError: The data is truncated, damaged, or too large.
-    """
+    """Decompress gzip data (or raise `OSError`); return other data unchanged."""
     if not data.startswith(b"\x1f\x8b"):  # magic number of gzip
         return data
     try:

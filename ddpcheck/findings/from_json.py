@@ -18,11 +18,7 @@ def added(default: Any, *, compare: bool = True) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Parse JSON whose numbers are finite.
-
-    Raises:
-        ValueError: `text` is not JSON, has a number that is not finite, or is nested too deeply.
-    """
+    """Parse JSON; raise `ValueError` if invalid, not finite, or nested too deeply."""
 
     def number(spelled: str) -> float:
         if math.isfinite(value := float(spelled)):
@@ -37,14 +33,9 @@ def parse(text: str) -> Any:
 
 
 def read(kind: type[Value], data: Any) -> Value:
-    """Convert `data` to `kind`; unknown keys (of newer versions) are ignored.
+    """Convert the output of `parse` to a dataclass; ignore unknown keys (of newer versions).
 
-    Args:
-        kind: Dataclass of strings, numbers, enums, dataclasses, and tuples and mappings of these types.
-        data: Output of `parse`.
-
-    Raises:
-        ValueError: A field is missing or has the wrong type; the message has the path of the field.
+    Raises ValueError with the path of a field that is missing or has the wrong type.
     """
     try:
         return msgspec.convert(data, kind)

@@ -13,9 +13,5 @@ else:
     Value = TypeVar("Value")
 
     def replace(value: Value, /, **changes: Any) -> Value:
-        """Return a copy with changed fields.
-
-        Raises:
-            TypeError: A field does not exist.
-        """
+        """Return a copy with changed fields; raise `TypeError` for unknown fields."""
         return (structs if isinstance(value, Struct) else dataclasses).replace(value, **changes)

@@ -414,11 +414,7 @@ def folder_of(target: str) -> Path | None:
 
 
 def checked_version(data: Any, what: str) -> dict[str, Any]:
-    """Return `data` if its schema version and notes are valid.
-
-    Raises:
-        ValueError: The schema version is missing or unsupported, or the notes are invalid.
-    """
+    """Return `data` if schema version and notes are valid, or raise `ValueError`."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise ValueError(f"this JSON is not a ddpcheck {what}: it has no schema_version")

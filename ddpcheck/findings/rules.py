@@ -156,11 +156,7 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
 
 
 def find_rule(text: str) -> Rule:
-    """Return the rule with a code (in any case) or a name.
-
-    Raises:
-        UsageError: There is no such rule; the message suggests similar names.
-    """
+    """Return the rule with a code (in any case) or a name, or raise `UsageError`."""
     wanted = text.strip()
     rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
     if rule is None:
@@ -169,17 +165,10 @@ def find_rule(text: str) -> Rule:
 
 
 def matching_rules(pattern: str) -> tuple[Rule, ...]:
-    """Return the rules of a code, a code prefix ("DDP1"), or a name.
-
-    Raises:
-        UsageError: No rule matches; the message suggests similar names.
-    """
+    """Return the rules of a code, code prefix ("DDP1") or name, or raise `UsageError`."""
     wanted = pattern.strip()
-    rules = tuple(
-        rule
-        for rule in RULES.values()
-        if rule.name == wanted.lower() or (wanted and rule.code.startswith(wanted.upper()))
-    )
+    codes = [code for code in RULES if wanted and code.startswith(wanted.upper())]
+    rules = tuple(rule for rule in RULES.values() if rule.name == wanted.lower() or rule.code in codes)
     if not rules:
         raise UsageError(f"no rule matches {pattern!r}; {_suggestion(wanted)}")
     return rules

@@ -114,14 +114,6 @@ def sort_out(
     A finding is suppressed if suppressions of its code match every subject, or if its source line has a comment
     `# ddpcheck: ignore[CODE] reason`. A finding is known if the baseline has every subject in the same file with the
     same code, at least as severe.
-
-    Args:
-        findings: All findings.
-        target: The target, as spelled by the user.
-        select: Codes, prefixes or names of the rules to report; all if empty.
-        ignore: Codes, prefixes or names of the rules to ignore.
-        suppress: Suppressions.
-        baseline: Earlier report with known findings.
     """
     chosen = select_findings(findings, select=select, ignore=ignore)
     rules = [rule for rule in suppress if rule.applies_to(target)]
@@ -210,8 +202,7 @@ def _gone(baseline: Report, findings: Sequence[Finding], target: str, hidden: Se
     """Yield sentences on a baseline that does not match the findings."""
     if baseline.target != target:
         yield f"the baseline was made of {baseline.target}"
-    fixed = not_found(baseline.findings, findings, hidden)
-    if fixed:
+    if fixed := not_found(baseline.findings, findings, hidden):
         listed = "; ".join(f"{finding.code} {join_names(finding.subjects)}".strip() for finding in fixed[:5])
         suffix = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
         yield f"{counted(len(fixed), 'finding')} of the baseline not found any more: {listed}{suffix}"

@@ -84,12 +84,7 @@ def is_misuse(error: DDPCheckError) -> bool:
 
 
 def as_bug(error: BaseException, phase: str = "") -> BugError:
-    """Wrap a bug of ddpcheck in a `BugError` with the full traceback.
-
-    Args:
-        error: The exception.
-        phase: Current status, as in `ddpcheck.rank.set_status`.
-    """
+    """Wrap a bug in a `BugError` with the full traceback; `phase`: status of the rank."""
     if isinstance(error, BugError):
         return error
     lines = str(error).strip().splitlines()
@@ -178,10 +173,8 @@ _LOOSE = ("runpy.py", "contextlib.py", "functools.py", "threading.py")  # Python
 def fold_traceback(text: str) -> str:
     """Fold each run of torch, Python and ddpcheck frames into one line.
 
-    A traceback without user frames is not changed. Stacks of `faulthandler` are folded too.
-
-    Args:
-        text: Text with tracebacks; paths are absolute, or relative to the folder of installed packages.
+    A traceback without user frames is not changed. Stacks of `faulthandler` are folded too. Paths in `text` are
+    absolute, or relative to the folder of installed packages.
     """
     lines = text.splitlines()
     owners: dict[int, str] = {}  # owner of the frame by line number; "" is the user
@@ -193,12 +186,16 @@ def fold_traceback(text: str) -> str:
         elif number - 1 in owners and _goes_on(line, indent):
             owners[number] = owners[number - 1]
     result: list[str] = []
-    runs = itertools.groupby(range(len(lines)), lambda i: bool(owners.get(i)) and _has_users_frames(i, owners))
-    for is_folded, indices in runs:
+    folded: set[int] = set()
+    for is_stack, stack in itertools.groupby(range(len(lines)), owners.__contains__):
+        indices = [*stack]
+        if is_stack and not all(map(owners.get, indices)):
+            folded.update(filter(owners.get, indices))
+    for is_folded, run in itertools.groupby(range(len(lines)), folded.__contains__):
         if not is_folded:
-            result += (lines[i] for i in indices)
+            result += (lines[i] for i in run)
             continue
-        frames = [(owners[i], frame["indent"]) for i in indices if (frame := _FRAME.match(lines[i]))]
+        frames = [(owners[i], frame["indent"]) for i in run if (frame := _FRAME.match(lines[i]))]
         names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
         result.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {names}")
     return "\n".join(result)
@@ -207,16 +204,6 @@ def fold_traceback(text: str) -> str:
 def _goes_on(line: str, indent: int) -> bool:
     """Check if a line continues the frame above: source, markers or repeat count."""
     return line.startswith(" " * (indent + 1)) or line.strip().startswith("[Previous line repeated")
-
-
-def _has_users_frames(number: int, owners: dict[int, str]) -> bool:
-    """Check if the traceback around the line `number` has user frames."""
-    first = last = number
-    while first - 1 in owners:
-        first -= 1
-    while last + 1 in owners:
-        last += 1
-    return any(not owners[index] for index in range(first, last + 1))
 
 
 def _owner(file: str) -> str:

@@ -124,14 +124,7 @@ def format_for(
 ) -> str:
     """Return the format: `name`, else by extension of `path`, else `default`, else "text".
 
-    Args:
-        name: Name of the format.
-        path: Path of the output.
-        formats: Available formats; default: formats of a report.
-        default: Format if neither `name` nor the extension determines one.
-
-    Raises:
-        UsageError: The format or the extension is unknown.
+    Raises UsageError for a format or extension that is not in `formats`.
     """
     if name is None and path is not None:
         choices = {extension: form for extension, form in _EXTENSIONS.items() if form in formats}

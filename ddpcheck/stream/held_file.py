@@ -36,11 +36,7 @@ class HeldFile:
         self.hold()
 
     def hold(self) -> int:
-        """Return the descriptor; reopen the file if the script has closed the descriptor.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Return the descriptor; reopen the file if the script has closed it."""
         if self._identity is None or _identity(self._number) != self._identity:
             number = _under_high_number(os.open(self._path, _FLAGS))
             identity = _identity(number)
@@ -53,11 +49,7 @@ class HeldFile:
         return self._number
 
     def append(self, data: bytes) -> None:
-        """Append data.
-
-        Raises:
-            OSError: The data cannot be written, or only in part.
-        """
+        """Append data; raise `OSError` if not all data can be written."""
         if os.write(self.hold(), data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -72,10 +64,7 @@ def mapped_file(path: Path, size: int) -> mmap.mmap:
     """Create a memory-mapped file that stays mapped until the process ends.
 
     A map has a descriptor that it never uses and closes when freed, so it must not be freed. The blocks are allocated
-    first: writing to a sparse map kills the process (SIGBUS) if the disk is full.
-
-    Raises:
-        OSError: There is not enough space.
+    first (`OSError` without space): writing to a sparse map kills the process (SIGBUS) if the disk is full.
     """
     import ctypes
 

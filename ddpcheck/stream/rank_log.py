@@ -161,11 +161,7 @@ class ReceivedFolder:
         folder.mkdir()
 
     def take(self, part: FilePart) -> None:
-        """Append the next part of a file.
-
-        Raises:
-            ValueError: The name is not a log's, or the size limits of the folder are exceeded.
-        """
+        """Append a part of a file, or raise `ValueError` (foreign name, size limits)."""
         if not _NAME.fullmatch(part.name):
             raise ValueError(f"{part.name[:80]!r} is not the name of a log")
         self._names.add(part.name)

@@ -35,11 +35,7 @@ def data_of(report: Document) -> tuple[str, str]:
 
 
 def data_in(page: str) -> str | None:
-    """Return the JSON embedded in a report page; None for any other text.
-
-    Raises:
-        ValueError: The data is damaged or truncated.
-    """
+    """Return the JSON in a report page (`ValueError` if damaged); None for other text."""
     if not page.lstrip().lower().startswith("<!doctype html"):
         return None
     match = _DATA.search(page)
