@@ -71,17 +71,9 @@ def check_consistency(
 
 
 def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, absence: str) -> list[Any]:
-    """Return the values of all ranks, or [] if all digests are equal.
+    """Return the plain data `value` of all ranks, or [] if all digests are equal.
 
-    Args:
-        value: Plain data of this rank.
-        group: See `check_consistency`.
-        purpose: See `StoreExchange.over`.
-        timeout: Seconds to wait for the other ranks.
-        absence: Text after "ranks ... did not" in the error message, with advice.
-
-    Raises:
-        HangError: A rank did not answer in time; the message names the ranks.
+    Raises HangError if a rank does not answer in `timeout` seconds: "ranks ... did not" and `absence`, with advice.
     """
     from ddpcheck.gather.state.fingerprints import digest_of
 

@@ -22,11 +22,7 @@ def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]
     """Return the schema of a document.
 
     Unknown keys are allowed, since newer versions add keys. Fields missing in older versions are not required.
-
-    Args:
-        kind: Dataclass, as in `from_json.read`.
-        name: Name of the document.
-        extra: Schemas of keys that are not fields of `kind`, by key.
+    `extra` has the schemas of keys that are not fields of `kind`, a dataclass as in `from_json.read`.
     """
     definitions: dict[str, Any] = {}
     body = _object(kind, definitions)

@@ -276,8 +276,8 @@ def _exits(body: Sequence[ast.stmt], *, inner: bool) -> Iterator[tuple[int, str]
     for stmt in body:
         if isinstance(stmt, ast.Return) or (isinstance(stmt, ast.Break) and not inner):
             yield stmt.lineno, type(stmt).__name__.lower()
-        elif not isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            is_loop = isinstance(stmt, ast.For | ast.AsyncFor | ast.While)
+        elif not isinstance(stmt, _FUNCTIONS | ast.ClassDef):
+            is_loop = isinstance(stmt, _LOOPS)
             for name in ("body", "orelse", "finalbody"):
                 yield from _exits(getattr(stmt, name, []), inner=inner or (is_loop and name == "body"))
             for clause in (*getattr(stmt, "handlers", ()), *getattr(stmt, "cases", ())):

@@ -238,17 +238,9 @@ def exception_location(error: BaseException) -> Location | None:
     return Location(relative_path(file), number)
 
 
-def user_traceback(error: BaseException) -> str:
-    """Return the traceback as text with relative paths, without frames of ddpcheck."""
-    return _formatted(error, hidden=(OWN_FOLDER, "<frozen importlib"))
-
-
-def whole_traceback(error: BaseException) -> str:
-    """Return the traceback as text with relative paths and all frames."""
-    return _formatted(error, hidden=())
-
-
-def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
+def format_traceback(error: BaseException, *, whole: bool = False) -> str:
+    """Return the traceback with relative paths; only a `whole` one has frames of ddpcheck."""
+    hidden = () if whole else (OWN_FOLDER, "<frozen importlib")
     exception = traceback.TracebackException.from_exception(error, compact=True)
     pending: list[traceback.TracebackException | None] = [exception]
     while pending:
@@ -267,10 +259,8 @@ def _formatted(error: BaseException, hidden: tuple[str, ...]) -> str:
 def assignment_of(module: nn.Module, name: str, *, beside: object = None) -> Location | None:
     """Return the line that assigns the attribute or global of an unregistered tensor.
 
-    Args:
-        module: Module with the attribute.
-        name: Path of the tensor from `module`, as in `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors`.
-        beside: Function whose globals have the variable, if `module` has no such attribute.
+    `name` is a path from `module`, as in `ddpcheck.gather.autograd.autograd_graph.unregistered_tensors`. `beside` is a
+    function whose globals have the variable if `module` has no such attribute.
     """
     holder = module
     first, *rest = re.split(r"[.\[]", name)

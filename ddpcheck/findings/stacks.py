@@ -30,14 +30,13 @@ def own_stack(dump: str) -> tuple[Frame, ...]:
     Uses the thread of ddpcheck's loop, else the thread that wrote the dump, without frames of ddpcheck.
     """
     stack: tuple[Frame, ...] = ()
-    for block in _threads(dump):
-        frames = frames_of(block)
+    for is_current, frames in _threads(dump):
         if (index := _loop_at(frames)) is not None:
             stack = frames[:index]
             break
-        if block.lstrip().startswith("Current thread"):
+        if is_current:
             stack = frames
-    return tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER))
+    return _without_own(stack)
 
 
 def of_main_thread(dump: str) -> str:
@@ -45,29 +44,36 @@ def of_main_thread(dump: str) -> str:
 
     Threads are listed from newest to oldest; the oldest is the main thread.
     """
-    blocks = [block for block in _threads(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
+    blocks = [block for block in _BLANK.split(dump) if block.lstrip().startswith(("Thread 0x", "Current thread"))]
     return re.sub(r"^\s*(Current thread|Thread)", "Current thread", blocks[-1]) if blocks else ""
 
 
 def has_no_python_left(dump: str) -> bool:
     """Check if the thread that wrote a dump has no Python frames (interpreter shutdown)."""
-    return any(block.lstrip().startswith("Current thread") and not frames_of(block) for block in _threads(dump))
+    return any(is_current and not frames for is_current, frames in _threads(dump))
 
 
 def has_other_threads(dump: str) -> bool:
     """Check for Python threads besides ddpcheck's loop, even with library frames only (timers)."""
-    return any(frames and _loop_at(frames) is None for frames in map(frames_of, _threads(dump)))
+    return any(frames and _loop_at(frames) is None for _, frames in _threads(dump))
 
 
 def program_threads(dump: str) -> list[tuple[Frame, ...]]:
     """Return the stacks of other threads that run the program, without ddpcheck frames."""
-    stacks = (frames_of(block) for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
-    program_stacks = (stack for stack in stacks if any(is_of_program(frame.file) for frame in stack))
-    return [tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER)) for stack in program_stacks]
+    stacks = (frames for is_current, frames in _threads(dump) if not is_current)
+    return [_without_own(stack) for stack in stacks if any(is_of_program(frame.file) for frame in stack)]
 
 
-def _threads(dump: str) -> list[str]:
-    return re.split(r"\n\s*\n", dump)
+_BLANK = re.compile(r"\n\s*\n")
+
+
+def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
+    """Return the stack of each thread; the flag is True for the thread that wrote the dump."""
+    return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK.split(dump)]
+
+
+def _without_own(stack: Sequence[Frame]) -> tuple[Frame, ...]:
+    return tuple(frame for frame in stack if not frame.file.startswith(OWN_FOLDER))
 
 
 def frames_of(block: str) -> tuple[Frame, ...]:
@@ -114,8 +120,7 @@ def collectives_of_threads(dump: str) -> list[str]:
 
     Includes threads of torch: the thread of `async_save` runs no line of the program.
     """
-    blocks = (block for block in _threads(dump) if not block.lstrip().startswith("Current thread"))
-    return [call for block in blocks if (call := collective_of(frames_of(block)))]
+    return [call for is_current, frames in _threads(dump) if not is_current and (call := collective_of(frames))]
 
 
 def program_lines(text: str) -> tuple[str, ...]:
@@ -190,10 +195,9 @@ def work_waited_for(dump: str) -> str:
 
     C++ adds no Python frame: the innermost frame is ddpcheck's.
     """
-    for block in _threads(dump):
-        if block.lstrip().startswith("Current thread") and (frames := frames_of(block)):
-            if frames[0].name == "wait" and frames[0].file == _RECORDED:
-                return f"wait(){f' at {location}' if (location := location_of(own_stack(dump))) else ''}"
+    innermost = (frames[0] for is_current, frames in _threads(dump) if is_current and frames)
+    if any(frame.name == "wait" and frame.file == _RECORDED for frame in innermost):
+        return f"wait(){f' at {location}' if (location := location_of(own_stack(dump))) else ''}"
     return ""
 
 

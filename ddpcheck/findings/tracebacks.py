@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import ddpcheck
 from ddpcheck.findings.errors import BugError, DDPCheckError
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import OWN_FOLDER, is_user_file, whole_traceback
+from ddpcheck.findings.source_lines import OWN_FOLDER, format_traceback, is_user_file
 from ddpcheck.findings.stacks import frames_of, location_of
 from ddpcheck.findings.wording import counted, join_names
 
@@ -97,7 +97,7 @@ def as_bug(error: BaseException, phase: str = "") -> BugError:
     return BugError(
         f"ddpcheck itself raised {text}{f' ({note})' if note else ''}; {BUG}, not in the target: please report it with "
         "the traceback",
-        detail=whole_traceback(error),
+        detail=format_traceback(error, whole=True),
     )
 
 

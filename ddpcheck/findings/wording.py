@@ -124,12 +124,8 @@ def _format_numbers(noun: str, numbers: Iterable[int]) -> str:
     strides = {later - number for number, later in itertools.pairwise(ordered)}
     if len(ordered) >= _FEWEST_IN_STEPS and len(strides) == 1 and strides != {1}:
         return f"{noun}s {ordered[0]} to {ordered[-1]} in steps of {strides.pop()}"
-    runs: list[list[int]] = []
-    for number in ordered:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    index = {number: i for i, number in enumerate(ordered)}
+    runs = group_by(ordered, lambda number: number - index[number]).values()
     parts = [part for run in runs for part in ([run] if len(run) > 2 else [[number] for number in run])]
     words = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]
     if len(words) > _MOST_PARTS:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ddpcheck.findings.errors import DDPCheckError, TargetError, WrongTypeError
-from ddpcheck.findings.source_lines import exception_location, user_traceback
+from ddpcheck.findings.source_lines import exception_location, format_traceback
 from ddpcheck.findings.tracebacks import for_target, is_misuse, is_ours
 from ddpcheck.findings.wording import shortened, suggests_names
 from ddpcheck.recipe.pytree import shard_batch, tree_tensors
@@ -189,8 +189,8 @@ def blame(what: str, error: BaseException) -> TargetError:
     location = exception_location(error)
     end = f" (at {location})" if location else ""
     if isinstance(error, SystemExit):
-        return TargetError(f"{what} called exit({error.code!r}){end}; remove that call", detail=user_traceback(error))
-    return TargetError(f"{what} raised {summary(error)}{end}", detail=user_traceback(error))
+        return TargetError(f"{what} called exit({error.code!r}){end}; remove that call", detail=format_traceback(error))
+    return TargetError(f"{what} raised {summary(error)}{end}", detail=format_traceback(error))
 
 
 def summary(error: BaseException) -> str:

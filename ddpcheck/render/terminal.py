@@ -38,12 +38,8 @@ class TerminalRenderer(TextRenderer):
         timed = any(check.seconds for check in report.checks)  # checks of a script are not timed
         for check in report.checks:
             seconds = f"{check.seconds:.2f} s" if timed and check.status != "skipped" else ""
-            table.add_row(
-                self.mark(parts.STATUSES[check.status]),
-                styled(check.name),
-                styled((seconds, "dim")),
-                styled(check.detail),
-            )
+            mark = self.mark(parts.STATUSES[check.status])
+            table.add_row(mark, styled(check.name), styled((seconds, "dim")), styled(check.detail))
         yield indented(table)
 
     def _findings(self, report: Report) -> Iterable[RenderableType]:
@@ -84,15 +80,11 @@ class TerminalRenderer(TextRenderer):
         name_width = max((self.medium.width or UNBROKEN) - _OTHER_COLUMNS, 16)
         for reference, entries in sorted(group_by(report.parity, lambda entry: entry.reference).items()):
             worst = max(entries, key=lambda entry: entry.excess)
-            error = "inf" if worst.relative_error >= 1e30 else f"{worst.relative_error:.1e}"
-            table.add_row(
-                styled(reference),
-                broken(worst.parameter, name_width),
-                str(worst.step),
-                styled((error, "red" if worst.is_beyond else "green")),
-                f"{worst.tolerance:.1e}" if worst.tells else "any",
-                str(len(entries)),
-            )
+            error_text = "inf" if worst.relative_error >= 1e30 else f"{worst.relative_error:.1e}"
+            error = styled((error_text, "red" if worst.is_beyond else "green"))
+            allowed = f"{worst.tolerance:.1e}" if worst.tells else "any"
+            name = broken(worst.parameter, name_width)
+            table.add_row(styled(reference), name, str(worst.step), error, allowed, str(len(entries)))
         yield indented(table)
 
     def _verdict(self, report: Report) -> RenderableType:

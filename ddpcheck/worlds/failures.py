@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import HangError, RankError, RankFailure, UsageError
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.source_lines import exception_location, user_traceback
+from ddpcheck.findings.source_lines import exception_location, format_traceback
 from ddpcheck.findings.stacks import (
     collective_of,
     format_stack,
@@ -100,7 +100,7 @@ def _first_of(error: BaseException) -> BaseException:
 
 def _format(error: BaseException) -> str:
     try:
-        return user_traceback(error) + "\n"
+        return format_traceback(error) + "\n"
     except Exception as problem:
         return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
 

@@ -17,11 +17,11 @@ from ddpcheck.findings.source_lines import (
     assignment_of,
     exception_location,
     file_of_module,
+    format_traceback,
     is_user_file,
     last_assignment,
     relative_path,
     user_location,
-    user_traceback,
     variables_of,
 )
 
@@ -160,7 +160,7 @@ def test_a_traceback_is_shown_without_frames_of_ddpcheck_and_with_its_cause() ->
     text = caught.value.detail
     assert "KeyError: 'deep'" in text and "ValueError: shallow" in text and "in model" in text
     assert "recipe.py" not in text and str(Path(__file__).parent) not in text
-    assert user_traceback(ValueError("never raised")) == "ValueError: never raised"
+    assert format_traceback(ValueError("never raised")) == "ValueError: never raised"
 
 
 class Holder(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from msgspec import Struct, field
 
@@ -21,7 +22,6 @@ WHEN_NONE: Mapping[str, object] = {"broadcast_buffers": True, "forward_sync_buff
 """Values that DDP's constructor uses for None."""
 
 _LOCAL = frozenset({"gradient_as_bucket_view", "batched_grad_copy", "check_reduction", "dim"})
-_OF_BUCKETS = "bucket_cap_mb"
 
 
 def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]]) -> bool:
@@ -30,18 +30,12 @@ def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]])
     Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
     are rebuilt after the first step, except under `find_unused_parameters`; the first step has one bucket, unless
     `bucket_cap_mb_list` is set.
-
-    Args:
-        differing: Names of the options that differ.
-        options: All options, one mapping per rank.
+    `options` has one mapping per rank.
     """
-    fixed_buckets = any(
-        rank_options.get("find_unused_parameters") == "True" or rank_options.get("bucket_cap_mb_list", "None") != "None"
-        for rank_options in options
-    )
-    return all(
-        name in _LOCAL or name.endswith(" order") or (name == _OF_BUCKETS and not fixed_buckets) for name in differing
-    )
+    finds_unused = any(rank_options.get("find_unused_parameters") == "True" for rank_options in options)
+    has_sizes = any(rank_options.get("bucket_cap_mb_list", "None") != "None" for rank_options in options)
+    harmless = _LOCAL if finds_unused or has_sizes else _LOCAL | {"bucket_cap_mb"}
+    return all(name in harmless or name.endswith(" order") for name in differing)
 
 
 class TensorRecord(Struct, frozen=True):
@@ -99,6 +93,7 @@ class WrapperFacts(Struct, frozen=True):
     comm_hook: str = ""  # name of the communication hook, with the line of a user's hook; "" if none
     sparse: frozenset[str] = frozenset()  # parameters with sparse gradients
     not_saved: frozenset[str] = frozenset()  # buffers that are not in the state dict
+    sharded: ClassVar[bool] = False  # True if the module is sharded by `fully_shard`
 
     @property
     def tolerates_unused(self) -> bool:
@@ -109,11 +104,6 @@ class WrapperFacts(Struct, frozen=True):
     def named(self) -> str:
         """Name of the method that synchronises gradients."""
         return "DDP"
-
-    @property
-    def sharded(self) -> bool:
-        """True if the module is sharded by `fully_shard`."""
-        return False
 
     @property
     def goes_on_without(self) -> bool:
@@ -134,16 +124,12 @@ class ShardedFacts(WrapperFacts, frozen=True):
     values_built: Mapping[str, int] = field(default_factory=dict)
     alone: bool = False  # True if split by `parallelize_module` without `fully_shard`
     policies: Mapping[str, str] = field(default_factory=dict)  # `mp_policy` in words, by module; of parts if different
+    sharded: ClassVar[bool] = True
 
     @property
     def named(self) -> str:
         """Name of the method that synchronises gradients."""
         return "tensor parallelism" if self.alone else "fully_shard"
-
-    @property
-    def sharded(self) -> bool:
-        """True if the module is sharded by `fully_shard`."""
-        return True
 
     @property
     def tolerates_absence(self) -> bool:

@@ -34,11 +34,11 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     exception_location,
+    format_traceback,
     frames_from,
     lines_of_program,
     location_of,
     pass_over_packages,
-    whole_traceback,
 )
 from ddpcheck.findings.tracebacks import original_of, passes_on
 from ddpcheck.gather.autograd.autograd_graph import node_of
@@ -349,7 +349,7 @@ class _WatchedRank:
         self._watches.discard(recorder)
         steps = max([self._run.steps, *(watch.step for watch in self._watches)])
         fields = recorder.name, recorder.subjects, steps
-        self._log.add(WatchingFailed(whole_traceback(error), *fields, in_a_line(error)))
+        self._log.add(WatchingFailed(format_traceback(error, whole=True), *fields, in_a_line(error)))
 
     def _ended(self, ended: ProgramEnded | None = None, *, failing: bool = False) -> None:
         if os.getpid() != self._process or self._has_ended:

@@ -53,7 +53,6 @@ def data_in(page: str) -> str | None:
 
 MOST_FINDINGS = 100
 
-
 _TITLES = {
     "findings": "Findings",
     "accepted": "Found, and not counted",
@@ -82,20 +81,17 @@ class HtmlRenderer(Renderer):
             kind_name, verdict, sections = "report", _verdict(shown), _sections(shown)
         kind, data = data_of(report)
         kicker = parts.options_in_words(shown, only=("world_size", "backend", "device", "steps"))
-        text = (
-            _templates()
-            .get_template("page.html")
-            .render(
-                title=shortened(report.target, 80),
-                what=kind_name,
-                report=shown,
-                verdict=verdict,
-                titles={name: _TITLES[name] for name in _TITLES if sections.get(name)},
-                kicker=[*kicker, *(version for version in parts.versions_of(shown) if version.startswith("torch "))],
-                data_kind=kind,
-                data=Markup(data),
-                **sections,
-            )
+        template = _templates().get_template("page.html")
+        text = template.render(
+            title=shortened(report.target, 80),
+            what=kind_name,
+            report=shown,
+            verdict=verdict,
+            titles={name: _TITLES[name] for name in _TITLES if sections.get(name)},
+            kicker=[*kicker, *(version for version in parts.versions_of(shown) if version.startswith("torch "))],
+            data_kind=kind,
+            data=Markup(data),
+            **sections,
         )
         shows = self.medium.shows(text)
         return f"{text if shows else text.encode('ascii', 'xmlcharrefreplace').decode('ascii')}\n"
