@@ -55,29 +55,21 @@ class TargetError(DDPCheckError):
 
 
 class OptionsDifferError(DDPCheckError):
-    """Mismatch of wrapper options across ranks, on which DDP would raise, hang or abort.
-
-    Attributes:
-        options: Options in words by name, one mapping per rank.
-    """
+    """Mismatch of wrapper options across ranks, on which DDP would raise, hang or abort."""
 
     exit_code = EXIT_FINDINGS
 
     def __init__(self, message: str, options: Sequence[Mapping[str, str]] = ()) -> None:
         super().__init__(message)
-        self.options = tuple(options)
+        self.options = tuple(options)  # in words by name, one mapping per rank
 
 
 class EmptyShardError(TargetError):
-    """Failure of the target on a rank without samples in the step.
-
-    Attributes:
-        step: Index of the step, from 0.
-    """
+    """Failure of the target on a rank without samples in the step."""
 
     def __init__(self, message: str, step: int = 0, *, detail: str = "") -> None:
         super().__init__(message, detail=detail)
-        self.step = step
+        self.step = step  # index of the step, from 0
 
 
 class NonFiniteLossError(TargetError):

@@ -24,15 +24,10 @@ _Answer = TypeVar("_Answer")
 
 
 class ProgramSource:
-    """Source files of a program, or recorded answers from another machine.
-
-    Attributes:
-        answers: Answer to each query, as lists, strings and numbers.
-    """
+    """Source files of a program, or recorded `answers` from another machine."""
 
     def __init__(self, answers: Mapping[str, Any] | None = None) -> None:
-        """Read local files, or replay `answers` from another machine."""
-        self.answers: dict[str, Any] = dict(answers or {})
+        self.answers: dict[str, Any] = dict(answers or {})  # by query, as lists, strings and numbers
         self._is_here = answers is None
 
     def ask(self, question: Callable[_Asked, _Answer], *asked: _Asked.args, **named: _Asked.kwargs) -> _Answer | None:

@@ -100,18 +100,15 @@ def parse_rule(docstring: str) -> Rule:
         fields["example"] = re.sub("^    ", "", texts["example"].strip("\n"), flags=re.MULTILINE) + "\n"
     fields["reports"] = tuple(fields.get("reports", "").split())
     fields["repeats"] = tuple(filter(None, fields.get("repeats", "").split(", ")))
-    fields["explains"] = tuple(map(_parse_explains, filter(None, fields.get("explains", "").split("; "))))
+    relations = [part.partition(" if ") for part in filter(None, fields.get("explains", "").split("; "))]
+    fields["explains"] = tuple(
+        Explains(tuple(codes.removeprefix("quietly ").split()), when or "always", codes.startswith("quietly "))
+        for codes, _, when in relations
+    )
     checks = (part.split(" ", 1) for part in filter(None, fields.get("checks", "").split("; ")))
     fields["checks"] = {command: tuple(lines.split(", ")) for command, lines in checks}
     fields.update(dict.fromkeys(flags, True))
     return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields)
-
-
-def _parse_explains(text: str) -> Explains:
-    codes, _, when = text.partition(" if ")
-    return Explains(
-        tuple(codes.removeprefix("quietly ").split()), when or "always", quietly=codes.startswith("quietly ")
-    )
 
 
 def _read_rules() -> dict[str, Rule]:

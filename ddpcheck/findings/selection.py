@@ -75,21 +75,13 @@ class Suppression:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Findings, split into counted, ignored and accepted.
+    """Findings, split into counted, ignored and accepted."""
 
-    Attributes:
-        kept: Findings that count.
-        ignored: Codes of findings whose rules are ignored or not selected.
-        accepted: Findings that are suppressed, or known from the baseline.
-        loose: One sentence per suppression or source comment that suppressed no finding.
-        gone: Sentences on a baseline of another target, and on baseline findings not found again.
-    """
-
-    kept: tuple[Finding, ...]
-    ignored: tuple[str, ...] = ()
-    accepted: tuple[AcceptedFinding, ...] = ()
-    loose: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    kept: tuple[Finding, ...]  # findings that count
+    ignored: tuple[str, ...] = ()  # codes of findings whose rules are ignored or not selected
+    accepted: tuple[AcceptedFinding, ...] = ()  # findings that are suppressed, or known from the baseline
+    loose: tuple[str, ...] = ()  # one sentence per suppression or source comment that suppressed no finding
+    gone: tuple[str, ...] = ()  # sentences on a baseline of another target, and on baseline findings not found again
 
     def complete(self, report: Report) -> Report:
         """Return the report with the selection; add notes if every check was made."""

@@ -127,7 +127,7 @@ _ORIGINAL_HEAD = re.compile(  # does not match tracebacks inside a user's messag
     re.MULTILINE,
 )
 _SAID = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
-_OF_MAIN = ("__mp_main__.", "__main__.")  # module of the script in a spawned worker, and in a forked worker
+_OF_MAIN = re.compile(r"^__(mp_)?main__\.")  # module of the script in a spawned worker, and in a forked worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,7 @@ def original_of(error: BaseException) -> OriginalException | None:
         return None
     line = Location.parse(location_of(frames_of(last[: start.start()])[::-1]))
     origin = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
-    name = match["type"]
-    for prefix in _OF_MAIN:
-        name = name.removeprefix(prefix)
-    return OriginalException(name, match["text"] or "", line, origin)
+    return OriginalException(_OF_MAIN.sub("", match["type"]), match["text"] or "", line, origin)
 
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')

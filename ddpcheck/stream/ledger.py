@@ -48,30 +48,21 @@ class Ledger:
 
     A backward pass is reduced if a forward pass has prepared DDP for it; then all of `.grad` is averaged, including
     accumulated gradients of earlier passes. Gradients used by a step are no longer followed.
-
-    Attributes:
-        events: The events added so far, at most `kept`; may be cleared.
-        contributions: All contributions in order, at most `kept`.
-        open: Contributions neither used nor zeroed.
-        prepared: Forward pass after which DDP averages, while its backward pass is pending.
-        waiting: Forward passes without averaging and pending backward, with the line of their `no_sync`.
-        not_entered: Calls of `no_sync` whose context was not entered.
-        around_backward: Each `no_sync` that enclosed a backward pass but not its forward pass, without effect.
-        zeroed: True if `zero_grad` was called since the last step.
-        forwards: Number of forward passes since the last step [without, with] averaging.
     """
 
     def __init__(self, events: Iterable[LoopEvent] = (), *, kept: int | None = None) -> None:
-        """Add `events`; `kept`: maximum number of kept contributions, None for all."""
-        self.events: deque[LoopEvent] = deque(maxlen=kept)
+        """Add `events`; `kept`: maximum number of kept events and contributions, None for all."""
+        self.events: deque[LoopEvent] = deque(maxlen=kept)  # may be cleared
         self.contributions: deque[Contribution] = deque(maxlen=kept)
-        self.open: deque[Contribution] = deque(maxlen=kept)
-        self.prepared: LoopEvent | None = None
+        self.open: deque[Contribution] = deque(maxlen=kept)  # neither used nor zeroed
+        self.prepared: LoopEvent | None = None  # forward pass after which DDP averages, if backward is pending
+        # forward passes without averaging and pending backward, with the line of their `no_sync`
         self.waiting: deque[tuple[LoopEvent, str | None]] = deque(maxlen=kept)
-        self.not_entered: deque[LoopEvent] = deque(maxlen=kept)
+        self.not_entered: deque[LoopEvent] = deque(maxlen=kept)  # calls of `no_sync` whose context was not entered
+        # each `no_sync` that enclosed a backward pass but not its forward pass, without effect
         self.around_backward: deque[LoopEvent] = deque(maxlen=kept)
-        self.zeroed = False
-        self.forwards = [0, 0]
+        self.zeroed = False  # True if `zero_grad` was called since the last step
+        self.forwards = [0, 0]  # forward passes since the last step [without, with] averaging
         self._no_sync: LoopEvent | None = None  # the entered `no_sync`
         self._called: LoopEvent | None = None  # last call of `no_sync`
         self._forwards_inside = 0

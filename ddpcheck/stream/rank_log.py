@@ -40,33 +40,25 @@ _MOST_CALLERS = 4096
 
 
 class RankLog:
-    """Log written by this process; a forked process writes nothing.
-
-    Attributes:
-        count: Function that writes a wrapper's number of backward passes begun and of steps ended.
-        collectives: Number of collectives over all ranks, including one in progress.
-        forwards: Number of forward passes of wrappers that may train.
-        waited: True if this rank has waited for other ranks in another way since the last of these collectives.
-        loads: Number of files read by `torch.load`.
-        batch: Loader, pass and number of the last batch in words; '' before the first batch.
-    """
+    """Log written by this process; a forked process writes nothing."""
 
     def __init__(self, folder: Path, started: RankStarted) -> None:
         name = f"{started.restart}-{started.rank}-{started.world_size}-{os.getpid()}"
         self.path = folder / f"{name}.log"
         self._steps = Counters(self.path.with_suffix(".steps"))
-        self.count = self._steps.put
+        self.count = self._steps.put  # writes a wrapper's number of backward passes begun and of steps ended
         self._forwards = Counters(self.path.with_suffix(".forwards"))
         self._batches = Counters(self.path.with_suffix(".batches"))
         self._calls = CallRing(self.path.with_suffix(".calls"))
         self._groups: set[tuple[str, bool]] = set()  # (name, True if used by an autograd function)
         self._callers: dict[tuple[str, ...], int] = {}
-        self.batch = ""
+        self.batch = ""  # loader, pass and number of the last batch in words; "" before the first batch
         self._process = os.getpid()
         self._world_size = started.world_size
-        self.collectives = self.forwards = 0
-        self.waited = False
-        self.loads = 0
+        self.collectives = 0  # collectives over all ranks so far, including one in progress
+        self.forwards = 0  # forward passes of wrappers that may train
+        self.waited = False  # True if this rank waited in another way for ranks since the last of these collectives
+        self.loads = 0  # files read by `torch.load`
         self._file = HeldFile(self.path)
         self._stacks: HeldFile | None = None
         self.add(started)

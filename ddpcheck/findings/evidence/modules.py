@@ -63,23 +63,14 @@ class ModuleDescription(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BuiltModule:
-    """Module of a rank before wrapping.
+    """Module of a rank before wrapping."""
 
-    Attributes:
-        digest: Digest of the module description.
-        uninitialised: Names of lazy parameters.
-        trainable: Number of parameters that require grad.
-        parameters: Number of parameters.
-        modules: Modules for the report; from rank 0 only, truncated for a large model.
-        large: True if copies of the module are kept in files.
-    """
-
-    digest: str
-    uninitialised: tuple[str, ...]
-    trainable: int
-    parameters: int
-    modules: tuple[ModuleEntry, ...] = added(())
-    large: bool = added(False)
+    digest: str  # of the module description
+    uninitialised: tuple[str, ...]  # names of lazy parameters
+    trainable: int  # number of parameters that require grad
+    parameters: int  # number of parameters
+    modules: tuple[ModuleEntry, ...] = added(())  # for the report; from rank 0 only, truncated for a large model
+    large: bool = added(False)  # True if copies of the module are kept in files
 
 
 class WrapperFacts(Struct, frozen=True):

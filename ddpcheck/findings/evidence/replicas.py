@@ -96,21 +96,13 @@ class StateUsed(Entry, frozen=True):
 
 
 class NothingLoaded(Entry, frozen=True):
-    """State loaded with strict=False in which no key matched, and not loaded again since.
+    """State loaded with strict=False in which no key matched, and not loaded again since."""
 
-    Attributes:
-        name: Class of the module.
-        location: Line that loads the state.
-        prefix: Prefix of the keys of either state or module; without the prefix, the keys match.
-        of_state: True if the keys of the state have the prefix, False if the keys of the module have.
-        keys: Number of keys of the module.
-    """
-
-    name: str
-    location: Location | None
-    prefix: str
-    of_state: bool
-    keys: int
+    name: str  # class of the module
+    location: Location | None  # line that loads the state
+    prefix: str  # of the keys of either state or module; without the prefix, the keys match
+    of_state: bool  # True if the keys of the state have the prefix, False if the keys of the module have
+    keys: int  # number of keys of the module
 
 
 def digest_of_values(fingerprints: Iterable[int]) -> int:

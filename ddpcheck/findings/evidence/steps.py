@@ -25,29 +25,21 @@ GradientState = Literal["contributes", "zero", "missing", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class PathEnd:
-    """Reason why a parameter does not contribute to the loss.
+    """Reason why a parameter does not contribute to the loss."""
 
-    Attributes:
-        cause: `unused` (no operation reads the parameter), `unreachable` (no result reaches the loss), `cut` (the value
-            of the loss depends on the parameter, but the path left autograd), `lost` (backward returned None on the
-            path), `zero` (an operation on the path turns every gradient into zeros), or `unknown`.
-        reason: Operation that cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or
-            the last operation on the path.
-        location: Line of user code of the operation; of `unused`, the branch that may skip the parameter.
-        module: Module whose forward was running; "" at the top.
-        no_grad_location: Line that disabled gradients, if the cause of the cut.
-        steps: Operations from the parameter to the end of the path; only the first and last of a long path. Not
-            compared.
-        left_out: Number of operations missing in `steps`.
-    """
-
+    # `unused` (no operation reads the parameter), `unreachable` (no result reaches the loss), `cut` (the value of the
+    # loss depends on the parameter, but the path left autograd), `lost` (backward returned None on the path), `zero`
+    # (an operation on the path turns every gradient into zeros), or `unknown`
     cause: str
+    # operation that cut the path ("detach()", "torch.no_grad()", "argmax(), which is not differentiable"), or the last
+    # operation on the path
     reason: str = ""
-    location: Location | None = None
-    module: str = ""
-    no_grad_location: Location | None = None
+    location: Location | None = None  # line of the operation; of `unused`, the branch that may skip the parameter
+    module: str = ""  # module whose forward was running; "" at the top
+    no_grad_location: Location | None = None  # line that disabled gradients, if the cause of the cut
+    # operations from the parameter to the end of the path; only the first and last of a long path
     steps: tuple[PathStep, ...] = added((), compare=False)
-    left_out: int = added(0, compare=False)
+    left_out: int = added(0, compare=False)  # number of operations missing in `steps`
 
     def path_of(self, parameter: str) -> ParameterPath | None:
         """Return the path for a report; None if the operations are unknown."""
