@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ddpcheck.findings.report import SCHEMA_VERSION, Finding
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_SIMPLE: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_SIMPLE: Mapping[Any, str] = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null"}
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
@@ -62,8 +62,6 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     type_args, origin = get_args(hint), get_origin(hint)
     if origin is UnionType:
         return {"anyOf": [_schema(arg, definitions) for arg in type_args]}
-    if hint is type(None):
-        return {"type": "null"}
     if origin is Literal:
         return literal(hint)
     if origin is tuple:

@@ -149,11 +149,6 @@ def _reason_in_source(finding: Finding, target: str) -> tuple[str, str]:
     return comment["reason"].strip(), ""
 
 
-def is_any_selected(codes: Iterable[str], *, select: Sequence[str] = (), ignore: Sequence[str] = ()) -> bool:
-    """Check if any rule with one of the codes is selected and not ignored."""
-    return any(is_selected(code, select, ignore) for code in codes)
-
-
 def _loose(suppression: Suppression, findings: Sequence[Finding], kept: Sequence[Finding]) -> str:
     """Return a sentence on a suppression without effect, or ""."""
     matched = [finding for finding in findings if suppression.matched(finding)]

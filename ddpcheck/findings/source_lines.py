@@ -133,10 +133,8 @@ def line_and_lines(frame: FrameType) -> tuple[str, tuple[str, ...]]:
 
 def below_common(lines: tuple[str, ...], others: tuple[str, ...]) -> str:
     """Return the outermost line that differs between two stacks (innermost first), or ""."""
-    num_common = sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lines[::-1], others[::-1], strict=False))
-    )
-    return lines[::-1][num_common] if num_common < len(lines) else ""
+    pairs = itertools.zip_longest(lines[::-1], others[::-1], fillvalue="")
+    return next((line for line, other_line in pairs if line != other_line), "")
 
 
 @functools.cache

@@ -57,8 +57,7 @@ def shortened(text: str, most: int) -> str:
 
 def limited(value: Value) -> Value:
     """Return a report, or part of a report, with every text shortened."""
-    result = _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST)))
-    return cast(Value, result)
+    return cast(Value, _with_texts(value, lambda text, name: shortened(text, _LONGEST_OF.get(name, _LONGEST))))
 
 
 def _with_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
@@ -87,10 +86,8 @@ def plain_name(text: str) -> str:
 
 def without_prefix(finding: Finding) -> Finding:
     """Return the finding without the `_orig_mod` prefix of `torch.compile` in names."""
-    result: Finding = _with_texts(
-        finding, lambda text, name: plain_module(text) if name == "module" else plain_name(text)
-    )
-    return result
+    change = {"module": plain_module}
+    return cast(Finding, _with_texts(finding, lambda text, name: change.get(name, plain_name)(text)))
 
 
 def plain_module(name: str) -> str:
@@ -232,11 +229,10 @@ class Names:
 
 def format_place(finding: Finding) -> str:
     """Format line, ranks and steps: "at train.py:3, on rank 1, in step 2"."""
-    parts = [f"at {finding.location}"] if finding.location else []
-    parts.append(f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank")
-    if finding.steps:
-        parts.append(f"in {format_steps(finding.steps)}")
-    return ", ".join(parts)
+    line = f"at {finding.location}" if finding.location else ""
+    ranks = f"on {format_ranks(finding.ranks)}" if finding.ranks else "on every rank"
+    steps = f"in {format_steps(finding.steps)}" if finding.steps else ""
+    return ", ".join(filter(None, (line, ranks, steps)))
 
 
 def make_finding(

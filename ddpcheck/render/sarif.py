@@ -77,13 +77,15 @@ def _invocation(report: Report, left_off: int) -> dict[str, Any]:
 
 def _result(finding: Finding, index: int, target: str, accepted: AcceptedFinding | None) -> dict[str, Any]:
     location = finding.location or Location(target.partition("::")[0].partition(" ")[0] or "unknown", 1)
+    code, path, subjects = fingerprint(finding)  # stable if lines or numbers change
+    digest = hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()
     result: dict[str, Any] = {
         "ruleId": finding.code,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
         "message": {"text": "\n".join(filter(None, plain_facts(finding)))},
         "locations": [_location(location)],
-        "partialFingerprints": {"ddpcheckFinding/v1": _fingerprint(finding)},
+        "partialFingerprints": {"ddpcheckFinding/v1": digest[:32]},
         "properties": {"subjects": list(finding.subjects), "ranks": list(finding.ranks), "steps": list(finding.steps)},
     }
     if finding.related:
@@ -100,12 +102,6 @@ def _location(location: Location, text: str = "") -> dict[str, Any]:
     uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
     physical = {"artifactLocation": {"uri": uri}, "region": {"startLine": max(location.line, 1)}}
     return {"physicalLocation": physical, **({"message": {"text": text}} if text else {})}
-
-
-def _fingerprint(finding: Finding) -> str:
-    """Return a hash that is stable if lines or numbers change."""
-    code, path, subjects = fingerprint(finding)
-    return hashlib.sha256(json.dumps([code, subjects, path]).encode()).hexdigest()[:32]
 
 
 def _path(finding: Finding) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.files import is_own_folder
 from ddpcheck.findings.program_blocks import ProgramSource
 from ddpcheck.findings.report import CheckResult, CheckStatus, Finding, Report, Severity
-from ddpcheck.findings.rules import rules_of_check
-from ddpcheck.findings.selection import is_any_selected, sort_out
+from ddpcheck.findings.rules import is_selected, rules_of_check
+from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
@@ -95,7 +95,7 @@ def report_on_script(
             check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
             codes = () if heading == "collectives" else rules_of_check("run", heading)
-            asked = not codes or is_any_selected(codes, select=select, ignore=ignore)
+            asked = not codes or any(is_selected(code, select, ignore) for code in codes)
             checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
     report = Report(
         target=script,

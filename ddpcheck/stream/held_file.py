@@ -56,8 +56,11 @@ class HeldFile:
 
 def is_held(path: Path, pid: int) -> bool:
     """Return True if a process has a file open (Linux only)."""
-    descriptors = f"/proc/{pid}/fd"
-    return any(_leads_to(f"{descriptors}/{number}", path) for number in os.listdir(descriptors))
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in the meantime
+            if descriptor.samefile(path):
+                return True
+    return False
 
 
 def mapped_file(path: Path, size: int) -> mmap.mmap:
@@ -77,13 +80,6 @@ def mapped_file(path: Path, size: int) -> mmap.mmap:
         memory = mmap.mmap(file.fileno(), 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
     return memory
-
-
-def _leads_to(link: str, path: Path) -> bool:
-    try:
-        return os.path.samefile(link, path)
-    except OSError:  # closed in the meantime
-        return False
 
 
 def _identity(number: int) -> tuple[int, int] | None:

@@ -13,8 +13,8 @@ from typing import Any
 from ddpcheck import __version__
 from ddpcheck.findings.evidence.steps import ShardedStep
 from ddpcheck.findings.report import CheckResult, Finding, ParityEntry, Report
-from ddpcheck.findings.rules import RULES, rules_of_check
-from ddpcheck.findings.selection import is_any_selected, sort_out
+from ddpcheck.findings.rules import RULES, is_selected, rules_of_check
+from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.rules.verdict import Verdict, status_of
@@ -92,7 +92,7 @@ def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
 def is_asked(name: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     """Return True if any rule of a check is selected and not ignored."""
     codes = rules_of_check("report", name)
-    return not codes or is_any_selected(codes, select=select, ignore=ignore)
+    return not codes or any(is_selected(code, select, ignore) for code in codes)
 
 
 def _heading_of(part: str, finding: Finding) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
-from ddpcheck.findings.selection import is_any_selected
+from ddpcheck.findings.rules import is_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
 _VERDICTS = {  # by check: the reference, what to say if it was not compared, and the rules on what it finds
@@ -44,7 +44,7 @@ def parity_failure_message(
     wanted = {
         check: reference
         for check, (reference, _, codes) in _VERDICTS.items()
-        if is_any_selected(codes, select=select, ignore=ignore)
+        if any(is_selected(code, select, ignore) for code in codes)
     }
     distances = [_distance(entry, tolerance) for entry in report.parity if entry.reference in wanted.values()]
     mismatched = [distance for distance in distances if not distance[0] <= distance[1]]
