@@ -221,9 +221,8 @@ class Document:
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """Return JSON; equal runs differ only under `seconds` and `timing`."""
-        return json.dumps(
-            self.to_dict(), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
-        )
+        data = self.to_dict()
+        return json.dumps(data, indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _plain(value: Any) -> Any:
@@ -323,11 +322,10 @@ class Report(Document):
         if self.not_made and not self.at_or_above(Severity.ERROR):  # an error explains missing checks
             num_asked, verb = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
             phrases.append(f"{len(self.not_made)} of {num_asked} checks {verb} not made: {', '.join(self.not_made)}")
-        codes_by = {
-            by: [item.finding.code for item in self.accepted if item.by == by] for by in ("suppression", "baseline")
-        }
-        left_out = {"ignored": self.ignored, "suppressed": codes_by["suppression"], "known": codes_by["baseline"]}
-        for reason, codes in left_out.items():
+        suppressed, known = (
+            [e.finding.code for e in self.accepted if e.by == by] for by in ("suppression", "baseline")
+        )
+        for reason, codes in (("ignored", self.ignored), ("suppressed", suppressed), ("known", known)):
             if codes:
                 distinct = ", ".join(dict.fromkeys(codes))
                 phrases.append(f"{len(codes)} finding{'' if len(codes) == 1 else 's'} {reason} ({distinct})")

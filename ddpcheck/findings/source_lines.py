@@ -30,9 +30,7 @@ OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.se
 """That of ddpcheck."""
 
 _REAL_OWN_FOLDER = os.path.realpath(OWN_FOLDER) + os.sep
-_LIBRARY_FOLDERS = tuple(
-    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
-)
+_LIBRARY_FOLDERS = {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")}
 
 
 def relative_path(path: str) -> str:

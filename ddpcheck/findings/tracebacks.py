@@ -175,12 +175,13 @@ def fold_traceback(text: str) -> str:
     """
     lines = text.splitlines()
     owners: dict[int, str] = {}  # owner of the frame by line number; "" is the user
+    indent = 0  # of the last frame
     for number, line in enumerate(lines):
-        frame = _FRAME.match(line)
-        if frame:
+        continues = line.startswith(" " * (indent + 1)) or line.strip().startswith("[Previous line repeated")
+        if frame := _FRAME.match(line):
             owners[number] = _owner(frame["file"])
             indent = len(frame["indent"])
-        elif number - 1 in owners and _goes_on(line, indent):
+        elif number - 1 in owners and continues:  # source, markers or repeat count of the frame above
             owners[number] = owners[number - 1]
     result: list[str] = []
     folded: set[int] = set()
@@ -196,11 +197,6 @@ def fold_traceback(text: str) -> str:
         names = join_names(list(dict.fromkeys(owner for owner, _ in frames)))
         result.append(f"{frames[0][1]}... {counted(len(frames), 'frame')} of {names}")
     return "\n".join(result)
-
-
-def _goes_on(line: str, indent: int) -> bool:
-    """Check if a line continues the frame above: source, markers or repeat count."""
-    return line.startswith(" " * (indent + 1)) or line.strip().startswith("[Previous line repeated")
 
 
 def _owner(file: str) -> str:

@@ -31,12 +31,11 @@ class JunitRenderer(Renderer):
             cases.append(case)
         seconds = f"{sum(check.seconds for check in report.checks):.3f}"
         attributes = {"name": _clean(f"ddpcheck {report.target}"), "tests": str(len(cases)), "time": seconds}
-        suite = ElementTree.Element("testsuite", attributes)
+        suites = ElementTree.Element("testsuites")
+        suite = ElementTree.SubElement(suites, "testsuite", attributes)
         for kind, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
             suite.set(attribute, str(sum(case.find(kind) is not None for case in cases)))
         suite.extend(cases)
-        suites = ElementTree.Element("testsuites")
-        suites.append(suite)
         ElementTree.indent(suites)
         text: bytes = ElementTree.tostring(suites, "us-ascii", xml_declaration=True)
         return text.decode() + "\n"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import struct
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ddpcheck.findings.files import read_file
 from ddpcheck.stream.entries import GroupUsed
 
 _HIGH = (4032, 960, 192)  # minimum descriptor numbers, tried in order because of the process limit
-_FLAGS = os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 
 
 class HeldFile:
@@ -91,10 +91,6 @@ def _identity(number: int) -> tuple[int, int] | None:
 
 
 def _under_high_number(number: int) -> int:
-    if sys.platform == "win32":
-        return number
-    import fcntl
-
     for minimum in _HIGH:
         with contextlib.suppress(OSError):  # the limit is lower, or all higher descriptors are in use
             new_number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, minimum)

@@ -1,4 +1,7 @@
-"""Evidence: plain data from ranks and reference runs, gathered with torch and judged without."""
+"""Evidence: plain data from ranks and reference runs, gathered with torch and judged without.
+
+Search for a type's name in `gather` (`report`) and `record` (`run`) for its source, and in `rules` for its judges.
+"""
 
 from __future__ import annotations
 

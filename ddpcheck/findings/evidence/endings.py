@@ -1,8 +1,4 @@
-"""Evidence on failed, waiting and simulated ranks: lines and collectives.
-
-Judged in `rules.collectives`; built from records of ranks in `run.ending` and `report.hang.hang_report`, and gathered
-in `extras.schedule.schedule_phases`.
-"""
+"""Evidence on failed, waiting and simulated ranks: lines and collectives."""
 
 from __future__ import annotations
 

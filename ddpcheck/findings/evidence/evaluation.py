@@ -1,7 +1,5 @@
 """Evidence on evaluation in a script: counts of each rank, exchanged results, shown numbers.
 
-Judged in `rules.evaluation`; gathered in `record.evaluation` and `record.loss.gather_recorder`.
-
 A *round* is the time between two backward passes in which a data loader was exhausted: an evaluation, and the use of
 the results.
 """

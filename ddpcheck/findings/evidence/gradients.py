@@ -1,9 +1,4 @@
-"""Evidence on gradient differences, and on the single process: batch, shards, loss terms.
-
-Judged in `rules.gradients` and `rules.loss`; gathered in `gather.steps.gradient_distance`,
-`gather.phases.repeated_step`, `gather.phases.single_process`, `gather.phases.shard_analysis` and
-`gather.phases.shard_terms`.
-"""
+"""Evidence on gradient differences, and on the single process: batch, shards, loss terms."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Evidence on a script's training loop, by rank: changes, compilation, random draws, gathers.
-
-Judged in `rules.gradients`, `rules.loss`, `rules.data`, `rules.replicas` and `rules.compilation`; gathered in
-`record.loop`, `record.optimizers`, `record.loss.gather_recorder`, `record.data.draw_recorder`,
-`record.replicas.module_uses` and `record.rank.line_recorder`.
-"""
+"""Evidence on a script's training loop, by rank: changes, compilation, random draws, gathers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Evidence on a rank's module before and after wrapping.
-
-Judged in `rules.replicas`; gathered in `gather.state.module_description` and `gather.ddp`.
-"""
+"""Evidence on a rank's module before and after wrapping."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Evidence on two runs of a script: on several ranks and in one process.
-
-Judged in `trace.divergences` and `rules.loss`; gathered in `record.parity` in both runs.
-"""
+"""Evidence on two runs of a script: on several ranks and in one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Evidence on the models of a script: wrapping, splits, and loaded or evaluated states.
 
-Split models are split by tensor parallelism (`torch.distributed.tensor.parallel.parallelize_module`). Judged in
-`rules.replicas`; gathered in `record.replicas`, `record.rank.line_recorder` and `record.optimizers.part_recorder`.
+Split models are split by tensor parallelism (`torch.distributed.tensor.parallel.parallelize_module`).
 """
 
 from __future__ import annotations

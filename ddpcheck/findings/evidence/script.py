@@ -1,8 +1,4 @@
-"""Evidence on an unmodified script: data, optimizers and files, by rank.
-
-Judged in `rules.data`, `rules.optimizers`, `rules.loss` and `rules.replicas`; gathered in `record.data`,
-`record.optimizers`, `record.loss`, `record.replicas` and `record.rank.file_recorder`.
-"""
+"""Evidence on an unmodified script: data, optimizers and files, by rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Evidence on training steps with and without the wrapper: gradients and collectives.
-
-Judged in `rules.parameters`, `rules.gradients`, `rules.replicas` and `rules.collectives`; gathered in
-`gather.phases`, `gather.autograd` and `gather.collectives`.
-"""
+"""Evidence on training steps with and without the wrapper: gradients and collectives."""
 
 from __future__ import annotations
 

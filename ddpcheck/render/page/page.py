@@ -168,11 +168,8 @@ def visible(text: str) -> str:
     Emoji are replaced by names ("[beach with umbrella]"): fonts without emoji show the same box for every emoji.
     """
     plain = printable(text, "\n").replace("\ufe0f", "")  # variation selector after an emoji
-    return "".join(f"[{unicodedata.name(c, 'emoji').lower()}]" if _is_emoji(c) else c for c in plain)
-
-
-def _is_emoji(character: str) -> bool:
-    return ord(character) >= 0x1F000 and unicodedata.category(character) == "So"
+    emoji = {c for c in plain if ord(c) >= 0x1F000 and unicodedata.category(c) == "So"}
+    return "".join(f"[{unicodedata.name(c, 'emoji').lower()}]" if c in emoji else c for c in plain)
 
 
 def fitted(text: str, most: int) -> str:

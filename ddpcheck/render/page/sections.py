@@ -178,25 +178,21 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
     evidence = facts.pop("evidence").lines if "evidence" in facts else ()
     num_hidden = len(evidence) - _MOST_IN_ALL
     sources = [_source(location, finding, report.excerpts) for location in finding.places] + _sides(finding, report)
+    size = report.world.get("world_size")
+    is_known = isinstance(size, int) and size <= 1_000_000
+    others = sorted({*range(size)} - {*finding.ranks}) if finding.ranks and is_known else []  # ranks without the defect
     when = [format_ranks(finding.ranks)] if finding.ranks else []
     when += [format_steps(finding.steps)] if finding.steps else []
     return {
         "finding": finding,
         "kind": finding.severity.value,
         "facts": facts,
-        "others": _others(finding.ranks, report.world.get("world_size")),
+        "others": others,
         "evidence": [*together(evidence[:_MOST_IN_ALL]), *([f"and {num_hidden} more lines"] if num_hidden > 0 else [])],
         "sources": [source for source in sources if source is not None],
         "when": ", ".join(when),
         "rule": RULES.get(finding.code),
     }
-
-
-def _others(ranks: Sequence[int], world_size: object) -> list[int]:
-    """Return the ranks not affected by a finding; [] if none, or unknown."""
-    if not ranks or not isinstance(world_size, int) or world_size > 1_000_000:
-        return []
-    return sorted(set(range(world_size)) - set(ranks))
 
 
 def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcerpt], what: str = "") -> Source | None:
