@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpcheck.findings.errors import UsageError, WrongTypeError
 from ddpcheck.findings.evidence.modules import WrapperFacts
-from ddpcheck.findings.evidence.steps import PathEnd, StepEvidence
+from ddpcheck.findings.evidence.steps import GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.parameters.contribution import judge_parameters
@@ -78,13 +78,8 @@ def detect_anomalous_params(
     ends = dict.fromkeys(missing, PathEnd("unused"))
     if missing and (forward := replay) is not None:
         ends = Explainer(model, lambda: list(tree_tensors(forward()))).explain({n: parameters[n] for n in missing})
-    evidence = StepEvidence(
-        rank=0,
-        step=0,
-        states={name: "missing" if name in ends else "contributes" for name in parameters},
-        path_ends=ends,
-        unregistered=leaves,
-    )
+    states: dict[str, GradientState] = {name: "missing" if name in ends else "contributes" for name in parameters}
+    evidence = StepEvidence(rank=0, step=0, states=states, path_ends=ends, unregistered=leaves)
     aliases = all_names(model)
     names = Names({name: aliases[id(parameter)] for name, parameter in parameters.items()})
     return AnomalousParameters(

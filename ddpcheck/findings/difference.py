@@ -39,8 +39,8 @@ class ReportDifference(Document):
     def summary(self) -> str:
         """Number of new, fixed, remaining and open findings, in words."""
         findings_by_kind = {"new": self.added, "fixed": self.fixed, "remaining": self.remaining, "not known": self.open}
-        text = ", ".join(f"{len(findings)} {kind}" for kind, findings in findings_by_kind.items() if findings)
-        return text or "no findings in either report"
+        counts = [f"{len(findings)} {kind}" for kind, findings in findings_by_kind.items() if findings]
+        return ", ".join(counts) or "no findings in either report"
 
     def exit_code(self, fail_on: Severity | None = Severity.ERROR) -> int:
         """Return the exit code of `error`, else 1 for new findings at `fail_on`."""

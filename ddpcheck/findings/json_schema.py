@@ -34,7 +34,6 @@ def schema_of(kind: type, name: str, extra: Mapping[str, Any]) -> dict[str, Any]
 
 
 def literal(choices: Any) -> dict[str, Any]:
-    """Return the schema of a `Literal` type."""
     return {"enum": list(get_args(choices))}
 
 
@@ -58,7 +57,6 @@ def _object(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a field type."""
     type_args, origin = get_args(hint), get_origin(hint)
     if origin is UnionType:
         return {"anyOf": [_schema(arg, definitions) for arg in type_args]}

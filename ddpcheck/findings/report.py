@@ -322,9 +322,8 @@ class Report(Document):
         if self.not_made and not self.at_or_above(Severity.ERROR):  # an error explains missing checks
             num_asked, verb = sum(check.asked for check in self.checks), "was" if len(self.not_made) == 1 else "were"
             phrases.append(f"{len(self.not_made)} of {num_asked} checks {verb} not made: {', '.join(self.not_made)}")
-        suppressed, known = (
-            [e.finding.code for e in self.accepted if e.by == by] for by in ("suppression", "baseline")
-        )
+        suppressed = [entry.finding.code for entry in self.accepted if entry.by == "suppression"]
+        known = [entry.finding.code for entry in self.accepted if entry.by == "baseline"]
         for reason, codes in (("ignored", self.ignored), ("suppressed", suppressed), ("known", known)):
             if codes:
                 distinct = ", ".join(dict.fromkeys(codes))

@@ -128,7 +128,6 @@ def broken(name: str, columns: int) -> Text:
 
 
 def indented(content: RenderableType, columns: int = 2) -> Padding:
-    """Indent `content` by `columns`."""
     return Padding(content, (0, 0, 0, columns), expand=False)
 
 

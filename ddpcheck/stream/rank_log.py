@@ -293,15 +293,6 @@ def _read(path: Path) -> WatchedRank | None:
     stack = path.with_suffix(".stack")
     text = read_file(stack).decode("utf-8", "replace") if stack.exists() else ""
     lines = [line for line, count in forwards if count]
-    return WatchedRank(
-        entries[0],
-        entries[1:],
-        counts,
-        first,
-        calls,
-        text,
-        batches,
-        {line: count for line, count in forwards if lines.count(line) == 1},
-        unknown,
-        read_wait(path.with_suffix(".calls")),
-    )
+    forwards_by_line = {line: count for line, count in forwards if lines.count(line) == 1}
+    wait = read_wait(path.with_suffix(".calls"))
+    return WatchedRank(entries[0], entries[1:], counts, first, calls, text, batches, forwards_by_line, unknown, wait)

@@ -116,12 +116,10 @@ class ShardedFacts(WrapperFacts, frozen=True):
 
     @property
     def named(self) -> str:
-        """Name of the method that synchronises gradients."""
         return "tensor parallelism" if self.alone else "fully_shard"
 
     @property
     def tolerates_absence(self) -> bool:
-        """True if a parameter may be unused on some ranks only."""
         return self.reduces_unused
 
 
@@ -168,5 +166,4 @@ class SplitModule(WrappedModule, frozen=True):
 
     @property
     def together(self) -> tuple[int, ...]:
-        """Ranks that share a model with this rank."""
         return self.model_ranks
