@@ -120,7 +120,6 @@ def _is_asked_for(entry: FrameType) -> bool:
     return entry.f_code.co_qualname.partition(".")[0] in ddpcheck.__all__ or module.startswith("ddpcheck.integrations")
 
 
-_RAISES_AGAIN = "ExceptionWrapper.reraise"
 _ORIGINAL_HEAD = re.compile(  # does not match tracebacks inside a user's message
     r"(?:^Original |(?:direct cause of the following exception|another exception occurred):\n\n)"
     r"Traceback \(most recent call last\):\n",
@@ -143,7 +142,7 @@ class OriginalException:
 def original_of(error: BaseException) -> OriginalException | None:
     """Return the exception that `ExceptionWrapper` carried over, or None if not re-raised."""
     codes = [frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if codes[-1:] != [_RAISES_AGAIN] or not isinstance(error, Exception):
+    if codes[-1:] != ["ExceptionWrapper.reraise"] or not isinstance(error, Exception):
         return None
     try:
         text = str(error)

@@ -26,8 +26,7 @@ def are_harmless(differing: Iterable[str], options: Sequence[Mapping[str, str]])
 
     Measured on torch 2.13 with gloo: the storage of gradients may differ. Rank 0 broadcasts bucket sizes when buckets
     are rebuilt after the first step, except under `find_unused_parameters`; the first step has one bucket, unless
-    `bucket_cap_mb_list` is set.
-    `options` has one mapping per rank.
+    `bucket_cap_mb_list` is set. `options` has one mapping per rank.
     """
     finds_unused = any(rank_options.get("find_unused_parameters") == "True" for rank_options in options)
     has_sizes = any(rank_options.get("bucket_cap_mb_list", "None") != "None" for rank_options in options)
