@@ -179,8 +179,8 @@ def finding_view(finding: Finding, report: Report) -> dict[str, Any]:
     num_hidden = len(evidence) - _MOST_IN_ALL
     sources = [_source(location, finding, report.excerpts) for location in finding.places] + _sides(finding, report)
     size = report.world.get("world_size")
-    is_known = isinstance(size, int) and size <= 1_000_000
-    others = sorted({*range(size)} - {*finding.ranks}) if finding.ranks and is_known else []  # ranks without the defect
+    known_ranks = range(size) if isinstance(size, int) and size <= 1_000_000 else ()
+    others = sorted({*known_ranks} - {*finding.ranks}) if finding.ranks else []  # ranks without the defect
     when = [format_ranks(finding.ranks)] if finding.ranks else []
     when += [format_steps(finding.steps)] if finding.steps else []
     return {
