@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
+from ddpcheck.findings.evidence.loop import MAX_PACE_RUNS, ModuleChanged, PaceRun
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
     is_user_file,
@@ -129,9 +129,6 @@ def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
             recorder.note(shard, location_of(caller))
 
 
-MOST_RUNS = 1024
-
-
 class PaceRecorder(Recorder, subjects=("loop",)):
     """Pace of one wrapper."""
 
@@ -148,7 +145,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
     def reduced(self, step: int) -> None:
         pace, self.forwards = (self.forwards, self._batches()), 0
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
-        if pace != self._now and self._runs < MOST_RUNS:
+        if pace != self._now and self._runs < MAX_PACE_RUNS:
             after_forward = self.lines if pace[0] != self._now[0] else ()
             lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
             location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
@@ -158,7 +155,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
     def ended(self, step: int) -> None:
         """Record the pace after the last reduction, unless in another loop."""
         pace = self.forwards, self._batches()
-        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
+        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:

@@ -37,7 +37,6 @@ from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.stream.rank_report import is_probed
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
-_SAME = 1e-4
 _FEW = 4  # max elements of a reduced tensor that is no gradient
 _MOST_GIVEN = 4096  # max all_reduce inputs per step
 
@@ -92,7 +91,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             if last_norm is None:
                 continue
             norm = _norm(watch.parameters.values()) or 0.0
-            if 0.0 < norm < math.inf and abs(norm - last_norm) > _SAME * last_norm:
+            if 0.0 < norm < math.inf:
                 name, clip_line = self._last
                 put_off = watch.has_unreduced
                 if put_off or location == self._line:  # otherwise the next loss may involve other parameters
@@ -150,8 +149,6 @@ def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
 
 _MOST_LOOKED_AT = 16  # max steps per optimizer
 _MOST_STEPS = 1024  # max steps of all optimizers
-_FEWEST_LEFT = 3  # min consecutive steps
-_FEWEST_ZEROED = 2  # min consecutive steps
 _SOME_PARAMETERS = 8
 
 _State = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
@@ -172,7 +169,6 @@ class _Followed:
     mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
     times_left: int = 0
     held: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
-    told: bool = False
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
@@ -229,7 +225,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                     tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
             elif tracked.left and value != tracked.left:
                 tracked.left = 0
-            elif tracked.left and tracked.times_left == _FEWEST_LEFT - 1:
+            elif tracked.left:
                 tracked.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = walk_graph([loss]).leaves if leaves is None else leaves
@@ -265,24 +261,23 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         mixed, one.mixed = one.mixed, None
         again = mixed is not None and (one.own or mixed[0] != mixed[1])
         one.times_left = one.times_left + 1 if again else 0
-        if mixed is not None and one.times_left == _FEWEST_LEFT and not one.told:
-            one.told = True
+        if mixed is not None and again:
             params = [p for ref in one.held if (p := ref()) is not None]
             count = len([p for p in parameters_of(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
-            self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location(), names))
+            self._sink(GradientsLeft(one.number, one.own, *mixed, user_location(), names, one.times_left))
 
     def _tell_zeroed(self, one: _Followed) -> None:
-        """Report repeated zeroing: the same counts by line before several consecutive steps.
+        """Record repeated zeroing: the same counts by line as before the last step.
 
         Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
         repeats = one.zeroed == one.zeroed_before and _repeats(one.zeroed)
         again = repeats and _is_as_it_was(one) and not one.for_inputs
         one.times_zeroed = one.times_zeroed + 1 if again else 0
-        if one.times_zeroed == _FEWEST_ZEROED:
+        if again:
             location = max(one.zeroed, key=lambda line: one.zeroed[line])
-            self._sink(GradientsZeroed(one.number, one.zeroed[location], location))
+            self._sink(GradientsZeroed(one.number, one.zeroed[location], location, one.times_zeroed))
         one.zeroed, one.zeroed_before = {}, one.zeroed
         one.for_inputs = False
 

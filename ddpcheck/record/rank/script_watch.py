@@ -44,7 +44,6 @@ _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
 _INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced", "step")
-_DISCARDED_STEPS = 2  # consecutive optimizer steps with discarded gradients before a report
 
 
 class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
@@ -270,9 +269,9 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._discarded = 0
             return
         self._discarded += 1
-        loop.add(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
-        if self._discarded == _DISCARDED_STEPS:
-            self._recorder.tell(*loop.ledger.lost[-1].events)
+        line = str(user_location() or "")
+        loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded))
+        self._recorder.tell(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
         """Detach from the wrapper; idempotent. `failing`: the script ends with an exception."""
@@ -296,8 +295,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
-        if any(event.kind in AROUND for event in report.events):
-            self._recorder.bypass.close()
+        if any(event.kind in AROUND for event in report.events) and report.events[-1].kind == "step":
+            self._recorder.bypass.close()  # its line is not needed any more
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def left_out(self, step: int) -> None:

@@ -168,11 +168,12 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
                 continue
             tally.is_trained_on |= any(_are_from(tally, x, mean) for x in look.inputs)
-            fits = tally.is_trained_on and tally.goes_on is not False and tally.moves.count(0) <= len(tally.moves) / 2
+            fits = tally.is_trained_on and tally.goes_on is not False
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
             line, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
-            exchanged, tally.moves = self._exchanged[name], []
-            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, exchanged))
+            moves = self._exchanged[name], len(tally.moves), tally.moves.count(0)
+            tally.moves = []
+            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
     def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
