@@ -153,7 +153,7 @@ class StepRecorder(StepListener):
     def detach(self) -> None:
         self.bypass.close()
         self.tracker.detach()
-        self.loop.detach(self.wrapper)
+        self.loop.detach()
         unfollow_steps(self._optimizer_steps)
         if self._micro_batches is not None:
             self._micro_batches.close()
@@ -188,7 +188,8 @@ class StepRecorder(StepListener):
             self.tell_unpaired()
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
-        bypassing = self.bypass.found(), LoopEvent("step", location=str(user_location() or ""))
+        self.bypass.listen()
+        bypassing = self.bypass.event, LoopEvent("step", location=str(user_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))
 

@@ -149,7 +149,7 @@ def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
 
 _MOST_LOOKED_AT = 16  # max steps per optimizer
 _MOST_STEPS = 1024  # max steps of all optimizers
-_SOME_PARAMETERS = 8
+_SOME_PARAMETERS = 8  # of an optimizer, read at each zero_grad in its first steps
 
 _State = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
 _NONE: _State = (lambda: None, 0)
@@ -209,10 +209,10 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
-        for other, tracked in living:
-            tracked.steps += other is optimizer
-            if tracked.plain and (other is optimizer or not tracked.left):
-                tracked.left, tracked.own = _mark(tracked.sample()), other is optimizer
+        for known, tracked in living:
+            tracked.steps += known is optimizer
+            if tracked.plain and (known is optimizer or not tracked.left):
+                tracked.left, tracked.own = _mark(tracked.sample()), known is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Compare gradients with those left by the last step when backward begins."""
@@ -257,47 +257,47 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
-    def _tell_left(self, optimizer: Any, one: _Followed) -> None:
-        mixed, one.mixed = one.mixed, None
-        again = mixed is not None and (one.own or mixed[0] != mixed[1])
-        one.times_left = one.times_left + 1 if again else 0
+    def _tell_left(self, optimizer: Any, tracked: _Followed) -> None:
+        mixed, tracked.mixed = tracked.mixed, None
+        again = mixed is not None and (tracked.own or mixed[0] != mixed[1])
+        tracked.times_left = tracked.times_left + 1 if again else 0
         if mixed is not None and again:
-            params = [p for ref in one.held if (p := ref()) is not None]
+            params = [p for ref in tracked.held if (p := ref()) is not None]
             count = len([p for p in parameters_of(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
-            self._sink(GradientsLeft(one.number, one.own, *mixed, user_location(), names, one.times_left))
+            self._sink(GradientsLeft(tracked.number, tracked.own, *mixed, user_location(), names, tracked.times_left))
 
-    def _tell_zeroed(self, one: _Followed) -> None:
+    def _tell_zeroed(self, tracked: _Followed) -> None:
         """Record repeated zeroing: the same counts by line as before the last step.
 
         Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
-        repeats = one.zeroed == one.zeroed_before and _repeats(one.zeroed)
-        again = repeats and _is_as_it_was(one) and not one.for_inputs
-        one.times_zeroed = one.times_zeroed + 1 if again else 0
+        repeats = tracked.zeroed == tracked.zeroed_before and _repeats(tracked.zeroed)
+        again = repeats and _is_as_it_was(tracked) and not tracked.for_inputs
+        tracked.times_zeroed = tracked.times_zeroed + 1 if again else 0
         if again:
-            location = max(one.zeroed, key=lambda line: one.zeroed[line])
-            self._sink(GradientsZeroed(one.number, one.zeroed[location], location, one.times_zeroed))
-        one.zeroed, one.zeroed_before = {}, one.zeroed
-        one.for_inputs = False
+            location = max(tracked.zeroed, key=lambda line: tracked.zeroed[line])
+            self._sink(GradientsZeroed(tracked.number, tracked.zeroed[location], location, tracked.times_zeroed))
+        tracked.zeroed, tracked.zeroed_before = {}, tracked.zeroed
+        tracked.for_inputs = False
 
     def _living(self) -> list[tuple[Any, _Followed]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [(other, tracked) for other, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
+        return [(known, tracked) for known, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:
     return any(times > 1 for times in zeroed.values())
 
 
-def _gradient_of(one: _Followed) -> _State:
-    gradient = getattr(one.sample(), "grad", None)
+def _gradient_of(tracked: _Followed) -> _State:
+    gradient = getattr(tracked.sample(), "grad", None)
     return _NONE if gradient is None else (tensor_ref(gradient), version_of(gradient))
 
 
-def _is_as_it_was(one: _Followed) -> bool:
-    gradient, (gradient_ref, version) = getattr(one.sample(), "grad", None), one.now
+def _is_as_it_was(tracked: _Followed) -> bool:
+    gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.now
     return gradient is not None and gradient_ref() is gradient and version_of(gradient) == version
 
 
@@ -323,8 +323,8 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
         self.clear = self._given.clear  # clears the recorded inputs after a step
         self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
-    def note(self, call: Call, given: Mapping[str, Any]) -> None:
-        tensor = given.get("tensor")
+    def note(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        tensor = call_args.get("tensor")
         if len(call.members) != dist.get_world_size():
             return
         if call.elements > max(self._largest[0], _FEW):
@@ -359,7 +359,7 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
         return self._parts[id(parameter)] > 1
 
 
-_MOST_MARKS = 1024
+_MOST_MARKS = 1024  # fingerprints per entry
 _MOST_PARAMETERS = 64  # compared parameters per call
 
 
@@ -403,19 +403,19 @@ class TakenRecorder(Recorder, subjects=("loop",)):
             followed.calls += 1
 
     def _note(
-        self, watch: ScriptWatch, one: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
+        self, watch: ScriptWatch, followed: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
     ) -> None:
         params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
         self._run.add(
             GradientsTaken(
                 watch.number,
-                one.calls,
+                followed.calls,
                 where,
                 reductions=watch.step,
                 put_off=watch.has_unreduced,
                 gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
                 parameters={name: fingerprint(p) for name, p in params.items()},
-                marks=tuple(one.marks),
+                marks=tuple(followed.marks),
             )
         )
-        one.marks.clear()
+        followed.marks.clear()

@@ -369,12 +369,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if not known.is_settled:
             self._zeroings.zeroes(optimizer)
 
-    def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
+    def _before_module_zero_grad(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         module_ids = {id(p) for p in module.parameters()}
         for optimizer in list(self._known):
-            ids = {id(p) for p in parameters_of(optimizer)}
-            if ids <= module_ids:
-                self._before_zero_grad(optimizer, *arguments, **named)
+            if {id(p) for p in parameters_of(optimizer)} <= module_ids:
+                self._before_zero_grad(optimizer)
 
 
 def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str, float]:

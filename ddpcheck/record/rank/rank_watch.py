@@ -85,7 +85,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_MOST_OVERWRITINGS = 64
+_MOST_OVERWRITINGS = 64  # collectives with a hook on their tensor
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # sent by a launcher to end a rank
 _LAST_WORK = 0.03
@@ -271,10 +271,10 @@ class _WatchedRank:
     def _thread_starts(self, thread: threading.Thread) -> None:
         self._threads[thread] = lines_of_program(sys._getframe(CALLER))
 
-    def _thread_ends(self, given: Any, *_more: object) -> None:
+    def _thread_ends(self, hook_args: Any, *_more: object) -> None:
         """Record an uncaught exception of a thread, which Python only prints."""
-        if os.getpid() == self._process and isinstance(error := given.exc_value, Exception):
-            name = given.thread.name if given.thread is not None else ""
+        if os.getpid() == self._process and isinstance(error := hook_args.exc_value, Exception):
+            name = hook_args.thread.name if hook_args.thread is not None else ""
             self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
 
     def _raised(self, error: BaseException) -> None:
@@ -319,10 +319,10 @@ class _WatchedRank:
         self._draws.begin()
         return watch
 
-    def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
+    def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Detect a backward pass through an overwritten tensor, and gradients summed by hand."""
-        self._sums.note_left(call, given)
-        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        self._sums.note_left(call, call_args)
+        tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
         is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)
         if call.operation in ("all_reduce", "broadcast") and is_world:

@@ -340,11 +340,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         """Write which attributes of the module have been set on the wrapper in their place."""
         values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
-        parameters = nn.Module.named_parameters(
-            self.module, recurse=False
-        )  # `_parameters` of a ScriptModule is no dict
-        buffers = nn.Module.named_buffers(self.module, recurse=False)
-        tensors = {name for name, _ in (*parameters, *buffers)}
+        listings = nn.Module.named_parameters, nn.Module.named_buffers  # `_parameters` of a ScriptModule is no dict
+        tensors = {name for listing in listings for name, _ in listing(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
             self._log.add(AttributesSet(self.number, tuple(names)))
