@@ -123,7 +123,7 @@ def _noting_generator(original: Any) -> Any:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
                 generators.append((generator, location_of(_that_decides(frame))))
-                note_own_generator(generator)
+                _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
         return generator
 
     return default_rng
@@ -190,11 +190,6 @@ def end_history(generator: str) -> None:
     """Add a generator's output to the draw_history before the generator is seeded."""
     if _seeds <= _MOST_SEEDS:
         _drawn[generator] = _given_by(generator)
-
-
-def note_own_generator(generator: Any) -> None:
-    """Add a numpy generator that the program creates to the draw_history."""
-    _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
 
 
 def state_of_own(generator: Any) -> bytes:

@@ -184,6 +184,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         samples, has_samples = ({}, False) if number else samples_of(loader.dataset, size)
         state = state_of(loader.dataset) if number < _MOST_PASSES else {}
         persistent = bool(getattr(loader, "persistent_workers", False))
+        batch_sizes = (getattr(obj, "batch_size", None) for obj in (loader, getattr(loader, "batch_sampler", None)))
         entry = LoaderPass(
             loader=counts[0],
             number=number,
@@ -192,7 +193,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             size=size,
             digest=digests_of(beneath) if not number else {},
             expected=length_of(loader) if map_style else -1,
-            batch_size=_batch_size(loader),
+            batch_size=next((size for size in batch_sizes if isinstance(size, int) and size > 0), 1),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, data.WeightedRandomSampler))),
@@ -322,11 +323,6 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
                 digests = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
                 contents.setdefault(f"{number}, {place}", {}).update(zip(base_indices, digests, strict=False))
     pass_.entry = replace(pass_.entry, contents=contents)
-
-
-def _batch_size(loader: Any) -> int:
-    sizes = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _innermost_sampler(loader: Any) -> Any:

@@ -170,8 +170,9 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         columns = program_numbers.columns_of(value, self._samples)
         if columns and not isinstance(value, torch.Tensor):
             entry = replace(entry, rows=(), values=())
-        pieces = columns or ([] if len(entry.rows) else _parts_of(value))
-        parts = [(_rows_given(piece), _values_given(piece)) for piece in pieces]
+        if not columns and not entry.rows and isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
+            columns = list(value.values() if isinstance(value, dict) else value)  # predictions and labels
+        parts = [(_rows_given(column), _values_given(column)) for column in columns]
         for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:
                 self._left[0] -= 1
@@ -324,13 +325,6 @@ def _rows_given(value: Any) -> tuple[int, ...]:
 
 def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) != () else 0
-
-
-def _parts_of(value: Any) -> list[Any]:
-    """Return the parts of a gathered dict or tuple (predictions, labels)."""
-    if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
-        return list(value.values() if isinstance(value, dict) else value)
-    return []
 
 
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:

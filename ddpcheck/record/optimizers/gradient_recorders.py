@@ -163,12 +163,12 @@ class _Followed:
     steps: int = 0
     now: _State = _NONE  # gradient after the last backward pass or clip
 
-    left: int = 0  # gradient fingerprint after a step, 0 if zero or None
-    own: bool = False  # True if recorded after a step of this optimizer
+    stale: int = 0  # gradient fingerprint after a step, 0 if zero or None
+    is_own: bool = False  # True if recorded after a step of this optimizer
     line: Location | None = None  # of the last backward pass that changed the gradient
     mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
-    times_left: int = 0
-    held: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
+    stale_steps: int = 0
+    stale_params: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
@@ -200,8 +200,8 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                 self._known[optimizer] = _Followed(number, tensor_ref(params[0]), is_plain)
                 self.follows = True
             return False
-        self._tell_left(optimizer, tracked)
-        self._tell_zeroed(tracked)
+        self._note_stale(optimizer, tracked)
+        self._note_zeroed(tracked)
         return tracked.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
@@ -211,22 +211,22 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self.follows = bool(living)
         for known, tracked in living:
             tracked.steps += known is optimizer
-            if tracked.plain and (known is optimizer or not tracked.left):
-                tracked.left, tracked.own = _mark(tracked.sample()), known is optimizer
+            if tracked.plain and (known is optimizer or not tracked.stale):
+                tracked.stale, tracked.is_own = _mark(tracked.sample()), known is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Compare gradients with those left by the last step when backward begins."""
         leaves: Iterable[Any] | None = None
         for optimizer, tracked in self._living():
             tracked.now = _gradient_of(tracked)
-            if (tracked.left or tracked.mixed) and not (value := _mark(tracked.sample())):
-                tracked.left, tracked.mixed = 0, None  # zeroed
+            if (tracked.stale or tracked.mixed) and not (value := _mark(tracked.sample())):
+                tracked.stale, tracked.mixed = 0, None  # zeroed
                 if tracked.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
                     tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
-            elif tracked.left and value != tracked.left:
-                tracked.left = 0
-            elif tracked.left:
-                tracked.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
+            elif tracked.stale and value != tracked.stale:
+                tracked.stale = 0
+            elif tracked.stale:
+                tracked.stale_params = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = walk_graph([loss]).leaves if leaves is None else leaves
                 tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -234,11 +234,11 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def backward_ended(self) -> None:
         location: Location | None = None
         for _, tracked in self._living():
-            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_as_it_was(tracked):
+            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_unchanged(tracked):
                 continue
             location = location or user_location()
-            if tracked.left:
-                tracked.mixed, tracked.left = (tracked.line, location), 0
+            if tracked.stale:
+                tracked.mixed, tracked.stale = (tracked.line, location), 0
             tracked.line = location
         self.note_changed()
 
@@ -257,23 +257,24 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
-    def _tell_left(self, optimizer: Any, tracked: _Followed) -> None:
+    def _note_stale(self, optimizer: Any, tracked: _Followed) -> None:
         mixed, tracked.mixed = tracked.mixed, None
-        again = mixed is not None and (tracked.own or mixed[0] != mixed[1])
-        tracked.times_left = tracked.times_left + 1 if again else 0
+        again = mixed is not None and (tracked.is_own or mixed[0] != mixed[1])
+        tracked.stale_steps = tracked.stale_steps + 1 if again else 0
         if mixed is not None and again:
-            params = [p for ref in tracked.held if (p := ref()) is not None]
+            params = [p for ref in tracked.stale_params if (p := ref()) is not None]
             count = len([p for p in parameters_of(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
-            self._sink(GradientsLeft(tracked.number, tracked.own, *mixed, user_location(), names, tracked.times_left))
+            lines = *mixed, user_location()
+            self._sink(GradientsLeft(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
 
-    def _tell_zeroed(self, tracked: _Followed) -> None:
+    def _note_zeroed(self, tracked: _Followed) -> None:
         """Record repeated zeroing: the same counts by line as before the last step.
 
         Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
         repeats = tracked.zeroed == tracked.zeroed_before and _repeats(tracked.zeroed)
-        again = repeats and _is_as_it_was(tracked) and not tracked.for_inputs
+        again = repeats and _is_unchanged(tracked) and not tracked.for_inputs
         tracked.times_zeroed = tracked.times_zeroed + 1 if again else 0
         if again:
             location = max(tracked.zeroed, key=lambda line: tracked.zeroed[line])
@@ -296,7 +297,7 @@ def _gradient_of(tracked: _Followed) -> _State:
     return _NONE if gradient is None else (tensor_ref(gradient), version_of(gradient))
 
 
-def _is_as_it_was(tracked: _Followed) -> bool:
+def _is_unchanged(tracked: _Followed) -> bool:
     gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.now
     return gradient is not None and gradient_ref() is gradient and version_of(gradient) == version
 

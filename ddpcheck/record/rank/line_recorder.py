@@ -6,7 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -227,7 +226,9 @@ class ConstructionRecorder(Recorder):
         entry[1][name] = location
         if isinstance(obj, nn.Parameter) and not nn.parameter.is_lazy(obj) and len(self._sizes) < _MOST_SIZES:
             sizes = set(obj.shape)
-            for user_frame in _user_functions(frame):
+            frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
+            functions = (f for f in frames if f.f_code.co_name != "<module>")
+            for user_frame in itertools.islice(functions, _MOST_FRAMES):
                 variables = _sized(variables_of(user_frame).items(), location_of(user_frame))
                 self._sizes.update((variable, None) for variable in variables if _may_be(variable.size, sizes))
 
@@ -258,12 +259,6 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
             size = value if kind is int else len(value)
             if size > 1:
                 yield SizedVariable(name, kind.__name__, size, where)
-
-
-def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return the innermost user functions on the stack, without module top levels."""
-    frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
-    return itertools.islice((f for f in frames if f.f_code.co_name != "<module>"), _MOST_FRAMES)
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:
