@@ -12,6 +12,7 @@ import stat
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from typing import Any
 
@@ -288,16 +289,14 @@ _MOST_INPUTS = 16  # max tensors per forward input
 _MOST_EVALUATED = 64  # max forward passes without gradients
 
 
+@dataclass(eq=False)
 class InputRecorder(Recorder, subjects=("data",)):
     """Recorder of fingerprints of a wrapper's forward inputs."""
 
-    def __init__(
-        self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        self._sink = sink
-        self._number = number  # of the wrapper
-        self._samples = samples  # returns the last samples from a loader
-        self._evaluated = 0
+    _sink: Callable[[Inputs | Evaluated], object]
+    _number: int  # of the wrapper
+    _samples: Callable[[], Sequence[torch.Tensor]]  # returns the last samples from a loader
+    _evaluated = 0
 
     def trained(self, step: int, inputs: Any, line: Location | None) -> None:
         if samples := _input_samples(inputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,32 +41,23 @@ class _Followed:
     reductions: int = 0  # number of reductions at the last step
 
 
-class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_step", "after_step")):
-    """Recorder of every optimizer with parameters of one wrapper."""
+@dataclass(eq=False)
+class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
+    """Recorder of every optimizer with parameters of one wrapper, in the order of the loop's other events."""
 
-    def __init__(
-        self,
-        tracker: StepTracker,
-        loop: LoopRecord,
-        has_others: Callable[[], bool],  # returns True if there are ranks to average with
-        # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
-        # wrapper, if any), and after a step on gradients of a second backward pass
-        tell: Callable[[Contribution | None], object],
-        look: Callable[[], object],  # called if a prepared reduction is missing for several steps
-        listen: Callable[[], object],  # called after the first step on gradients without a forward pass of the wrapper
-    ) -> None:
-        """Record optimizer steps in `loop`, next to the events of `tracker`."""
-        self._tracker = tracker
-        self._loop = loop
-        self._has_others = has_others
-        self._tell = tell
-        self._look = look
-        self._listen = listen
-        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self._steps_without_reduction = 0  # consecutive steps without a reduction since the optimizer's last step
-        self._around = 0  # steps on gradients of backward passes that bypass the wrapper
-        self._last = 0  # number of reductions at the last step of any optimizer
-        self._unanswered = 0  # consecutive steps whose prepared reduction is missing
+    _tracker: StepTracker
+    _loop: LoopRecord
+    _has_others: Callable[[], bool]  # returns True if there are ranks to average with
+    # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
+    # wrapper, if any), and after a step on gradients of a second backward pass
+    _tell: Callable[[Contribution | None], object]
+    _look: Callable[[], object]  # called if a prepared reduction is missing for several steps
+    _listen: Callable[[], object]  # called after the first step on gradients without a forward pass of the wrapper
+    _known: WeakKeyDictionary[Any, _Followed] = field(default_factory=WeakKeyDictionary, init=False)
+    _steps_without_reduction = 0  # consecutive steps without a reduction since the optimizer's last step
+    _around = 0  # steps on gradients of backward passes that bypass the wrapper
+    _last = 0  # number of reductions at the last step of any optimizer
+    _unanswered = 0  # consecutive steps whose prepared reduction is missing
 
     @property
     def follows(self) -> bool:
