@@ -298,13 +298,13 @@ def _note_index(pass_: _Pass, index: Any) -> None:
 
 def _note_batch(pass_: _Pass, batch: Any) -> None:
     """Record fingerprints of the first samples of a batch, and changed random states."""
-    if pass_.draws is not None and (drawn := pass_.draws.of(pass_.entry.batches)):
+    entry, source = pass_.entry, pass_.draws
+    if source is not None and (drawn := source.of(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
-        line = pass_.draws.seeded or seeded_at(name)
-        by = "" if pass_.draws.seeded else restored_by(name)
-        held = *pass_.entry.held, *(drawn[name][0] for name in drawn if name == HELD)
-        origin = {"seeded": line, "restored_by": by, "held_at": pass_.draws.held_at}
-        pass_.entry = replace(pass_.entry, draws={**pass_.entry.draws, **dict(drawn.values())}, held=held, **origin)
+        line, by = (source.seeded, "") if source.seeded else (seeded_at(name), restored_by(name))
+        held = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
+        draws = {**entry.draws, **dict(drawn.values())}
+        pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=held, held_at=source.held_at)
     taken = pass_.entry.batches
     if taken >= len(pass_.batches):
         return
