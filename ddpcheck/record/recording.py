@@ -34,7 +34,7 @@ class Recording:
         self.add = add  # function that writes an entry to the log
         self.log: Any = log  # log of this rank
         self.every = every  # steps between two comparisons; 0 for never
-        self.watches = Living()  # `ScriptWatch` of each wrapper
+        self.watches = WeakList()  # `ScriptWatch` of each wrapper
         self.wrappers = 0  # number of wrappers constructed so far
         self.steps = 0  # number of optimizer steps, of all optimizers together
         self.rounds = 0  # largest step count of any optimizer
@@ -55,7 +55,7 @@ class Recording:
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
-class Living:
+class WeakList:
     """Weak references to a few objects; safe to modify during iteration.
 
     A `WeakSet` is too slow for the dozen look-ups per training step.
@@ -80,8 +80,8 @@ class Living:
         return bool(self.refs)
 
 
-class Followers(Living):
-    """Living objects, with hooks or patches that are installed while there is one.
+class Followers(WeakList):
+    """Weak references with hooks or patches that exist while an object does.
 
     The last one has to leave by `discard`: torch must not find a hook that the garbage collector removes meanwhile.
     """

@@ -309,7 +309,7 @@ def _mark(parameter: Any) -> int:
     return fingerprint(dense(parameter.grad)) or 1
 
 
-class GivenRecorder(Recorder, subjects=("optimizers", "data")):
+class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
     """Recorder of all_reduce inputs over all ranks in sampled steps."""
 
     def __init__(self, run: Recording) -> None:
@@ -372,7 +372,7 @@ class _TakenGradients:
     location: Location | None = None
 
 
-class TakenRecorder(Recorder, subjects=("loop",)):
+class AutogradGradRecorder(Recorder, subjects=("loop",)):
     """Recorder of sampled `torch.autograd.grad` results for wrapped parameters."""
 
     def __init__(self, run: Recording) -> None:

@@ -55,7 +55,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_clipped
+from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder, kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
@@ -94,7 +94,7 @@ _LAST_WORK = 0.03
 Freeing work takes the GIL: two races, also in plain torch. At interpreter shutdown, Python stops the thread in C++ and
 the process aborts ("terminate called without an active exception"). If a wrapper is freed after the group, its reducer
 drops the last reference to the group and joins the threads with the GIL held: a deadlock (see `hang_watch`)."""
-_rank: _WatchedRank | None = None
+_rank: _RankRecorder | None = None
 _takes_faults = False  # True if the script has not enabled `faulthandler`, so fatal signals are logged
 
 
@@ -109,16 +109,16 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
         passes_on(function)
     options = options_of_run(os.environ)
     if _rank is None and options is not None:
-        _rank = _WatchedRank(options, replacements)
+        _rank = _RankRecorder(options, replacements)
 
 
 def begin_alone(options: RunOptions) -> None:
     """Record the end of this single process, which may have no process group."""
     global _rank
-    _rank = _WatchedRank(options, {})
+    _rank = _RankRecorder(options, {})
 
 
-class _WatchedRank:
+class _RankRecorder:
     """Watches of this rank; forked processes (data loader workers) are ignored."""
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
@@ -163,7 +163,7 @@ class _WatchedRank:
         evaluations, targets, gathers = EvaluationRecorder(add), TargetRecorder(run), GatherRecorder(run)
         self._loaders = LoaderRecorder(run, ResumeRecorder(self._optimizers.steps_of), evaluations.note_pass)
         self._draws = DrawRecorder(run)
-        self._taken = TakenRecorder(run)
+        self._taken = AutogradGradRecorder(run)
         losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
         self._compilations = CompilationRecorder(
             add, lambda: any(watch.module.training for watch in self._watches), lambda: run.steps
@@ -179,7 +179,7 @@ class _WatchedRank:
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.on_given.append(recorder.note_collective)
         self._sums = SumRecorder(add)
-        collective_log.on_given += (self._optimizers.given.note, self._sums.note_given)
+        collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_given)
         collective_log.on_overwritten.append(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)

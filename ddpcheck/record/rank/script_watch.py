@@ -289,7 +289,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if was_attached and not failing and (report := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, report, closing=self._recorder.settles))
 
-    # Methods of `Door`
+    # Methods of `StepSink`
 
     def alarm(self, _step: int) -> None:
         self._alarmed = True
