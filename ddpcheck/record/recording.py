@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import call
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpcheck.findings.errors import FindingsError
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.gather.autograd.autograd_graph import in_backward
-from ddpcheck.gather.patching import OwnErrors, Patch, Recorder, patched, recorder_of
+from ddpcheck.gather.patching import OwnErrors, Recorder, patched, recorder_of
 from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.stream.rank_report import is_probed, is_sampled
 
@@ -33,7 +34,7 @@ class Recording:
         self.add = add  # function that writes an entry to the log
         self.log: Any = log  # log of this rank
         self.every = every  # steps between two comparisons; 0 for never
-        self.watches = Living()  # `ScriptWatch` of each wrapper
+        self.watches = WeakList()  # `ScriptWatch` of each wrapper
         self.wrappers = 0  # number of wrappers constructed so far
         self.steps = 0  # number of optimizer steps, of all optimizers together
         self.rounds = 0  # largest step count of any optimizer
@@ -54,7 +55,7 @@ class Recording:
         return is_probed(self.steps) or is_probed(self.rounds)
 
 
-class Living:
+class WeakList:
     """Weak references to a few objects; safe to modify during iteration.
 
     A `WeakSet` is too slow for the dozen look-ups per training step.
@@ -77,6 +78,27 @@ class Living:
 
     def __bool__(self) -> bool:
         return bool(self.refs)
+
+
+class Followers(WeakList):
+    """Weak references with hooks or patches that exist while an object does.
+
+    The last one has to leave by `discard`: torch must not find a hook that the garbage collector removes meanwhile.
+    """
+
+    def __init__(self, install: Callable[[], list[Callable[[], object]]]) -> None:
+        super().__init__()
+        self._install = install  # returns functions that undo the installation
+        self._undo: list[Callable[[], object]] = []
+
+    def add(self, thing: Any) -> None:
+        super().add(thing)
+        self._undo = self._undo or self._install()
+
+    def discard(self, thing: Any) -> None:
+        super().discard(thing)
+        while self._undo and not self:
+            self._undo.pop()()
 
 
 class UnpickledHook:
@@ -104,19 +126,10 @@ class UnpickledHook:
         return functools.partial, (_nothing,)
 
 
-def _found_callback() -> Callable[[], Any]:
-    """Return a function that returns this thread's active compiler callback, or `None`.
-
-    Private to torch: if missing, functions called by a hook in compiled code may be compiled.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._C._dynamo import eval_frame
-
-        return eval_frame.get_eval_frame_callback
-    return lambda: None
-
-
-_callback_of_compiler = _found_callback()
+# active compiler callback of this thread; private to torch: if missing, functions called by a hook may be compiled
+_callback_of_compiler: Callable[[], Any] = getattr(
+    sys.modules.get("torch._C._dynamo.eval_frame"), "get_eval_frame_callback", lambda: None
+)
 _is_traced = torch.compiler.is_dynamo_compiling
 
 
@@ -130,28 +143,21 @@ def _not_compiled() -> Any:
     def call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         method(*args, **kwargs)
 
-    call = torch.compiler.disable(call)
-    _leave_us_alone()
-    return call
+    # Exclude ddpcheck from `torch.compile`, also for hooks called by compiled code. Replacements of torch functions are
+    # still traced, so that compiled code stays one graph. Private to torch: if missing, functions of ddpcheck are
+    # compiled up to the recompilation limit.
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._dynamo import trace_rules
+
+        for package in _NOT_TRACED:
+            trace_rules.add(f"ddpcheck.{package}")
+    return torch.compiler.disable(call)
 
 
 _NOT_TRACED = (
     *("findings", "judge", "monitor", "recipe", "record", "stream", "worlds"),
     *("gather.autograd", "gather.ddp", "gather.state", "gather.steps"),
 )
-
-
-def _leave_us_alone() -> None:
-    """Exclude ddpcheck from `torch.compile`, also for hooks called by compiled code.
-
-    Replacements of torch functions are still traced, so that compiled code stays one graph. Private to torch: if
-    missing, functions of ddpcheck are compiled up to the recompilation limit.
-    """
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._dynamo import trace_rules
-
-        for package in _NOT_TRACED:
-            trace_rules.add(f"ddpcheck.{package}")
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -164,30 +170,18 @@ def remove_hooks(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-# Optimizer steps. The hooks are removed with the last follower, not by the garbage collector: torch must not find a
-# hook removed during iteration.
+_step_followers = Followers(
+    lambda: [
+        register_optimizer_step_pre_hook(UnpickledHook(_before_step)).remove,
+        register_optimizer_step_post_hook(UnpickledHook(_after_step)).remove,
+    ]
+)
+follow_steps, unfollow_steps = _step_followers.add, _step_followers.discard
+"""Notify an object of all optimizer steps, after all others, by a weak reference; or stop to, but not during a step.
 
-_step_followers = Living()
-_step_handles: list[Any] = []
-
-
-def follow_steps(follower: Any) -> None:
-    """Notify `follower` of all optimizer steps from now on, after all others; holds a weak reference.
-
-    Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer, has_closure)`. `has_closure`: a
-    closure runs the last passes; `inside`: within a backward pass.
-    """
-    _step_followers.add(follower)
-    if not _step_handles:
-        before, after = UnpickledHook(_before_step), UnpickledHook(_after_step)
-        _step_handles[:] = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-
-def unfollow_steps(follower: Any) -> None:
-    """Stop notifying `follower`; idempotent. The last follower must not leave during a step."""
-    _step_followers.discard(follower)
-    if not _step_followers:
-        remove_hooks(_step_handles)
+Calls `before_step(optimizer, has_closure, inside)` and `after_step(optimizer, has_closure)`. `has_closure`: a closure
+runs the last passes; `inside`: within a backward pass.
+"""
 
 
 def _before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -211,23 +205,14 @@ def _has_closure(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
 inside_forward: set[int] = set()
 """`id()` of each wrapper in a forward pass detected by hooks."""
 
-_forward_followers = Living()
-_forward_patches: list[Patch] = []
-
-
-def follow_forward(follower: Any) -> None:
-    """Call `enter_by_name` and `leave_by_name` of `follower` for forward passes that ran no hook."""
-    _forward_followers.add(follower)
-    if not _forward_patches:
-        for name, around in (("_pre_forward", _enters_forward), ("_post_forward", _leaves_forward)):
-            _forward_patches.append(patched(DistributedDataParallel, name, around))
-
-
-def unfollow_forward(follower: Any) -> None:
-    """Stop notifying `follower`; idempotent."""
-    _forward_followers.discard(follower)
-    while _forward_patches and not _forward_followers:
-        _forward_patches.pop().undo()
+_forward_followers = Followers(
+    lambda: [
+        patched(DistributedDataParallel, name, around).undo
+        for name, around in (("_pre_forward", _enters_forward), ("_post_forward", _leaves_forward))
+    ]
+)
+follow_forward, unfollow_forward = _forward_followers.add, _forward_followers.discard
+"""Call `enter_by_name` and `leave_by_name` of an object for forward passes that ran no hook, or stop to."""
 
 
 def _enters_forward(wrapper: nn.Module, /, *arguments: Any, **named: Any) -> None:

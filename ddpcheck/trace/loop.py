@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from ddpcheck.findings.evidence.loop import GradientsChanged, GradientsLeft, GradientsTaken, PaceRun, WrapperPace
+from ddpcheck.findings.evidence.loop import (
+    MAX_PACE_RUNS,
+    GradientsChanged,
+    GradientsLeft,
+    GradientsTaken,
+    PaceRun,
+    WrapperPace,
+)
 from ddpcheck.findings.evidence.script import (
     GradientsClipped,
     GradientsZeroed,
@@ -20,7 +27,8 @@ from ddpcheck.trace.script_facts import ScriptFacts, used_by
 from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
 from ddpcheck.trace.view import View
 
-_MOST_RUNS = 1024  # recording limit, reached only without a regular pace
+MIN_NORM_CHANGE = 1e-4
+"""Relative change of a gradient norm between two backward passes, above float32 rounding of a large gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Loop(View):
             [
                 WrapperPace(tuple(runs), rank.counts[wrapper.number][1])
                 for rank, runs in zip(wrapper.ranks, wrapper.of(PaceRun), strict=True)
-                if 0 < len(runs) < _MOST_RUNS
+                if 0 < len(runs) < MAX_PACE_RUNS
             ]
             for wrapper in facts.wrappers
         ]
@@ -103,7 +111,8 @@ class GradientChanges(View):
         Local gradients are changed by rank-dependent factors. Averaged gradients are changed equally, so only calls of
         known clip functions count.
         """
-        changes = paired(self.between_backwards, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))
+        changed = [[e for e in entries if abs(e.factor - 1) > MIN_NORM_CHANGE] for entries in self.between_backwards]
+        changes = paired(changed, lambda entry: (entry.wrapper, entry.step, entry.by, entry.location))
         local = [change for change in changes if all(entry.put_off for entry in change)]
         unequal = [change for change in local if not are_close([entry.factor for entry in change])]
         clipped = [change for change in changes if change[0].by and not any(entry.put_off for entry in change)]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.evidence.steps import Call
-from ddpcheck.record.optimizers.gradient_recorders import GivenRecorder
+from ddpcheck.record.optimizers.gradient_recorders import AllreduceInputRecorder
 from ddpcheck.record.recording import Recording
 
 
@@ -24,7 +24,7 @@ def test_gradients_of_a_few_elements_count_in_buckets_only() -> None:
     call = Call("all_reduce", "0", (0,))
 
     def given(*tensors: torch.Tensor) -> tuple[int, ...]:
-        recorder = GivenRecorder(Recording(lambda _: None, 1))
+        recorder = AllreduceInputRecorder(Recording(lambda _: None, 1))
         for tensor in tensors:
             recorder.note(call, {"tensor": tensor})
         return recorder.of(gradients)

@@ -1,6 +1,6 @@
 """References to objects that somebody else holds."""
 
-from ddpcheck.record.recording import Living
+from ddpcheck.record.recording import WeakList
 
 
 class Thing:
@@ -8,7 +8,7 @@ class Thing:
 
 
 def test_what_lives_is_given_in_its_order_and_what_is_gone_or_discarded_is_not() -> None:
-    living = Living()
+    living = WeakList()
     first, second, third = things = [Thing() for _ in range(3)]
     for thing in things:
         living.add(thing)
@@ -23,7 +23,7 @@ def test_what_lives_is_given_in_its_order_and_what_is_gone_or_discarded_is_not()
 
 
 def test_it_may_change_while_it_is_gone_through() -> None:
-    living = Living()
+    living = WeakList()
     things = [Thing() for _ in range(3)]
     for thing in things:
         living.add(thing)

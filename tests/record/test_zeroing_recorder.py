@@ -10,6 +10,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.loop import GradientsLeft
 from ddpcheck.record.optimizers.gradient_recorders import ZeroingRecorder
+from ddpcheck.rules.gradients.ddp520_leftover_gradients import MIN_STALE_STEPS
 
 
 @pytest.mark.parametrize(
@@ -42,4 +43,6 @@ def test_gradients_that_are_left_are_told_by_name(
         recorder.begins_to_step(optimizer, 0)
         optimizer.step()
         recorder.has_stepped(optimizer, step)
-    assert [one.names for one in found if isinstance(one, GradientsLeft)] == left
+    stale = [one for one in found if isinstance(one, GradientsLeft)]
+    assert [one.in_a_row for one in stale] == [*range(1, 1 + len(stale))]
+    assert [one.names for one in stale if one.in_a_row == MIN_STALE_STEPS] == left

@@ -44,7 +44,7 @@ from ddpcheck.rules.data.loaders import judge_loaders
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_clips
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
-from ddpcheck.rules.gradients.ddp517_gradients_discarded import judge_zeroed
+from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_REPEATS, judge_zeroed
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
 from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
@@ -709,6 +709,8 @@ def test_metrics_zeroing_and_reductions() -> None:
     assert not judge_metrics(Metrics([[saves], [replace(saves, metric="val_acc", value=0.6)]]))
     assert codes(judge_zeroed(Loop(2, [[GradientsZeroed(0, 3, LINE)]]))) == ["DDP517"]
     assert not judge_zeroed(Loop(2, [[], []]))
+    in_a_row = [GradientsZeroed(0, 3, LINE, number) for number in (1, MIN_REPEATS)]
+    assert not judge_zeroed(Loop(2, [in_a_row[:1]])) and codes(judge_zeroed(Loop(2, [in_a_row]))) == ["DDP517"]
 
 
 @pytest.mark.parametrize(

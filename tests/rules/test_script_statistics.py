@@ -58,6 +58,13 @@ def test_what_is_brought_together_or_not_known_to_be_one(other: Sequence[Running
     assert not judge_statistics(Statistics([looks(1.0, 2.0, 3.0)]))
 
 
+def test_a_statistic_that_moves_elsewhere_as_often() -> None:
+    own, other = looks(1.0, 2.0, 3.0), looks(1.5, 2.5, 3.5)
+    for unexplained, found in ((2, 1), (3, 0)):
+        ranks = [[replace(one, moves=4, unexplained=unexplained) for one in looked] for looked in (own, other)]
+        assert len(judge_statistics(Statistics(ranks))) == found
+
+
 def test_variables_that_fit_by_chance_now_and_then() -> None:
     def samples(start: float) -> list[RunningStatistic]:
         held = looks(*(start + number**2 % 7 for number in range(8)), equations=0)

@@ -21,7 +21,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.rules import Severity
 from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import judge_hooked, judge_partial_changes
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_shifts
-from ddpcheck.rules.gradients.ddp520_leftover_gradients import judge_stale_gradients
+from ddpcheck.rules.gradients.ddp520_leftover_gradients import MIN_STALE_STEPS, judge_stale_gradients
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_params_without_optimizer, judge_unchanged_params
 from ddpcheck.rules.registry import judge_view
@@ -100,6 +100,7 @@ def changed(*factors: float, by: str = "", put_off: bool = True) -> list[Gradien
         ([changed(0.2, by="clip_grad_norm_"), changed(0.5, by="clip_grad_norm_")], []),  # once
         ([changed(0.2, 0.3, by="clip_grad_norm_", put_off=False)] * 2, [Severity.WARNING]),
         ([changed(0.2, 0.3, put_off=False)] * 2, []),
+        ([changed(1.00001, 1.0), changed(1.0, 0.99999)], []),  # by rounding
     ],
 )
 def test_gradients_that_are_changed_after_each_micro_batch(
@@ -250,6 +251,12 @@ def test_gradients_that_are_used_again(own: bool, where: Location) -> None:
     )
     assert of_some.subjects == ("body.weight",) and "gradients of body.weight" in of_some.message
     assert not judge_stale_gradients(Loop(2, stale=[[]]))
+
+
+def test_gradients_that_are_used_again_in_several_steps() -> None:
+    stale = [GradientsLeft(0, True, OTHER, BACKWARD, CLIPS, (), number) for number in range(1, MIN_STALE_STEPS + 1)]
+    assert not judge_stale_gradients(Loop(2, stale=[stale[:-1]]))
+    assert [one.code for one in judge_stale_gradients(Loop(2, stale=[stale]))] == ["DDP520"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ddpcheck.findings.evidence.loop import GradientsTaken
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
+from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder
 from ddpcheck.record.recording import Recording
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import judge_autograd_calls
@@ -70,7 +70,7 @@ def test_what_is_taken_for_the_parameters_of_a_wrapper(monkeypatch: pytest.Monke
     found: list[GradientsTaken] = []
     run: Any = Recording(found.append)
     run.watches.add(watch)
-    recorder = TakenRecorder(run)
+    recorder = AutogradGradRecorder(run)
     optimizers: Any = SimpleNamespace(**dict.fromkeys(("before_backward", "after_backward"), lambda *_: None))
     optimizers.have_hooks, optimizers.reductions, optimizers.put_off = bool, dict, set
     LossRecorder(run, optimizers, (), recorder)

@@ -20,6 +20,7 @@ from ddpcheck.findings.rules import Severity
 from ddpcheck.findings.wording import Names
 from ddpcheck.rules.data.ddp510_shared_augmentation_seed import judge_draws
 from ddpcheck.rules.data.loaders import judge_samples
+from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_DISCARDED_STEPS
 from ddpcheck.rules.gradients.reducer import judge_loop
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
@@ -118,6 +119,12 @@ def test_gradients_that_are_zeroed_before_anybody_used_them() -> None:
     assert (finding.code, finding.location) == ("DDP517", Location("train.py", 7)) and "train.py:5" in finding.evidence[
         0
     ]
+
+
+def test_gradients_that_are_zeroed_in_steps_one_after_the_other() -> None:
+    for in_a_row, codes in ((1, []), (MIN_DISCARDED_STEPS, ["DDP517"])):
+        lost = event("zero_grad", 7, discarded=("a",), in_a_row=in_a_row)
+        assert [one.code for one in judge_loop(steps(*SYNCED, lost), unequal=False)] == codes
 
 
 def local(rank: int, rows: tuple[int, ...], *, norm: float | None = None) -> LocalStep:

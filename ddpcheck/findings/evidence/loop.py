@@ -108,7 +108,7 @@ class OwnPartPutBack(Entry, frozen=True):
 
 
 class GradientsChanged(Entry, frozen=True):
-    """Gradients that were changed between two accumulating backward passes."""
+    """Gradients between two accumulating backward passes, which the script may have changed."""
 
     wrapper: int  # number of the wrapper
     step: int  # optimizer steps before
@@ -152,6 +152,9 @@ class GradientsTaken(Entry, frozen=True):
     marks: tuple[int, ...] = ()  # fingerprint of a small gradient at each call since the last entry
 
 
+MAX_PACE_RUNS = 1024  # recorded per wrapper and rank; reached only without a regular pace
+
+
 class PaceRun(Entry, frozen=True):
     """Run of reductions with equal forward passes and batches before each reduction."""
 
@@ -176,7 +179,7 @@ class WrapperPace(Struct, frozen=True):
 
 
 class GradientsLeft(Entry, frozen=True):
-    """Stale gradients in step after step: older than another step, never zeroed."""
+    """Stale gradients in a step: older than another step, never zeroed."""
 
     optimizer: int  # number of the optimizer
     own: bool  # True if the same optimizer used the gradients before; else left by the loss of another optimizer
@@ -184,6 +187,7 @@ class GradientsLeft(Entry, frozen=True):
     added: Location | None  # line of the backward pass that added to the gradients
     location: Location | None  # line of the step
     names: tuple[str, ...] = ()  # parameters with stale gradients, if the gradients of others were zeroed
+    in_a_row: int = 0  # steps in a row on stale gradients, with this one; 0 in older logs
 
 
 class WorkUsed(Entry, frozen=True):

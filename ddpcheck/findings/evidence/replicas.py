@@ -76,6 +76,8 @@ class RunningStatistic(Entry, frozen=True):
     equations: int
     location: Location | None  # line that updates the variable
     exchanged: int = 0  # number of collectives on the variable so far
+    moves: int = 0  # changes of the variable since the last such call; 0 in older logs
+    unexplained: int = 0  # changes that were not towards the mean of the samples
 
 
 class StateUsed(Entry, frozen=True):

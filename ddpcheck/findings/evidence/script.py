@@ -281,11 +281,12 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Zeroing of nonzero gradients at a line, `times` times before each of several steps."""
+    """Zeroing of nonzero gradients at a line, `times` times before a step as before the last."""
 
     optimizer: int
     times: int
     location: Location | None
+    in_a_row: int = 0  # earlier steps in a row with the same zeroing; 0 in older logs
 
 
 class ReducedInPlace(Entry, frozen=True):

@@ -185,6 +185,7 @@ class LoopEvent(Struct, frozen=True):
     others: bool = False  # of a backward: True if leaves that are not parameters get gradients too
     resting: bool = False  # of a `zero_grad`: True if the learning rate of the whole optimizer is zero (warm-up)
     spares_unreduced: bool = False  # of a step: True if some gradients were not reduced, and none of them is used
+    in_a_row: int = 0  # of a `zero_grad`: optimizer steps in a row before which gradients were discarded; 0 if unknown
 
 
 class SharedDraw(Struct, frozen=True):

@@ -37,8 +37,8 @@ _CLASSES = {
 _SEEDS = {"random": ("seed", "setstate"), "torch.random": ("manual_seed", "set_rng_state")}
 _SEEDS |= {"numpy.random": ("seed", "set_state")}
 _MOST = 4096  # max objects; a search may create many samplers
-_MOST_HISTORIES = 64
-_MOST_GENERATORS = 8
+_MOST_HISTORIES = 64  # max objects with a digest of earlier draws
+_MOST_GENERATORS = 8  # max NumPy generators, whose state is read in each recorded interval
 
 _made: dict[int, tuple[ref[Any], Location, int]] = {}
 _seeded: dict[str, tuple[Location, str]] = {}
@@ -46,16 +46,16 @@ generators: list[tuple[Any, Location]] = []
 """First NumPy generators created by the program, with lines."""
 
 
-def made_at(thing: object) -> Location | None:
+def made_at(obj: object) -> Location | None:
     """Return the line that constructed a loader, sampler or `Subset`, or None."""
-    living, line, _ = _made.get(id(thing), (lambda: None, None, 0))
-    return line if living() is thing else None
+    living, line, _ = _made.get(id(obj), (lambda: None, None, 0))
+    return line if living() is obj else None
 
 
-def drawn_before(thing: object) -> int:
+def drawn_before(obj: object) -> int:
     """Return a digest of earlier draws at an object's construction; 0 if unknown."""
-    living, _, drawn = _made.get(id(thing), (lambda: None, None, 0))
-    return drawn if living() is thing else 0
+    living, _, drawn = _made.get(id(obj), (lambda: None, None, 0))
+    return drawn if living() is obj else 0
 
 
 def seeded_at(generator: str) -> Location | None:
@@ -123,16 +123,16 @@ def _noting_generator(original: Any) -> Any:
         with contextlib.suppress(Exception):  # an error in ddpcheck; there is no log yet
             if len(generators) < _MOST_GENERATORS and (frame := _frame_of_program(sys._getframe(1))) is not None:
                 generators.append((generator, location_of(_that_decides(frame))))
-                note_own_generator(generator)
+                _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
         return generator
 
     return default_rng
 
 
-def _line_of_construction(thing: object, frame: FrameType | None) -> Location | None:
+def _line_of_construction(obj: object, frame: FrameType | None) -> Location | None:
     """Return the program line that constructs an object, ignoring `super().__init__` calls."""
     frame = _frame_of_program(frame)
-    while frame is not None and frame.f_code.co_name == "__init__" and _first_argument(frame) is thing:
+    while frame is not None and frame.f_code.co_name == "__init__" and _first_argument(frame) is obj:
         frame = _frame_of_program(frame.f_back)
     return None if frame is None else location_of(frame)
 
@@ -165,7 +165,7 @@ def _first_argument(frame: FrameType) -> object:
 _frame_of_program = functools.partial(user_frame, over_packages=True)  # works before `pass_over_packages`
 
 
-_MOST_SEEDS = 256
+_MOST_SEEDS = 256  # max calls that seed; a script may seed in each step
 _DEEPEST = 5  # max nesting of attributes and items
 _MOST_PARTS = 64  # max items of a list, such as transforms
 _MOST_HELD = 512  # max objects
@@ -192,21 +192,16 @@ def end_history(generator: str) -> None:
         _drawn[generator] = _given_by(generator)
 
 
-def note_own_generator(generator: Any) -> None:
-    """Add a numpy generator that the program creates to the draw_history."""
-    _drawn["own"] = _digest(_drawn.get("own", b"") + state_of_own(generator))
-
-
 def state_of_own(generator: Any) -> bytes:
     """Return a digest of the state of a numpy generator."""
     return _digest(repr(generator.bit_generator.state).encode())
 
 
-def held_generators(thing: Any) -> list[tuple[str, Any]]:
+def held_generators(obj: Any) -> list[tuple[str, Any]]:
     """Return the generators in an object's attributes, recursively, with their attribute names."""
     generators: list[tuple[str, Any]] = []
-    pending: list[tuple[str, Any, int]] = [("", thing, 0)]
-    seen = {id(thing)}
+    pending: list[tuple[str, Any, int]] = [("", obj, 0)]
+    seen = {id(obj)}
     for name, obj, depth in pending:  # appended to in the loop
         if _held_state(obj):
             generators.append((name, obj))
@@ -224,22 +219,22 @@ def state_of_held(generators: Iterable[Any]) -> int:
     return _number(b"".join(states)) if states else 0
 
 
-def _held_state(thing: Any) -> bytes:
+def _held_state(obj: Any) -> bytes:
     numpy, torch = sys.modules.get("numpy.random"), sys.modules["torch"]
-    if isinstance(thing, random.Random) and not isinstance(thing, random.SystemRandom):
-        return repr(thing.getstate()).encode()
-    if numpy is not None and isinstance(thing, numpy.Generator):
-        return state_of_own(thing)
-    if numpy is not None and isinstance(thing, numpy.RandomState):
-        name, keys, *others = thing.get_state()
+    if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
+        return repr(obj.getstate()).encode()
+    if numpy is not None and isinstance(obj, numpy.Generator):
+        return state_of_own(obj)
+    if numpy is not None and isinstance(obj, numpy.RandomState):
+        name, keys, *others = obj.get_state()
         return repr((name, keys.tolist(), *others)).encode()
-    return generator_bytes(thing) if isinstance(thing, torch.Generator) and thing.device.type == "cpu" else b""
+    return generator_bytes(obj) if isinstance(obj, torch.Generator) and obj.device.type == "cpu" else b""
 
 
-def _parts(thing: Any, name: str) -> list[tuple[str, Any]]:
-    if isinstance(thing, list | tuple):
-        return [(name, item) for item in thing] if len(thing) <= _MOST_PARTS else []
-    parts = thing if isinstance(thing, dict) else getattr(thing, "__dict__", None)
+def _parts(obj: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(obj, list | tuple):
+        return [(name, item) for item in obj] if len(obj) <= _MOST_PARTS else []
+    parts = obj if isinstance(obj, dict) else getattr(obj, "__dict__", None)
     if not isinstance(parts, dict) or len(parts) > _MOST_PARTS:
         return []
     return [(str(key), value) for key, value in parts.items()]

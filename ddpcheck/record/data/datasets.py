@@ -12,6 +12,7 @@ import stat
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from typing import Any
 
@@ -113,7 +114,7 @@ def digests_of(dataset: Any) -> dict[str, int]:
             digests[name] = fingerprint(value[:_MOST_PLAIN].cpu())
         elif hasattr(value, "tobytes") and hasattr(value, "shape") and len(getattr(value, "shape", ())):
             digests[name] = _number(value[:_MOST_PLAIN].tobytes())
-        elif isinstance(value, list | tuple) and value and _all_plain(value[:_MOST_PLAIN]):
+        elif isinstance(value, list | tuple) and value and all(map(_is_plain, value[:_MOST_PLAIN])):
             digests[name] = _number((len(value), value[:_MOST_PLAIN]))
         elif isinstance(value, tuple) and value and all(isinstance(t, torch.Tensor) and t.dim() for t in value):
             digests[name] = _number(tuple(fingerprint(t[:_MOST_PLAIN].cpu()) for t in value))
@@ -139,7 +140,7 @@ def samples_of(dataset: Any, size: int, depth: int = 2) -> tuple[dict[str, tuple
                 samples.update({f"{name}.{number}{key}": items for key, items in below.items()})
                 whole = whole or known
             elif type(val) in (list, range, array, torch.Tensor) or (hasattr(val, "tobytes") and hasattr(val, "shape")):
-                items = _items(val) if size >= _FEWEST_ITEMS and _length(val) == size else ()
+                items = _items(val) if size >= _FEWEST_ITEMS and length_of(val) == size else ()
                 if len(set(items)) >= _DISTINCT * max(1, len(items)):
                     samples[f"{name}.{number}"] = items
                     whole = whole or _are_samples(val)
@@ -167,11 +168,6 @@ def length_of(sized: Any) -> int:
     with contextlib.suppress(Exception):  # an error in user code
         return len(sized)
     return -1
-
-
-def _length(value: Any) -> int:
-    shape = getattr(value, "shape", None)
-    return int(shape[0]) if shape else 0 if shape is not None else len(value)
 
 
 def _items(values: Any) -> tuple[int, ...]:
@@ -202,7 +198,8 @@ def state_of(dataset: Any) -> dict[str, int]:
     attributes = getattr(dataset, "__dict__", {})
     lists = {name: value[:_MOST_PLAIN] for name, value in attributes.items() if isinstance(value, list)}
     plain = {name: value for name, value in attributes.items() if isinstance(value, str | int | float)}
-    return {name: _number(value) for name, value in {**plain, **lists}.items() if name in plain or _all_plain(value)}
+    lists = {name: value for name, value in lists.items() if all(map(_is_plain, value))}
+    return {name: _number(value) for name, value in {**plain, **lists}.items()}
 
 
 def rows_of_whole(dataset: Any) -> int:
@@ -222,10 +219,6 @@ def rows_of_whole(dataset: Any) -> int:
 
 def _number(value: object) -> int:
     return int(digest_of(value)[:15], 16)
-
-
-def _all_plain(values: Any) -> bool:
-    return all(_is_plain(value) for value in values)
 
 
 def _is_plain(value: Any) -> bool:
@@ -296,40 +289,38 @@ _MOST_INPUTS = 16  # max tensors per forward input
 _MOST_EVALUATED = 64  # max forward passes without gradients
 
 
+@dataclass(eq=False)
 class InputRecorder(Recorder, subjects=("data",)):
     """Recorder of fingerprints of a wrapper's forward inputs."""
 
-    def __init__(
-        self, sink: Callable[[Inputs | Evaluated], object], number: int, samples: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        self._sink = sink
-        self._number = number  # of the wrapper
-        self._samples = samples  # returns the last samples from a loader
-        self._evaluated = 0
+    _sink: Callable[[Inputs | Evaluated], object]
+    _number: int  # of the wrapper
+    _samples: Callable[[], Sequence[torch.Tensor]]  # returns the last samples from a loader
+    _evaluated = 0
 
-    def trained(self, step: int, given: Any, line: Location | None) -> None:
-        if samples := _input_samples(given):
-            tensors = itertools.islice(tree_tensors(given), _MOST_INPUTS)
+    def trained(self, step: int, inputs: Any, line: Location | None) -> None:
+        if samples := _input_samples(inputs):
+            tensors = itertools.islice(tree_tensors(inputs), _MOST_INPUTS)
             parts = tuple((fingerprint(tensor), tensor.numel()) for tensor in tensors if tensor.numel())
-            self._sink(Inputs(self._number, step, samples, line, parts, added_to(self._samples(), given)))
+            self._sink(Inputs(self._number, step, samples, line, parts, added_to(self._samples(), inputs)))
 
-    def evaluates(self, step: int, given: Any) -> None:
+    def evaluates(self, step: int, inputs: Any) -> None:
         """Record the inputs of a forward pass without gradients, up to a limit."""
         if self._evaluated < _MOST_EVALUATED:
             self._evaluated += 1
-            if samples := _input_samples(given):
+            if samples := _input_samples(inputs):
                 self._sink(Evaluated(self._number, step, samples))
 
 
-def _input_samples(given: Any) -> tuple[int, ...]:
+def _input_samples(inputs: Any) -> tuple[int, ...]:
     """Return fingerprints of the input samples; () for index tensors only."""
-    are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(given))
-    return () if are_indices else sample_fingerprints(given) or batch_fingerprint(given)
+    are_indices = all(tensor.dim() <= 1 and not tensor.is_floating_point() for tensor in tree_tensors(inputs))
+    return () if are_indices else sample_fingerprints(inputs) or batch_fingerprint(inputs)
 
 
 _MOST_ELEMENTS = 1 << 24  # max elements of a batch tensor
-_MOST_TENSORS = 4
-_FEWEST_COLUMNS = 4
+_MOST_TENSORS = 4  # max copied tensors of a batch
+_FEWEST_COLUMNS = 4  # min elements of a sample: fewer are a label
 _ROUNDING = 1e-6  # relative rounding error of the forward inputs
 
 
@@ -339,12 +330,12 @@ def kept_samples(batch: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in samples[:_MOST_TENSORS]]
 
 
-def added_to(samples: Sequence[torch.Tensor], given: Any) -> tuple[float, ...]:
+def added_to(samples: Sequence[torch.Tensor], inputs: Any) -> tuple[float, ...]:
     """Return a sketch of the noise in `given` relative to `samples`, or `()`.
 
     The sketch ignores any part that is equal for all samples, and a scale and offset per sample.
     """
-    for tensor in tree_tensors(given):
+    for tensor in tree_tensors(inputs):
         for sample in samples if _is_sample_tensor(tensor) and tensor.is_floating_point() else ():
             if sample.shape == tensor.shape:
                 x, y = (t.detach().cpu().double().flatten(1) for t in (sample, tensor))

@@ -137,35 +137,35 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
 
         return __next__
 
-    def _took(self, one: _Pass, batch: Any) -> None:
-        if one.entry.number < _MOST_PASSES:
-            if one.entry.batches < _MOST_BATCHES:
-                _note_batch(one, batch)
-            one.rows.note(batch, len(next(iter(one.batches[one.entry.batches :]), ())))
+    def _took(self, pass_: _Pass, batch: Any) -> None:
+        if pass_.entry.number < _MOST_PASSES:
+            if pass_.entry.batches < _MOST_BATCHES:
+                _note_batch(pass_, batch)
+            pass_.rows.note(batch, len(next(iter(pass_.batches[pass_.entry.batches :]), ())))
         is_sampled = self._kept < _MOST_KEPT and any(watch.is_sampled for watch in self._run.watches)
         self._kept += is_sampled
         self._run.samples = kept_samples(batch) if is_sampled else []
-        one.until = -1
-        if one.used >= 0:
-            self._follow_unused(one, batch)
-        one.entry = replace(one.entry, batches=one.entry.batches + 1)
-        self._run.position = one.entry.loader, one.entry.number, one.entry.batches
-        self._run.batches[one.entry.loader] += 1
+        pass_.until = -1
+        if pass_.used >= 0:
+            self._follow_unused(pass_, batch)
+        pass_.entry = replace(pass_.entry, batches=pass_.entry.batches + 1)
+        self._run.position = pass_.entry.loader, pass_.entry.number, pass_.entry.batches
+        self._run.batches[pass_.entry.loader] += 1
         self._run.log.count_batch(*self._run.position)
         self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
 
-    def _follow_unused(self, one: _Pass, batch: Any) -> None:
+    def _follow_unused(self, pass_: _Pass, batch: Any) -> None:
         """Count batches freed before any use, except the last (possibly on a device)."""
 
         def gone(_batch: object) -> None:
-            if self._used() == one.used:
-                one.entry = replace(one.entry, skipped=one.entry.skipped + 1)
+            if self._used() == pass_.used:
+                pass_.entry = replace(pass_.entry, skipped=pass_.entry.skipped + 1)
 
-        if self._used() != one.used:
-            one.used, one.unused = -1, []
-            one.entry = replace(one.entry, skipped=min(one.entry.skipped, one.entry.batches - 1))
+        if self._used() != pass_.used:
+            pass_.used, pass_.unused = -1, []
+            pass_.entry = replace(pass_.entry, skipped=min(pass_.entry.skipped, pass_.entry.batches - 1))
         elif (tensor := next(tree_tensors(batch), None)) is not None:
-            one.unused.append(ref(tensor, guarded(gone)))
+            pass_.unused.append(ref(tensor, guarded(gone)))
 
     def _used(self) -> int:
         return self._run.steps + int(self._run.log.forwards)
@@ -184,6 +184,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         samples, has_samples = ({}, False) if number else samples_of(loader.dataset, size)
         state = state_of(loader.dataset) if number < _MOST_PASSES else {}
         persistent = bool(getattr(loader, "persistent_workers", False))
+        batch_sizes = (getattr(obj, "batch_size", None) for obj in (loader, getattr(loader, "batch_sampler", None)))
         entry = LoaderPass(
             loader=counts[0],
             number=number,
@@ -192,7 +193,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             size=size,
             digest=digests_of(beneath) if not number else {},
             expected=length_of(loader) if map_style else -1,
-            batch_size=_batch_size(loader),
+            batch_size=next((size for size in batch_sizes if isinstance(size, int) and size > 0), 1),
             sampler=type(sampler).__name__,
             shuffles=isinstance(sampler, data.RandomSampler) or bool(getattr(sampler, "shuffle", False)),
             replaces=bool(getattr(sampler, "replacement", isinstance(sampler, data.WeightedRandomSampler))),
@@ -234,8 +235,8 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         """End the previous pass of a loader, and note that open passes of others are interrupted."""
         if (previous := self._open.pop(loader, None)) is not None:
             self._end(previous, exhausted=False)
-        for other in self._open.values():
-            other.until = self._run.steps if other.until < 0 else other.until
+        for open_pass in self._open.values():
+            open_pass.until = self._run.steps if open_pass.until < 0 else open_pass.until
 
     def _is_outdated(self, dataset: Any, loader: int, state: Mapping[str, int], size: int) -> bool:
         """Return True if a dataset changed its samples since its workers were started."""
@@ -251,83 +252,77 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             return int(self._datasets[dataset])
         return -1
 
-    def _end(self, one: _Pass, *, exhausted: bool) -> None:
-        if self._open.get(one.entry.loader) is one:
-            del self._open[one.entry.loader]
-        self._run.taken = sum(other.entry.batches for other in self._open.values())
-        taken = one.batches[: one.entry.batches]
-        indices = tuple(_base_index(one.dataset, index) for batch in taken for index in batch)
-        order = int.from_bytes(one.order.digest(), "big") if one.map_style and exhausted else 0
+    def _end(self, pass_: _Pass, *, exhausted: bool) -> None:
+        if self._open.get(pass_.entry.loader) is pass_:
+            del self._open[pass_.entry.loader]
+        self._run.taken = sum(open_pass.entry.batches for open_pass in self._open.values())
+        taken = pass_.batches[: pass_.entry.batches]
+        indices = tuple(_base_index(pass_.dataset, index) for batch in taken for index in batch)
+        order = int.from_bytes(pass_.order.digest(), "big") if pass_.map_style and exhausted else 0
         # a validation batch now and then, from an iterator that stays open, is not training
-        steps = (self._run.steps if one.until < 0 else one.until) - one.steps
-        trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, one.entry.batches)
-        samples: dict[str, Any] = {n: tuple(getattr(one.rows, n)) for n in ("rows", "labels", "classes", "targets")}
-        shuffles = one.entry.shuffles or (trains and self._shuffles(one, order))
-        ended = replace(one.entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
+        steps = (self._run.steps if pass_.until < 0 else pass_.until) - pass_.steps
+        trains = 0 < steps <= _MOST_STEPS_OF_A_BATCH * max(1, pass_.entry.batches)
+        samples: dict[str, Any] = {n: tuple(getattr(pass_.rows, n)) for n in ("rows", "labels", "classes", "targets")}
+        shuffles = pass_.entry.shuffles or (trains and self._shuffles(pass_, order))
+        ended = replace(pass_.entry, exhausted=exhausted, trains=trains, order=order, indices=indices, steps=steps)
         ended = replace(ended, shuffles=shuffles, wrappers=self._run.wrappers, **samples)
         if trains:
             self._resumes.goes_on(ended.restored)
         self._run.add(ended)
-        self._on_pass(ended, one.dataset)
-        one.batches, one.dataset, one.sampler, self._run.samples = [], None, None, []
+        self._on_pass(ended, pass_.dataset)
+        pass_.batches, pass_.dataset, pass_.sampler, self._run.samples = [], None, None, []
 
-    def _shuffles(self, one: _Pass, order: int) -> bool:
+    def _shuffles(self, pass_: _Pass, order: int) -> bool:
         """Return True if a sampler that repeated its order would shuffle by epoch."""
-        orders = self._orders.setdefault(one.entry.loader, [])
+        orders = self._orders.setdefault(pass_.entry.loader, [])
         orders.append(order)
-        has_epoch = one.entry.has_epoch or one.entry.epoch >= 0
+        has_epoch = pass_.entry.has_epoch or pass_.entry.epoch >= 0
         if not order or not has_epoch or len(orders) != 2 or orders[0] != order:
             return False
-        return shuffles_by_epoch(one.sampler, _beneath(one.dataset)[0])
+        return shuffles_by_epoch(pass_.sampler, _beneath(pass_.dataset)[0])
 
 
-def _note_index(one: _Pass, index: Any) -> None:
+def _note_index(pass_: _Pass, index: Any) -> None:
     batch = index if isinstance(index, list | tuple) else [index]
     if not all(isinstance(item, int) or hasattr(item, "__index__") for item in batch):
-        one.map_style = False  # keys of another type
+        pass_.map_style = False  # keys of another type
         return
-    if one.draws is not None:
-        one.draws.begin(one.entry.batches)
+    if pass_.draws is not None:
+        pass_.draws.begin(pass_.entry.batches)
     numbers = array("q", map(int, batch))
-    one.order.update(numbers.tobytes())
-    if one.kept < _MOST_INDICES and one.entry.number < _MOST_ORDERS:
-        one.kept += len(numbers)
-        one.batches.append(numbers)
+    pass_.order.update(numbers.tobytes())
+    if pass_.kept < _MOST_INDICES and pass_.entry.number < _MOST_ORDERS:
+        pass_.kept += len(numbers)
+        pass_.batches.append(numbers)
 
 
-def _note_batch(one: _Pass, batch: Any) -> None:
+def _note_batch(pass_: _Pass, batch: Any) -> None:
     """Record fingerprints of the first samples of a batch, and changed random states."""
-    if one.draws is not None and (drawn := one.draws.of(one.entry.batches)):
+    entry, source = pass_.entry, pass_.draws
+    if source is not None and (drawn := source.of(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
-        line = one.draws.seeded or seeded_at(name)
-        by = "" if one.draws.seeded else restored_by(name)
-        held = *one.entry.held, *(drawn[name][0] for name in drawn if name == HELD)
-        draws = {**one.entry.draws, **dict(drawn.values())}
-        one.entry = replace(one.entry, draws=draws, seeded=line, restored_by=by, held=held, held_at=one.draws.held_at)
-    taken = one.entry.batches
-    if taken >= len(one.batches):
+        line, by = (source.seeded, "") if source.seeded else (seeded_at(name), restored_by(name))
+        held = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
+        draws = {**entry.draws, **dict(drawn.values())}
+        pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=held, held_at=source.held_at)
+    taken = pass_.entry.batches
+    if taken >= len(pass_.batches):
         return
-    indices = one.batches[taken]
-    contents: dict[str, Mapping[int, int]] = dict(one.entry.contents)
+    indices = pass_.batches[taken]
+    base_indices = [_base_index(pass_.dataset, index) for index in indices]
+    contents: dict[str, dict[int, int]] = {key: {**known} for key, known in pass_.entry.contents.items()}
     for place, tensor in enumerate(tree_tensors(batch)):
         if tensor.dim() == 1 and tensor.tolist() == list(indices):
             continue  # the indices
         if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
             rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
-            known = {_base_index(one.dataset, index): row for index, row in zip(indices, rows, strict=False)}
-            contents[str(place)] = {**contents.get(str(place), {}), **known}
+            contents.setdefault(str(place), {}).update(zip(base_indices, rows, strict=False))
     for number, samples in enumerate(uncollated(batch, len(indices))):
         for place, values in enumerate(zip(*samples, strict=False)):
             if any(isinstance(value, torch.Tensor) for value in values) or list(values) != list(indices):
                 digests = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
-                known = {_base_index(one.dataset, index): value for index, value in zip(indices, digests, strict=False)}
-                contents[f"{number}, {place}"] = {**contents.get(f"{number}, {place}", {}), **known}
-    one.entry = replace(one.entry, contents=contents)
-
-
-def _batch_size(loader: Any) -> int:
-    sizes = (getattr(owner, "batch_size", None) for owner in (loader, getattr(loader, "batch_sampler", None)))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+                contents.setdefault(f"{number}, {place}", {}).update(zip(base_indices, digests, strict=False))
+    pass_.entry = replace(pass_.entry, contents=contents)
 
 
 def _innermost_sampler(loader: Any) -> Any:

@@ -37,11 +37,11 @@ from ddpcheck.record.source import program_numbers
 from ddpcheck.record.source.program_numbers import lines_after, lines_of_value, numbers_of_conditions
 
 _MOST_PASSES = 3  # per loader
-_MOST_ROUNDS = 16
+_MOST_ROUNDS = 16  # evaluations with training between them
 _MOST_SHOWN = _MOST_EXCHANGED = 64  # per round
 _FEW = 64  # max elements of a tensor that is recorded in full
 _LONGEST = 4096  # max characters of a printed text
-_MOST_LABELS = 1 << 14
+_MOST_LABELS = 1 << 14  # samples of a dataset or a collective
 _MOST_COLUMNS = 8  # of floating-point values per row
 _MOST_PARTS = 8  # max parts of a gathered object
 _MOST_ROWS = 1 << 11  # max samples with recorded per-sample values
@@ -140,22 +140,22 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     # Collectives
 
-    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+    def note_collective(self, call: Call, call_args: Mapping[str, Any]) -> None:
         if call.operation.startswith("broadcast"):
-            self._broadcasts(given)
+            self._broadcasts(call_args)
         if not any(word in call.operation for word in _WITH_RESULTS):
             return
         under_way = self._under_way()
         if (not under_way and not self._evaluated) or self._round >= _MOST_ROUNDS:
             return
-        value = next((given[name] for name in _GIVEN if given.get(name) is not None), None)
+        value = next((call_args[name] for name in _GIVEN if call_args.get(name) is not None), None)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return
         entry = _described(value, self._round, call, during=bool(under_way))
         entry = replace(
             entry,
             evaluation=under_way[-1] if under_way else self._ended,
-            sums=call.operation in ("all_reduce", "reduce") and given.get("op", dist.ReduceOp.SUM) in _SUMS,
+            sums=call.operation in ("all_reduce", "reduce") and call_args.get("op", dist.ReduceOp.SUM) in _SUMS,
             shown=0 if under_way else _MOST_SHOWN - self._left[1],
             lines=lines_of_value(),
         )
@@ -170,8 +170,9 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         columns = program_numbers.columns_of(value, self._samples)
         if columns and not isinstance(value, torch.Tensor):
             entry = replace(entry, rows=(), values=())
-        pieces = columns or ([] if len(entry.rows) else _parts_of(value))
-        parts = [(_rows_given(piece), _values_given(piece)) for piece in pieces]
+        if not columns and not entry.rows and isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
+            columns = list(value.values() if isinstance(value, dict) else value)  # predictions and labels
+        parts = [(_rows_given(column), _values_given(column)) for column in columns]
         for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
             if self._left[0] > 0:
                 self._left[0] -= 1
@@ -179,11 +180,11 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     # Shown values
 
-    def _broadcasts(self, given: Mapping[str, Any]) -> None:
+    def _broadcasts(self, call_args: Mapping[str, Any]) -> None:
         """Record a broadcast of few numbers from this rank (a metric, possibly)."""
-        value = given.get("tensor", given.get("object_list"))
+        value = call_args.get("tensor", call_args.get("object_list"))
         is_small = not isinstance(value, torch.Tensor) or (value.is_floating_point() and value.numel() <= _FEW)
-        if given.get("src") == dist.get_rank() and is_small and self._listens():
+        if call_args.get("src") == dist.get_rank() and is_small and self._listens():
             leaves = value.flatten().tolist() if isinstance(value, torch.Tensor) else tree_leaves(value)
             floats = (leaf for leaf in itertools.islice(leaves, _FEW) if type(leaf) is float)
             self._show("broadcast", [ShownNumber("", (number,)) for number in floats])
@@ -224,15 +225,15 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._sink(MetricShown(self._round, how, program_numbers.line_of_output(), tuple(numbers[:_FEW])))
 
 
-def _counted_since(one: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _counted_since(opened: _Open, samples: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the program's numbers, tables and rows that changed during a pass."""
     current = program_numbers.numbers_of_program()
-    numbers = {name: value for name, value in current.items() if one.numbers.get(name) != value}
+    numbers = {name: value for name, value in current.items() if opened.numbers.get(name) != value}
     tables = {}
     for name, counter in program_numbers.counters_of_program().items():
-        if one.counters.get(name, False) or not counter.any():
+        if opened.counters.get(name, False) or not counter.any():
             continue
-        if name in one.counters:
+        if name in opened.counters:
             numbers |= program_numbers.parts_of_counter(name, counter, samples)
         if counter.dim() == 2 and len(counter) == counter.shape[1] and bool((counter == counter.floor().abs()).all()):
             tables[name] = tuple(counter.flatten().tolist())
@@ -258,10 +259,10 @@ def _is_fetched_ahead() -> bool:
     return code is not None and (is_installed(code.co_filename) or bool(code.co_flags & inspect.CO_GENERATOR))
 
 
-def _without_states(held: Any) -> Any:
-    if type(held) in (dict, OrderedDict):
-        return {} if not held.keys().isdisjoint(_OF_STATES) else {key: _without_states(held[key]) for key in held}
-    return [_without_states(item) for item in held] if type(held) in (list, tuple) else held
+def _without_states(obj: Any) -> Any:
+    if type(obj) in (dict, OrderedDict):
+        return {} if not obj.keys().isdisjoint(_OF_STATES) else {key: _without_states(obj[key]) for key in obj}
+    return [_without_states(item) for item in obj] if type(obj) in (list, tuple) else obj
 
 
 def _described(value: Any, number: int, call: Call, *, during: bool) -> ResultExchanged:
@@ -326,13 +327,6 @@ def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") and getattr(value, "shape", True) != () else 0
 
 
-def _parts_of(value: Any) -> list[Any]:
-    """Return the parts of a gathered dict or tuple (predictions, labels)."""
-    if isinstance(value, dict | tuple) and len(value) <= _MOST_PARTS:
-        return list(value.values() if isinstance(value, dict) else value)
-    return []
-
-
 def _held_by(dataset: Any, size: int) -> dict[str, Any]:
     """Return the attributes of a dataset; of a `Subset`, its samples' rows too."""
     attrs = dict(getattr(dataset, "__dict__", None) or {})
@@ -345,10 +339,10 @@ def _held_by(dataset: Any, size: int) -> dict[str, Any]:
     return attrs
 
 
-def _per_sample(held: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _per_sample(attrs: Mapping[str, Any], size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the attributes with a label for each sample, and those with floating-point values."""
     labels, floats = {}, {}
-    for name, value in held.items() if 1 < size <= _MOST_LABELS else ():
+    for name, value in attrs.items() if 1 < size <= _MOST_LABELS else ():
         is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         if not is_floating and (rows := program_numbers.labels_in(value, size)) is not None:
             labels[name] = tuple(rows.tolist())
@@ -370,7 +364,7 @@ _METHODS = ("__sub__", "__rsub__", "__eq__", "__ne__", "sub", "eq", "ne")
 _FUNCTIONS = ("sub", "eq", "ne", "dist", "isclose")
 _LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity")
 _FEWEST_COMPARED, _MOST_COMPARED = 8, 1 << 14  # elements
-_MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8
+_MOST_COMPARED_ROUNDS, _MOST_COMPARISONS = 3, 8  # evaluations, and lines of each
 
 
 class ComparisonRecorder(Recorder, subjects=("evaluation",)):
@@ -402,16 +396,16 @@ class ComparisonRecorder(Recorder, subjects=("evaluation",)):
         while self._patches:
             self._patches.pop().undo()
 
-    def _meet(self, one: Any = None, other: Any = None, *_arguments: Any, **named: Any) -> None:
-        one, other = named.get("input", one), named.get("other", named.get("target", other))
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_shard(one) or is_shard(other):
+    def _meet(self, a: Any = None, b: Any = None, *_arguments: Any, **named: Any) -> None:
+        a, b = named.get("input", a), named.get("other", named.get("target", b))
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or is_shard(a) or is_shard(b):
             return
-        count = one.numel()
-        if count != other.numel() or not _FEWEST_COMPARED <= count <= _MOST_COMPARED or count % max(1, self._size):
+        count = a.numel()
+        if count != b.numel() or not _FEWEST_COMPARED <= count <= _MOST_COMPARED or count % max(1, self._size):
             return
         if len(self._seen) >= _MOST_COMPARISONS or (location := user_location()) in self._seen:
             return
         self._seen.add(location)
-        if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (one, other)):
-            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (one, other)]
+        if all(t.layout == torch.strided and t.device.type != "meta" and not t.is_complex() for t in (a, b)):
+            numbers = [tuple(t.detach().double().flatten().tolist()) for t in (a, b)]
             self._sink(RowsCompared(self._round, location, *numbers))

@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from msgspec import Struct
@@ -27,6 +27,7 @@ from ddpcheck.gather.patching import Patch, Recorder
 from ddpcheck.gather.state.module_state import capture_attributes
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
+from ddpcheck.record.recording import Followers
 from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.worlds.compilation import stance
@@ -35,11 +36,9 @@ from ddpcheck.worlds.generators import generators, set_generators
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")
 _REDUCTION = LoopEvent("reduction")
-_EVENTS_KEPT = 64
+_EVENTS_KEPT = 64  # per step; a report needs the last only
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_patches: list[Patch] = []  # patches of DDP's `no_sync`, while a wrapper is watched
-_records: WeakKeyDictionary[nn.Module, ref[LoopRecord]] = WeakKeyDictionary()
 
 
 class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
@@ -51,23 +50,19 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
         self.to_report: tuple[LoopEvent, ...] = ()  # events in this rank's next report
         self._alarm = alarm  # called with the step after which to report
         self._last_step: tuple[LoopEvent, ...] = ()
+        self._wrapper: Callable[[], nn.Module | None] = lambda: None
 
     def attach(self, wrapper: nn.Module) -> None:
         """Record each `no_sync` of `wrapper`; for shards, each switch of the reduction."""
         if not is_ddp(wrapper):
             follow_switches()
-        if not _patches:
-            _patches.append(Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)))
-        _records[wrapper] = ref(self)
+        self._wrapper = ref(wrapper)
+        _records.add(self)
 
-    def detach(self, wrapper: nn.Module | None) -> None:
-        """Stop recording; `None` if the wrapper is freed."""
-        if wrapper is not None:
-            _records.pop(wrapper, None)
-        if _patches and not _records:
-            _patches.pop().undo()
-            while _switch_patches:
-                _switch_patches.pop().undo()
+    def detach(self) -> None:
+        _records.discard(self)
+        while _switch_patches and not _records:
+            _switch_patches.pop().undo()
 
     def note(self, kind: str) -> None:
         """Record an event with the user's line (no line for `no_sync`)."""
@@ -95,8 +90,10 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
 
 
 def _note_of(wrapper: nn.Module) -> Callable[[str], None] | None:
-    record = record_ref() if (record_ref := _records.get(wrapper)) else None
-    return None if record is None else record.note
+    return next((record.note for record in reversed([*_records]) if record._wrapper() is wrapper), None)
+
+
+_records = Followers(lambda: [Patch(_DDP, "no_sync", lambda original: noted_no_sync(original, _note_of)).undo])
 
 
 switch_calls: deque[LoopEvent] = deque(maxlen=16)

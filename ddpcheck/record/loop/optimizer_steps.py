@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,8 +27,10 @@ from ddpcheck.record.recording import UnpickledHook, remove_hooks
 from ddpcheck.stream.ledger import AROUND, Contribution
 from ddpcheck.stream.rank_report import is_probed
 
-_FEWEST = 3  # optimizer steps on gradients not reduced, before a report without other ranks
-_MANY = 16  # same for shards reduced before: a loop may step more often than it reduces
+# Optimizer steps on gradients not reduced, before a report without other ranks. Decided here, since ranks that train
+# independently on purpose (local SGD) would otherwise write a report, and a live watch judge it, in each step.
+_FEWEST = 3
+_MANY = 16  # for shards reduced before: a loop may step more often than it reduces
 _SPARING = LoopEvent("step", spares_unreduced=True)
 
 
@@ -39,32 +41,23 @@ class _Followed:
     reductions: int = 0  # number of reductions at the last step
 
 
-class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_step", "after_step")):
-    """Recorder of every optimizer with parameters of one wrapper."""
+@dataclass(eq=False)
+class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
+    """Recorder of every optimizer with parameters of one wrapper, in the order of the loop's other events."""
 
-    def __init__(
-        self,
-        tracker: StepTracker,
-        loop: LoopRecord,
-        has_others: Callable[[], bool],  # returns True if there are ranks to average with
-        # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
-        # wrapper, if any), and after a step on gradients of a second backward pass
-        tell: Callable[[Contribution | None], object],
-        look: Callable[[], object],  # called if a prepared reduction is missing for several steps
-        listen: Callable[[], object],  # called after the first step on gradients without a forward pass of the wrapper
-    ) -> None:
-        """Record optimizer steps in `loop`, next to the events of `tracker`."""
-        self._tracker = tracker
-        self._loop = loop
-        self._has_others = has_others
-        self._tell = tell
-        self._look = look
-        self._listen = listen
-        self._known: WeakKeyDictionary[Any, _Followed] = WeakKeyDictionary()
-        self._alone = 0  # consecutive steps without a reduction since the optimizer's last step
-        self._around = 0  # steps on gradients of backward passes that bypass the wrapper
-        self._last = 0  # number of reductions at the last step of any optimizer
-        self._unanswered = 0  # consecutive steps whose prepared reduction is missing
+    _tracker: StepTracker
+    _loop: LoopRecord
+    _has_others: Callable[[], bool]  # returns True if there are ranks to average with
+    # called after several steps on gradients not reduced (with the last contribution of a forward pass of the
+    # wrapper, if any), and after a step on gradients of a second backward pass
+    _tell: Callable[[Contribution | None], object]
+    _look: Callable[[], object]  # called if a prepared reduction is missing for several steps
+    _listen: Callable[[], object]  # called after the first step on gradients without a forward pass of the wrapper
+    _known: WeakKeyDictionary[Any, _Followed] = field(default_factory=WeakKeyDictionary, init=False)
+    _steps_without_reduction = 0  # consecutive steps without a reduction since the optimizer's last step
+    _around = 0  # steps on gradients of backward passes that bypass the wrapper
+    _last = 0  # number of reductions at the last step of any optimizer
+    _unanswered = 0  # consecutive steps whose prepared reduction is missing
 
     @property
     def follows(self) -> bool:
@@ -98,13 +91,13 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
         number, ledger = self._tracker.number, self._loop.ledger
         reductions, entry.reductions = number - entry.reductions, number
         if (reductions and not ledger.unreduced) or not self._has_others():  # fast path of a healthy step
-            self._alone = 0
+            self._steps_without_reduction = 0
             self._loop.add(STEP)
             return
         if self._tracker.parameters.is_sharded:
-            self._step_without_gradients(alone=not reductions)
+            self._step_without_gradients(no_reduction=not reductions)
         else:
-            self._step_unreduced({*map(id, parameters_of(optimizer))}, alone=not reductions)
+            self._step_unreduced({*map(id, parameters_of(optimizer))}, no_reduction=not reductions)
 
     def _note_unanswered(self) -> None:
         """Check parameters after 3, 6, 12, ... steps: DDP may wait for unused tensors."""
@@ -113,10 +106,10 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
         if not rest and is_probed(times) and self._has_others():
             self._look()
 
-    def _step_unreduced(self, held: set[int], *, alone: bool) -> None:
-        """Record a step without a reduction (`alone`) or with gradients added since then."""
+    def _step_unreduced(self, param_ids: set[int], *, no_reduction: bool) -> None:
+        """Record a step without a reduction (`no_reduction`) or with gradients added since then."""
         ledger = self._loop.ledger
-        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(held)
+        prepared, uses = bool(ledger.forwards[True]), ledger.unreduced and self._is_there(param_ids)
         used = [entry for entry in ledger.open if not entry.reduced] if uses else []
         if used:
             self._loop.note("step")
@@ -135,10 +128,10 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
         times = 0
         if bypassing:
             times = self._around = self._around + 1
-        elif not alone or not grad_ids:
-            self._alone = 0
-        elif grad_ids & held:
-            times = self._alone = self._alone + 1
+        elif not no_reduction or not grad_ids:
+            self._steps_without_reduction = 0
+        elif grad_ids & param_ids:
+            times = self._steps_without_reduction = self._steps_without_reduction + 1
             if prepared:  # the loss does not depend on the returned tensors
                 times, self._tracker.hooks_parameters = 0, True
         if times == 1 and not from_forward:
@@ -146,23 +139,23 @@ class OptimizerSteps(Recorder, subjects=("loop",), inner=("__init__", "before_st
         if times == _FEWEST and not grad_ids & parameters_in_wrappers(but=self._tracker.wrapper):  # else wrapped again
             self._tell(from_forward[-1] if from_forward else None)
 
-    def _step_without_gradients(self, *, alone: bool) -> None:
-        """Record a step on shards without a reduction (`alone`), or with gradients added since.
+    def _step_without_gradients(self, *, no_reduction: bool) -> None:
+        """Record a step on shards without a reduction (`no_reduction`), or with gradients added since.
 
         Gradients that are not reduced never reach `.grad` of the shards.
         """
         ledger = self._loop.ledger
         pending = [entry for entry in ledger.open if not entry.reduced]
         self._loop.note("step")
-        self._alone = self._alone + 1 if pending else 0
-        if pending and self._alone == (_MANY if alone and self._tracker.number else _FEWEST):
+        self._steps_without_reduction = self._steps_without_reduction + 1 if pending else 0
+        if pending and self._steps_without_reduction == (_MANY if no_reduction and self._tracker.number else _FEWEST):
             self._tell(pending[-1])
 
-    def _is_there(self, held: set[int]) -> bool:
+    def _is_there(self, param_ids: set[int]) -> bool:
         """Return True if gradients of these parameters were neither reduced nor zeroed."""
         tensors, indices = self._tracker.parameters.tensors, self._tracker.unreduced
-        some = [tensors[i] for i in indices if id(tensors[i]) in held] if indices else [*tensors[:1], *tensors[-1:]]
-        return any(map(has_gradient, some))
+        params = [tensors[i] for i in indices if id(tensors[i]) in param_ids]
+        return any(map(has_gradient, params if indices else [*tensors[:1], *tensors[-1:]]))
 
 
 DDP_FILE = inspect.getfile(nn.parallel.DistributedDataParallel)
@@ -176,7 +169,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
     def __init__(
         self, module: nn.Module, parameters: Sequence[torch.Tensor], sink: Callable[[LoopEvent], object]
     ) -> None:
-        self._event = LoopEvent("forward inside")
+        self.event = LoopEvent("forward inside")  # call that causes the bypass, with the line once known
         self._sink = sink  # receives an event for each bypass
         self._module = module
         self._some = [*parameters[:1], *parameters[-1:]]  # first and last: `.grad` shows a backward pass
@@ -196,15 +189,10 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         marks, before = self._marked(), self._marks
         if any(mark is not None and mark != previous for mark, previous in zip(marks, before, strict=False)):
             if self._in_forward:
-                self._event = LoopEvent("backward inside", location=str(user_location() or ""))
+                self.event = LoopEvent("backward inside", location=str(user_location() or ""))
             else:
                 self.listen()
-            self._sink(self._event)
-
-    def found(self) -> LoopEvent:
-        """Start to listen; return the call that causes the bypass."""
-        self.listen()
-        return self._event
+            self._sink(self.event)
 
     def close(self) -> None:
         self._listens = False
@@ -219,13 +207,13 @@ class BypassRecorder(Recorder, subjects=("loop",)):
 
     def listen(self) -> None:
         """Find the script line that causes the bypass, by hooks on the inner module."""
-        if self._listens and not self._handles and not self._event.location:
+        if self._listens and not self._handles and not self.event.location:
             hook = OutsideOfCompiledCode(UnpickledHook(self._called))
             self._handles = [before_forward(part, hook) for part in self._module.modules()]
 
     def _called(self, *_arguments: Any) -> None:
         """Record the program line that calls a part, unless the wrapper does."""
-        if self._event.location or not torch.is_grad_enabled():
+        if self.event.location or not torch.is_grad_enabled():
             return
         parts = set(self._module.modules())
         frames = [*frames_from(sys._getframe(1))]
@@ -234,7 +222,7 @@ class BypassRecorder(Recorder, subjects=("loop",)):
         user_frames = (frame for frame in frames if is_of_program(frame.f_code.co_filename))
         caller = next((frame for frame in user_frames if not _is_method_of(frame, parts)), None)
         if caller is not None:
-            self._event = LoopEvent("forward inside", location=str(location_of(caller)))
+            self.event = LoopEvent("forward inside", location=str(location_of(caller)))
 
 
 def _is_method_of(frame: FrameType, parts: set[nn.Module]) -> bool:

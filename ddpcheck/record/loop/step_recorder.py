@@ -56,7 +56,7 @@ class EndedStep(Struct, frozen=True):
     reports: bool  # True if ranks report after the step, even without a finding
 
 
-class Door(Protocol):
+class StepSink(Protocol):
     """Receiver of the events of a recorder."""
 
     def alarm(self, step: int) -> None:
@@ -92,7 +92,7 @@ class StepRecorder(StepListener):
     def __init__(
         self,
         wrapper: nn.Module,  # DDP wrapper, or module sharded by `fully_shard`
-        door: Door,
+        sink: StepSink,
         *,
         checks_parameters: bool,  # detect missing, zero and unregistered parameters
         checks_weights: bool,  # measure the weights of targets in the loss
@@ -111,11 +111,11 @@ class StepRecorder(StepListener):
         self.parts = KnownParts(self.module)
         self.rank = dist.get_rank()  # rank in the default process group
         self.ranks = ranks_of(wrapper)  # ranks of the wrapper's process group
-        self._door = door
+        self._sink = sink
         self._checks_parameters, self._is_live = checks_parameters, is_live
         self._compares_after, self._keeps_in = compares, keeps
         self._began = time.monotonic()
-        self.loop = LoopRecord(door.alarm)
+        self.loop = LoopRecord(sink.alarm)
         self.tracker = StepTracker(wrapper, self.loop, (self, *listeners), completes=is_live)
         synced = self.tracker.parameters
         # parameters that the wrapper synchronizes, by name
@@ -153,7 +153,7 @@ class StepRecorder(StepListener):
     def detach(self) -> None:
         self.bypass.close()
         self.tracker.detach()
-        self.loop.detach(self.wrapper)
+        self.loop.detach()
         unfollow_steps(self._optimizer_steps)
         if self._micro_batches is not None:
             self._micro_batches.close()
@@ -188,7 +188,8 @@ class StepRecorder(StepListener):
             self.tell_unpaired()
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
-        bypassing = self.bypass.found(), LoopEvent("step", location=str(user_location() or ""))
+        self.bypass.listen()
+        bypassing = self.bypass.event, LoopEvent("step", location=str(user_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))
 
@@ -205,11 +206,11 @@ class StepRecorder(StepListener):
             trained = {name for name, p in params.items() if p.grad is not None and id(p) not in other_ids}
             changed = {name: kind for name, kind in changed.items() if kind == "replaced" or name in trained}
         if changed and self._checks_parameters and not self.joins:
-            self._door.tell(replace(self._plain_report(self.step), changes=changed))
+            self._sink.tell(replace(self._plain_report(self.step), changes=changed))
 
     def tell(self, *events: LoopEvent) -> None:
         """Report events that show a fault of this rank alone."""
-        self._door.tell(replace(self._plain_report(self.step), events=events))
+        self._sink.tell(replace(self._plain_report(self.step), events=events))
 
     def _plain_report(self, step: int) -> RankReport:
         return RankReport(StepEvidence(self.rank, step, {}))
@@ -259,7 +260,7 @@ class StepRecorder(StepListener):
         if synced and step == 0 and self._checks_parameters and self.context.wrapper.tolerates_unused:
             visible, opaque = visible_tensors([output], static_graph=self.context.wrapper.static_graph)
             if opaque and not visible:  # DDP may raise in this backward pass
-                self._door.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
+                self._sink.tell(RankReport(StepEvidence(self.rank, step, {}, output_type=opaque)))
 
     def backward_begins(self) -> None:
         if self._probe is not None:
@@ -270,13 +271,13 @@ class StepRecorder(StepListener):
         if self._probe is not None:
             self._probe.detach()
         if self._checks_parameters and not self.history.is_reported(names):
-            self._door.alarm(step)
+            self._sink.alarm(step)
 
     def parameters_left_out(self, step: int, names: Sequence[str], snapshot: Snapshot | None) -> None:
         """Request reports one step later, unless all ranks know the missing parameters."""
         if self._checks_parameters and not self.history.is_reported(names):
             self.history.left_out(step, names, snapshot)
-            self._door.left_out(step)
+            self._sink.left_out(step)
 
     def backward_unpaired(self, *, raises: bool) -> None:
         """Report now if DDP will raise; otherwise when the gradients are used."""
@@ -286,18 +287,18 @@ class StepRecorder(StepListener):
     def parameters_absent(self, step: int, names: Sequence[str]) -> None:
         """Report missing shards before the reduction, unless all ranks know them."""
         if self._checks_parameters and not self.history.is_reported(names):
-            self._door.alarm(step)
-            self._door.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
+            self._sink.alarm(step)
+            self._sink.absent(replace(self._plain_report(step), missing={step: tuple(names)}))
 
     def backward_hidden(self) -> None:
         if self._probe is not None:
             self._probe.close()
-        self._door.cannot_follow()
+        self._sink.cannot_follow()
 
     def static_graph_broken(self, step: int, names: Sequence[str]) -> None:
         """Report now: DDP will raise on this rank."""
         if self._checks_parameters:
-            self._door.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
+            self._sink.tell(replace(self._plain_report(step), missing={0: tuple(names), step: ()}))
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         if self._micro_batches is not None:
@@ -312,7 +313,7 @@ class StepRecorder(StepListener):
         self.loop.step_ended(step, reduced=reduced)
         due, self.is_due = self.is_due, True
         compares, reports = due and reduced and self._compares(step), due and self._reports(step)
-        self._door.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
+        self._sink.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
         return (self._keeps_in(step) or self._compares_after(step)) and not self.apart

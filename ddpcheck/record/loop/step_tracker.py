@@ -44,7 +44,7 @@ from ddpcheck.record.loop.loop_record import (
 from ddpcheck.record.loop.synced_parameters import NONE, SyncedParameters
 from ddpcheck.record.recording import UnpickledHook, follow_forward, inside_forward, remove_hooks, unfollow_forward
 
-_FORWARDS_KEPT = 2
+_FORWARDS_KEPT = 2  # forward passes per step whose outputs are referenced
 
 
 _OF_EACH_STEP = ("called", "forward_begins", "step_begins", "forward_returned", "backward_begins", "step_ended")

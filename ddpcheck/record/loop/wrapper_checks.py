@@ -6,21 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcheck.findings.evidence.loop import ModuleChanged, PaceRun
+from ddpcheck.findings.evidence.loop import MAX_PACE_RUNS, ModuleChanged, PaceRun
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import (
-    is_user_file,
-    lines_of_program,
-    location_of,
-    user_frame,
-    user_location,
-)
+from ddpcheck.findings.source_lines import is_user_file, lines_of_program, location_of, user_frame, user_location
 from ddpcheck.gather.collectives.collective_log import note_collective
 from ddpcheck.gather.collectives.groups import Group, named_group
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of
@@ -28,12 +22,12 @@ from ddpcheck.gather.patching import Patch, Recorder, guarded
 from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
 from ddpcheck.record.loop.loop_record import StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
-from ddpcheck.record.recording import Recording
+from ddpcheck.record.recording import Followers, Recording
 from ddpcheck.record.source.source_scope import lines_left_out_by
 from ddpcheck.stream.entries import DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD, TrainedApart, place_of_backward
 from ddpcheck.stream.rank_log import RankLog
 
-_MAX_FINGERPRINTS = 4096
+_MAX_FINGERPRINTS = 4096  # of a parameter, while ranks train independently
 
 
 class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
@@ -71,9 +65,6 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
 
 _CALLER = 3  # frames from the recording function to the assigning line
 
-_open: WeakSet[IgnoredData] = WeakSet()
-_patches: list[Patch] = []
-
 
 class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
     """Recorder of ignored assignments; passes them to `sink` before the next forward pass."""
@@ -84,15 +75,11 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
         self._found: dict[Location, list[str]] = {}
 
     def begin(self) -> None:
-        """Patch `DTensor.data`; `DTensor` must have been imported."""
+        """Start to record; `DTensor` must have been imported."""
         _open.add(self)
-        if not _patches:
-            _patches.append(Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed))
 
     def close(self) -> None:
         _open.discard(self)
-        while _patches and not _open:
-            _patches.pop().undo()
 
     def note(self, shard: torch.Tensor, where: Location) -> None:
         """Record an assignment to `.data` of a shard."""
@@ -125,11 +112,11 @@ def _followed(original: Any) -> Any:
 def _assigned(shard: torch.Tensor, value: torch.Tensor) -> None:
     caller = sys._getframe(_CALLER)
     if is_user_file(caller.f_code.co_filename) and is_ignored(shard, value):
-        for recorder in [*_open]:
+        for recorder in _open:
             recorder.note(shard, location_of(caller))
 
 
-MOST_RUNS = 1024
+_open = Followers(lambda: [Patch(vars(sys.modules["torch.distributed.tensor"])["DTensor"], "data", _followed).undo])
 
 
 class PaceRecorder(Recorder, subjects=("loop",)):
@@ -148,7 +135,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
     def reduced(self, step: int) -> None:
         pace, self.forwards = (self.forwards, self._batches()), 0
         self._loader, self._taken = self._run.position[0], dict(self._run.batches)
-        if pace != self._now and self._runs < MOST_RUNS:
+        if pace != self._now and self._runs < MAX_PACE_RUNS:
             after_forward = self.lines if pace[0] != self._now[0] else ()
             lines = lines_left_out_by(lines_of_program(sys._getframe(1)), after_forward)
             location = lines[0] if len(lines) == 1 else user_location()  # line that may skip the backward pass
@@ -158,7 +145,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
     def ended(self, step: int) -> None:
         """Record the pace after the last reduction, unless in another loop."""
         pace = self.forwards, self._batches()
-        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MOST_RUNS:
+        if any(pace) and self._run.position[0] == self._loader and 0 < self._runs < MAX_PACE_RUNS:
             self._run.add(PaceRun(self._number, step, *pace, None))
 
     def _batches(self) -> int:
@@ -168,7 +155,7 @@ class PaceRecorder(Recorder, subjects=("loop",)):
 
 
 WITH_BUCKETS = "with the order of buckets"  # DDP forward pass that also exchanges the bucket order
-_MOST_CALLING_LINES = 256
+_MOST_CALLING_LINES = 256  # cached per wrapper
 
 
 class _CallingLine:
@@ -188,9 +175,8 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         self._log = log
         self._number = number
         self._which = which  # name of the wrapper in the log if its process group has several
-        self._lines: dict[
-            tuple[CodeType, int] | None, _CallingLine
-        ] = {}  # by code and line of the innermost program frame
+        # by code and line of the innermost program frame
+        self._lines: dict[tuple[CodeType, int] | None, _CallingLine] = {}
         self._by_location: dict[Location | None, _CallingLine] = {}  # several functions may share a location
         self._last = _CallingLine(None)
         # process group of the last reduction; weak, since a reference keeps the group's threads alive

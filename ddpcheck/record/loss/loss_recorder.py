@@ -23,7 +23,7 @@ from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, own_part
 from ddpcheck.record.loss.loss_source import LossSource, loss_source, uncounted_at
 from ddpcheck.record.loss.micro_batches import log_softmaxes
-from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder
+from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.recording import Recording, UnpickledHook
 from ddpcheck.stream.rank_report import is_probed
@@ -47,7 +47,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
     """Recorder of backward passes in sampled optimizer steps."""
 
     def __init__(
-        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[Any], taken: TakenRecorder
+        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[Any], taken: AutogradGradRecorder
     ) -> None:
         """Initialize; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
 
@@ -155,7 +155,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
         return self._sources.get(key, LossSource())
 
 
-_Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, TakenRecorder]
+_Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, AutogradGradRecorder]
 
 
 def _backward(

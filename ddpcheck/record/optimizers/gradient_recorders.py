@@ -37,7 +37,6 @@ from ddpcheck.record.replicas.program_state import names_of_parameters
 from ddpcheck.stream.rank_report import is_probed
 
 _WITH_NORM = "_clip_grads_with_norm_"  # private to torch; called by all imports of clip_grad_norm_
-_SAME = 1e-4
 _FEW = 4  # max elements of a reduced tensor that is no gradient
 _MOST_GIVEN = 4096  # max all_reduce inputs per step
 
@@ -92,7 +91,7 @@ class ClipRecorder(Recorder, subjects=("optimizers",)):
             if last_norm is None:
                 continue
             norm = _norm(watch.parameters.values()) or 0.0
-            if 0.0 < norm < math.inf and abs(norm - last_norm) > _SAME * last_norm:
+            if 0.0 < norm < math.inf:
                 name, clip_line = self._last
                 put_off = watch.has_unreduced
                 if put_off or location == self._line:  # otherwise the next loss may involve other parameters
@@ -150,9 +149,7 @@ def _norm(parameters: Any, rows: InRows | None = None) -> float | None:
 
 _MOST_LOOKED_AT = 16  # max steps per optimizer
 _MOST_STEPS = 1024  # max steps of all optimizers
-_FEWEST_LEFT = 3  # min consecutive steps
-_FEWEST_ZEROED = 2  # min consecutive steps
-_SOME_PARAMETERS = 8
+_SOME_PARAMETERS = 8  # of an optimizer, read at each zero_grad in its first steps
 
 _State = tuple[Callable[[], Any], int]  # weak reference to a gradient, and its version
 _NONE: _State = (lambda: None, 0)
@@ -166,13 +163,12 @@ class _Followed:
     steps: int = 0
     now: _State = _NONE  # gradient after the last backward pass or clip
 
-    left: int = 0  # gradient fingerprint after a step, 0 if zero or None
-    own: bool = False  # True if recorded after a step of this optimizer
+    stale: int = 0  # gradient fingerprint after a step, 0 if zero or None
+    is_own: bool = False  # True if recorded after a step of this optimizer
     line: Location | None = None  # of the last backward pass that changed the gradient
     mixed: tuple[Location | None, Location | None] | None = None  # lines of two accumulated backward passes
-    times_left: int = 0
-    held: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
-    told: bool = False
+    stale_steps: int = 0
+    stale_params: list[Callable[[], Any]] = field(default_factory=list)  # parameters with a gradient left
 
     zeroed: dict[Location | None, int] = field(default_factory=dict)  # zero_grad count since the last step, by line
     zeroed_before: dict[Location | None, int] = field(default_factory=dict)  # same, before the last step
@@ -204,8 +200,8 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
                 self._known[optimizer] = _Followed(number, tensor_ref(params[0]), is_plain)
                 self.follows = True
             return False
-        self._tell_left(optimizer, tracked)
-        self._tell_zeroed(tracked)
+        self._note_stale(optimizer, tracked)
+        self._note_zeroed(tracked)
         return tracked.steps >= _MOST_LOOKED_AT
 
     def has_stepped(self, optimizer: Any, steps: int) -> None:
@@ -213,24 +209,24 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
         self._steps = steps
         living = self._living()
         self.follows = bool(living)
-        for other, tracked in living:
-            tracked.steps += other is optimizer
-            if tracked.plain and (other is optimizer or not tracked.left):
-                tracked.left, tracked.own = _mark(tracked.sample()), other is optimizer
+        for known, tracked in living:
+            tracked.steps += known is optimizer
+            if tracked.plain and (known is optimizer or not tracked.stale):
+                tracked.stale, tracked.is_own = _mark(tracked.sample()), known is optimizer
 
     def backward_begins(self, loss: Any) -> None:
         """Compare gradients with those left by the last step when backward begins."""
         leaves: Iterable[Any] | None = None
         for optimizer, tracked in self._living():
             tracked.now = _gradient_of(tracked)
-            if (tracked.left or tracked.mixed) and not (value := _mark(tracked.sample())):
-                tracked.left, tracked.mixed = 0, None  # zeroed
+            if (tracked.stale or tracked.mixed) and not (value := _mark(tracked.sample())):
+                tracked.stale, tracked.mixed = 0, None  # zeroed
                 if tracked.steps == 1 and (kept := next(filter(_mark, parameters_of(optimizer)), None)) is not None:
                     tracked.sample, tracked.plain = tensor_ref(kept), type(kept.grad) is torch.Tensor  # was not zeroed
-            elif tracked.left and value != tracked.left:
-                tracked.left = 0
-            elif tracked.left and tracked.times_left == _FEWEST_LEFT - 1:
-                tracked.held = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
+            elif tracked.stale and value != tracked.stale:
+                tracked.stale = 0
+            elif tracked.stale:
+                tracked.stale_params = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
                 leaves = walk_graph([loss]).leaves if leaves is None else leaves
                 tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
@@ -238,11 +234,11 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
     def backward_ended(self) -> None:
         location: Location | None = None
         for _, tracked in self._living():
-            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_as_it_was(tracked):
+            if not tracked.plain or getattr(tracked.sample(), "grad", None) is None or _is_unchanged(tracked):
                 continue
             location = location or user_location()
-            if tracked.left:
-                tracked.mixed, tracked.left = (tracked.line, location), 0
+            if tracked.stale:
+                tracked.mixed, tracked.stale = (tracked.line, location), 0
             tracked.line = location
         self.note_changed()
 
@@ -261,48 +257,48 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             location = user_location()
             tracked.zeroed[location] = tracked.zeroed.get(location, 0) + 1
 
-    def _tell_left(self, optimizer: Any, one: _Followed) -> None:
-        mixed, one.mixed = one.mixed, None
-        again = mixed is not None and (one.own or mixed[0] != mixed[1])
-        one.times_left = one.times_left + 1 if again else 0
-        if mixed is not None and one.times_left == _FEWEST_LEFT and not one.told:
-            one.told = True
-            params = [p for ref in one.held if (p := ref()) is not None]
+    def _note_stale(self, optimizer: Any, tracked: _Followed) -> None:
+        mixed, tracked.mixed = tracked.mixed, None
+        again = mixed is not None and (tracked.is_own or mixed[0] != mixed[1])
+        tracked.stale_steps = tracked.stale_steps + 1 if again else 0
+        if mixed is not None and again:
+            params = [p for ref in tracked.stale_params if (p := ref()) is not None]
             count = len([p for p in parameters_of(optimizer) if p.grad is not None])
             names = self._names(params) if len(params) < count else ()
-            self._sink(GradientsLeft(one.number, one.own, mixed[0], mixed[1], user_location(), names))
+            lines = *mixed, user_location()
+            self._sink(GradientsLeft(tracked.number, tracked.is_own, *lines, names, tracked.stale_steps))
 
-    def _tell_zeroed(self, one: _Followed) -> None:
-        """Report repeated zeroing: the same counts by line before several consecutive steps.
+    def _note_zeroed(self, tracked: _Followed) -> None:
+        """Record repeated zeroing: the same counts by line as before the last step.
 
         Skipped if the gradient changed since backward: the program accumulated the zeroed gradients itself.
         """
-        repeats = one.zeroed == one.zeroed_before and _repeats(one.zeroed)
-        again = repeats and _is_as_it_was(one) and not one.for_inputs
-        one.times_zeroed = one.times_zeroed + 1 if again else 0
-        if one.times_zeroed == _FEWEST_ZEROED:
-            location = max(one.zeroed, key=lambda line: one.zeroed[line])
-            self._sink(GradientsZeroed(one.number, one.zeroed[location], location))
-        one.zeroed, one.zeroed_before = {}, one.zeroed
-        one.for_inputs = False
+        repeats = tracked.zeroed == tracked.zeroed_before and _repeats(tracked.zeroed)
+        again = repeats and _is_unchanged(tracked) and not tracked.for_inputs
+        tracked.times_zeroed = tracked.times_zeroed + 1 if again else 0
+        if again:
+            location = max(tracked.zeroed, key=lambda line: tracked.zeroed[line])
+            self._sink(GradientsZeroed(tracked.number, tracked.zeroed[location], location, tracked.times_zeroed))
+        tracked.zeroed, tracked.zeroed_before = {}, tracked.zeroed
+        tracked.for_inputs = False
 
     def _living(self) -> list[tuple[Any, _Followed]]:
         if not self.follows or self._steps >= _MOST_STEPS:
             return []
-        return [(other, tracked) for other, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
+        return [(known, tracked) for known, tracked in list(self._known.items()) if tracked.steps < _MOST_LOOKED_AT]
 
 
 def _repeats(zeroed: dict[Location | None, int]) -> bool:
     return any(times > 1 for times in zeroed.values())
 
 
-def _gradient_of(one: _Followed) -> _State:
-    gradient = getattr(one.sample(), "grad", None)
+def _gradient_of(tracked: _Followed) -> _State:
+    gradient = getattr(tracked.sample(), "grad", None)
     return _NONE if gradient is None else (tensor_ref(gradient), version_of(gradient))
 
 
-def _is_as_it_was(one: _Followed) -> bool:
-    gradient, (gradient_ref, version) = getattr(one.sample(), "grad", None), one.now
+def _is_unchanged(tracked: _Followed) -> bool:
+    gradient, (gradient_ref, version) = getattr(tracked.sample(), "grad", None), tracked.now
     return gradient is not None and gradient_ref() is gradient and version_of(gradient) == version
 
 
@@ -313,7 +309,7 @@ def _mark(parameter: Any) -> int:
     return fingerprint(dense(parameter.grad)) or 1
 
 
-class GivenRecorder(Recorder, subjects=("optimizers", "data")):
+class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
     """Recorder of all_reduce inputs over all ranks in sampled steps."""
 
     def __init__(self, run: Recording) -> None:
@@ -328,8 +324,8 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
         self.clear = self._given.clear  # clears the recorded inputs after a step
         self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
-    def note(self, call: Call, given: Mapping[str, Any]) -> None:
-        tensor = given.get("tensor")
+    def note(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        tensor = call_args.get("tensor")
         if len(call.members) != dist.get_world_size():
             return
         if call.elements > max(self._largest[0], _FEW):
@@ -364,7 +360,7 @@ class GivenRecorder(Recorder, subjects=("optimizers", "data")):
         return self._parts[id(parameter)] > 1
 
 
-_MOST_MARKS = 1024
+_MOST_MARKS = 1024  # fingerprints per entry
 _MOST_PARAMETERS = 64  # compared parameters per call
 
 
@@ -376,7 +372,7 @@ class _TakenGradients:
     location: Location | None = None
 
 
-class TakenRecorder(Recorder, subjects=("loop",)):
+class AutogradGradRecorder(Recorder, subjects=("loop",)):
     """Recorder of sampled `torch.autograd.grad` results for wrapped parameters."""
 
     def __init__(self, run: Recording) -> None:
@@ -408,19 +404,19 @@ class TakenRecorder(Recorder, subjects=("loop",)):
             followed.calls += 1
 
     def _note(
-        self, watch: ScriptWatch, one: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
+        self, watch: ScriptWatch, followed: _TakenGradients, gradients: dict[str, torch.Tensor], where: Location | None
     ) -> None:
         params = dict(list(watch.parameters.items())[:_MOST_PARAMETERS])
         self._run.add(
             GradientsTaken(
                 watch.number,
-                one.calls,
+                followed.calls,
                 where,
                 reductions=watch.step,
                 put_off=watch.has_unreduced,
                 gradients={name: tuple(sketch(dense(g.detach())).tolist()) for name, g in gradients.items()},
                 parameters={name: fingerprint(p) for name, p in params.items()},
-                marks=tuple(one.marks),
+                marks=tuple(followed.marks),
             )
         )
-        one.marks.clear()
+        followed.marks.clear()

@@ -29,7 +29,7 @@ from ddpcheck.gather.state.fingerprints import PLAIN, fingerprint, fingerprints,
 from ddpcheck.gather.state.tensor_file import tensor_ref
 from ddpcheck.gather.steps.gradient_distance import dense, norms, sketches
 from ddpcheck.record.loss.loss_source import gradients_changed_at, gradients_scaled_at
-from ddpcheck.record.optimizers.gradient_recorders import ClipRecorder, GivenRecorder, ZeroingRecorder
+from ddpcheck.record.optimizers.gradient_recorders import AllreduceInputRecorder, ClipRecorder, ZeroingRecorder
 from ddpcheck.record.optimizers.part_recorder import shard_norm_at
 from ddpcheck.record.optimizers.schedule_recorder import ScheduleRecorder
 from ddpcheck.record.rank.line_recorder import LineRecorder
@@ -90,7 +90,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._loads = LoadRecorder(run.add)
         # recorder of models that no optimizer holds, run before sampled steps
         self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
-        self.given = GivenRecorder(run)
+        self.allreduce_inputs = AllreduceInputRecorder(run)
         self._sum_at: Location | None = None  # line of the last all_reduce since backward that left a sum
         # sketches by id of a parameter in no wrapper: of the gradient after backward, and before a clip
         self._local: dict[int, tuple[float, ...]] = {}
@@ -168,7 +168,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             if known.steps or not known.number:  # others may be constructed in each step, for an inner loop
                 self.states.look(known.number, known.steps, self._held())
         self._sums.clear()
-        self.given.clear()
+        self.allreduce_inputs.clear()
         known.reduced = {}
         for watch in watches:
             known.reduced[watch.number] = watch.step
@@ -235,8 +235,8 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             scale_at=self._lines.restored.get(scaler) if scaler else None,
             seed=self._lines.seeded[0],
             seeded=self._lines.seeded[1],
-            given=self.given.of(*gradients),
-            parts_reduced=self._names_of([p for p in params if self.given.is_reduced(p)]),
+            given=self.allreduce_inputs.of(*gradients),
+            parts_reduced=self._names_of([p for p in params if self.allreduce_inputs.is_reduced(p)]),
             shard_states=shard_states(optimizer, {n: p for n, p in synced.items() if id(p) in shards}),
         )
         return self._located(step, optimizer, known, has_shards=bool(shards))
@@ -260,9 +260,9 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             rescaled_at=known.rescaled_at,
             norm_at=known.norm_at,
             changed_at=known.changed_at,
-            reduced_at=self.given.largest,
-            broadcast_at=self.given.before,
-            parts_reduced_at=self.given.of_a_part,
+            reduced_at=self.allreduce_inputs.largest,
+            broadcast_at=self.allreduce_inputs.before,
+            parts_reduced_at=self.allreduce_inputs.of_a_part,
         )
 
     def _sketches(self) -> dict[int, tuple[float, ...]]:
@@ -341,7 +341,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def before_backward(self, loss: Any) -> None:
         self._backwards += 1
         self._local, self._unclipped, self._sum_at = {}, {}, None
-        self.given.backward_begins()
+        self.allreduce_inputs.backward_begins()
         described = self._due or self._stepped < self._lines.made  # the following step, possibly
         self._differentiated = lines_of_program(sys._getframe(1)) if described else ()
         for watch in filter(None, map(call, self._run.watches.refs)):  # performance: runs in each step
@@ -369,12 +369,11 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if not known.is_settled:
             self._zeroings.zeroes(optimizer)
 
-    def _before_module_zero_grad(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
+    def _before_module_zero_grad(self, module: nn.Module, *_arguments: Any, **_named: Any) -> None:
         module_ids = {id(p) for p in module.parameters()}
         for optimizer in list(self._known):
-            ids = {id(p) for p in parameters_of(optimizer)}
-            if ids <= module_ids:
-                self._before_zero_grad(optimizer, *arguments, **named)
+            if {id(p) for p in parameters_of(optimizer)} <= module_ids:
+                self._before_zero_grad(optimizer)
 
 
 def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -150,8 +150,13 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
         mesh = named.get("device_mesh", mesh)
         ranks = tuple(mesh.mesh.flatten().tolist())
         if len(ranks) > 1:
-            names_by_part = {part: _names_of_split(part) for part in module.modules()}
-            self.split(ranks, {part: names for part, names in names_by_part.items() if names}, user_location())
+            split: dict[nn.Module, list[str]] = {}
+            for part in module.modules():
+                params: Iterator[tuple[str, Any]] = part.named_parameters(recurse=False)
+                for name, p in params:
+                    if is_shard(p) and any(not placed.is_replicate() for placed in p.placements):
+                        split.setdefault(part, []).append(name)
+            self.split(ranks, split, user_location())
 
     def _before_step(self, optimizer: Any, _arguments: Any, _named: Any) -> None:
         number, count = self._steps.get(optimizer, (len(self._steps), 0))
@@ -205,8 +210,3 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
                 if param is not None:
                     split_names[id(param)] = self._names.get(id(param), name)
         return split_names
-
-
-def _names_of_split(module: nn.Module) -> list[str]:
-    params: Iterator[tuple[str, Any]] = module.named_parameters(recurse=False)
-    return [name for name, p in params if is_shard(p) and any(not placed.is_replicate() for placed in p.placements)]

@@ -41,7 +41,7 @@ from ddpcheck.record.source.source_scope import (
     user_caller,
 )
 
-_MOST_NUMBERS = 64
+_MOST_NUMBERS = 64  # attributes of a schedule, and items of a container among them
 _SAME = 1e-6  # relative to the highest rate
 
 
@@ -276,7 +276,7 @@ class MonitorRecorder(Recorder, subjects=("optimizers",)):
 
 
 _MOST_STATES = 64  # max optimizer states taken or read by the script
-_MOST_FILES = 1024
+_MOST_FILES = 1024  # saved files with an optimizer state
 _DEEPEST = 3  # max nesting depth of a state in dictionaries
 
 
@@ -349,15 +349,15 @@ class ResumeRecorder(Recorder, subjects=("data",)):
                 del self._states[next(iter(self._states))]
 
 
-def _optimizers_in(held: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
+def _optimizers_in(obj: Any, numbers: Mapping[str, int], depth: int) -> Iterator[tuple[Any, Mapping[str, int]]]:
     """Yield optimizer states in a loaded object, with the integers beside each."""
-    if not isinstance(held, dict) or depth > _DEEPEST:
+    if not isinstance(obj, dict) or depth > _DEEPEST:
         return
-    if "param_groups" in held and "state" in held:
-        yield held, numbers
+    if "param_groups" in obj and "state" in obj:
+        yield obj, numbers
         return
-    numbers = {**numbers, **{key: value for key, value in held.items() if type(key) is str and type(value) is int}}
-    for value in held.values():
+    numbers = {**numbers, **{key: value for key, value in obj.items() if type(key) is str and type(value) is int}}
+    for value in obj.values():
         yield from _optimizers_in(value, numbers, depth + 1)
 
 

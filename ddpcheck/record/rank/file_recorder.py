@@ -121,6 +121,10 @@ class FileRecorder(Recorder, subjects=("files",)):
             self._known.add(key)
             self._log.add(use)
 
+    def _write_other(self, path: str, line: Location | None, *, waited: bool, writes: bool = False) -> None:
+        now = self._log.collectives
+        self._write(FileUsed(path, writes, now, now, line, waited=waited, by_torch=False))
+
     def _note_lock(self) -> None:
         self._locked = self._log.collectives
 
@@ -131,8 +135,7 @@ class FileRecorder(Recorder, subjects=("files",)):
         if isinstance(mode, str) and mode.startswith("w"):
             name = os.path.realpath(path)
             if not name.startswith(_NO_FILES) and _line_of_program(by_torch=True) is not None:
-                now, waited = self._log.collectives, self._log.waited
-                self._write(FileUsed(name, True, now, now, user_location(), waited=waited, by_torch=False))
+                self._write_other(name, user_location(), writes=True, waited=self._log.waited)
                 if len(self._opened) < _MOST_USES:
                     self._opened.setdefault(name, -1)
         elif isinstance(mode, str) and mode.startswith("r"):
@@ -141,8 +144,7 @@ class FileRecorder(Recorder, subjects=("files",)):
             if flags & os.O_EXCL:  # succeeds on one rank only
                 self._note_lock()
             if (line := _line_of_program()) is not None:  # a marker file may signal that another file is complete
-                now = self._log.collectives
-                self._write(FileUsed(os.path.realpath(path), False, now, now, line, waited=True, by_torch=False))
+                self._write_other(os.path.realpath(path), line, waited=True)
 
     def _note_removed(self, path: Any, *_folder: int) -> None:
         """Record the size before a removal, by base name (`dir_fd` paths are relative)."""
@@ -171,9 +173,8 @@ class FileRecorder(Recorder, subjects=("files",)):
             return
         if (line := _line_of_program()) is not None:
             self._reads[name] += 1
-            now = self._log.collectives
-            waited = self._log.waited or self._locked == now
-            self._write(FileUsed(name, False, now, now, line, waited=waited, by_torch=False))
+            waited = self._log.waited or self._locked == self._log.collectives
+            self._write_other(name, line, waited=waited)
 
 
 def _line_of_program(*, by_torch: bool = False) -> Location | None:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
-from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.replicas import SizedVariable, WrapperBegun
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
@@ -32,7 +30,7 @@ from ddpcheck.record.replicas.program_state import program_variables
 from ddpcheck.record.replicas.tables import is_order_of_a_set
 from ddpcheck.record.source.source_scope import assignment_in_program
 
-_MOST_CHANGES = 256
+_MOST_CHANGES = 256  # entries, one per wrapper, kind and line
 _MOST_TIMES = 8  # checks per line with `eval`, which may run in each step on an unwrapped model
 _APPLY: Any = nn.Module.apply.__code__
 
@@ -111,8 +109,8 @@ class LineRecorder(Recorder):
             if (watch.number, "mode", location) not in self._seen and (path := _path_in(watch, module)) is not None:
                 self._note(watch, "mode", "eval", (path,), location)
 
-    def _thawed(self, thing: Any, *_arguments: Any, **_named: Any) -> None:
-        self._note_parameters("requires_grad", "requires_grad_", thing)
+    def _thawed(self, obj: Any, *_arguments: Any, **_named: Any) -> None:
+        self._note_parameters("requires_grad", "requires_grad_", obj)
 
     def _hooked(self, wrapper: Any, *_arguments: Any, **_named: Any) -> None:
         for watch in list(self._run.watches):
@@ -133,19 +131,19 @@ class LineRecorder(Recorder):
             if not watch.is_sharded and (names := tuple(n for n, p in watch.module_parameters() if id(p) in param_ids)):
                 self._note(watch, "stepped", f"{type(optimizer).__name__}.step", names, location)
 
-    def _note_parameters(self, what: str, how: str, thing: Any) -> None:
+    def _note_parameters(self, what: str, how: str, obj: Any) -> None:
         watches = list(self._run.watches)
         if not watches or len(self._seen) >= _MOST_CHANGES:
             return
         where = user_location()
         if all((watch.number, what, where) in self._seen for watch in watches):
             return
-        changed = {id(p) for p in thing.parameters()} if isinstance(thing, nn.Module) else {id(thing)}
+        changed = {id(p) for p in obj.parameters()} if isinstance(obj, nn.Module) else {id(obj)}
         for watch in watches:
             if names := tuple(name for name, p in watch.module_parameters() if id(p) in changed):
                 self._note(watch, what, how, names, where)
 
-    def _registered(self, module: nn.Module, name: str, _thing: Any) -> None:
+    def _registered(self, module: nn.Module, name: str, _obj: Any) -> None:
         if self.seeded[0] is None:
             self.seeded = torch.initial_seed(), seeded_at("torch")
         if len(self._seen) < _MOST_CHANGES:
@@ -167,7 +165,7 @@ def _path_in(watch: ScriptWatch, module: nn.Module) -> str | None:
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_MOST_SIZES = 512
+_MOST_SIZES = 512  # variables whose size is written
 _MOST_FRAMES = 4  # innermost user functions at the registration of a parameter
 _LARGEST_OFFSET = 4  # padding, unknown, begin and end tokens of a vocabulary
 
@@ -196,7 +194,12 @@ class ConstructionRecorder(Recorder):
         if mesh is not None:
             group = mesh.get_group(mesh_dim=0)
         ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        description = _without(structure_of(module), ignored)
+        description = structure_of(module)
+        listings = description.parameters, description.buffers
+        parameters, buffers = (
+            tuple(tensor for tensor in tensors if tensor.name not in ignored) for tensors in listings
+        )
+        description = replace(description, parameters=parameters, buffers=buffers)
         shapes = {size for param in description.parameters for size in param.shape}
         shapes |= {len(part._modules) for part in module.modules()}
         now = (v for path, item, where in program_variables(depth=1) for v in _sized([(path, item)], where))
@@ -212,7 +215,7 @@ class ConstructionRecorder(Recorder):
             tuple(v for v in sizes if _may_be(v.size, shapes))[:_MOST_SIZES],
         )
 
-    def _registered(self, module: nn.Module, name: str, thing: Any) -> None:
+    def _registered(self, module: nn.Module, name: str, obj: Any) -> None:
         frame = sys._getframe(1)
         location = user_location(frame)
         if location is None:
@@ -221,9 +224,11 @@ class ConstructionRecorder(Recorder):
         if entry is None or entry[0]() is not module:
             entry = self._lines[id(module)] = (ref(module), {})
         entry[1][name] = location
-        if isinstance(thing, nn.Parameter) and not nn.parameter.is_lazy(thing) and len(self._sizes) < _MOST_SIZES:
-            sizes = set(thing.shape)
-            for user_frame in _user_functions(frame):
+        if isinstance(obj, nn.Parameter) and not nn.parameter.is_lazy(obj) and len(self._sizes) < _MOST_SIZES:
+            sizes = set(obj.shape)
+            frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
+            functions = (f for f in frames if f.f_code.co_name != "<module>")
+            for user_frame in itertools.islice(functions, _MOST_FRAMES):
                 variables = _sized(variables_of(user_frame).items(), location_of(user_frame))
                 self._sizes.update((variable, None) for variable in variables if _may_be(variable.size, sizes))
 
@@ -242,15 +247,6 @@ class ConstructionRecorder(Recorder):
         return locations
 
 
-def _without(description: ModuleDescription, ignored: frozenset[str]) -> ModuleDescription:
-    if not ignored:
-        return description
-    parameters, buffers = (
-        tuple(t for t in entries if t.name not in ignored) for entries in (description.parameters, description.buffers)
-    )
-    return replace(description, parameters=parameters, buffers=buffers)
-
-
 def _may_be(size: int, wanted: set[int]) -> bool:
     return any(size + offset in wanted for offset in range(_LARGEST_OFFSET + 1))
 
@@ -263,12 +259,6 @@ def _sized(variables: Iterable[tuple[str, Any]], where: Location) -> Iterator[Si
             size = value if kind is int else len(value)
             if size > 1:
                 yield SizedVariable(name, kind.__name__, size, where)
-
-
-def _user_functions(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return the innermost user functions on the stack, without module top levels."""
-    frames = (f for f in frames_from(frame) if is_of_program(f.f_code.co_filename))
-    return itertools.islice((f for f in frames if f.f_code.co_name != "<module>"), _MOST_FRAMES)
 
 
 def _in_order_of_sets(module: nn.Module) -> Iterator[str]:

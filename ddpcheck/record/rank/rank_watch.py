@@ -55,7 +55,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import EvaluationRecorder
 from ddpcheck.record.loop.optimizer_steps import DDP_FILE
 from ddpcheck.record.loss.gather_recorder import GatherRecorder, TargetRecorder
 from ddpcheck.record.loss.loss_recorder import LossRecorder
-from ddpcheck.record.optimizers.gradient_recorders import TakenRecorder, kinds_clipped
+from ddpcheck.record.optimizers.gradient_recorders import AutogradGradRecorder, kinds_clipped
 from ddpcheck.record.optimizers.optimizer_recorder import OptimizerRecorder
 from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.optimizers.schedule_recorder import ResumeRecorder
@@ -85,7 +85,7 @@ from ddpcheck.stream.rank_log import RankLog
 from ddpcheck.worlds.failures import described
 
 _DDP: Any = nn.parallel.DistributedDataParallel
-_MOST_OVERWRITINGS = 64
+_MOST_OVERWRITINGS = 64  # collectives with a hook on their tensor
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # sent by a launcher to end a rank
 _LAST_WORK = 0.03
@@ -94,7 +94,7 @@ _LAST_WORK = 0.03
 Freeing work takes the GIL: two races, also in plain torch. At interpreter shutdown, Python stops the thread in C++ and
 the process aborts ("terminate called without an active exception"). If a wrapper is freed after the group, its reducer
 drops the last reference to the group and joins the threads with the GIL held: a deadlock (see `hang_watch`)."""
-_rank: _WatchedRank | None = None
+_rank: _RankRecorder | None = None
 _takes_faults = False  # True if the script has not enabled `faulthandler`, so fatal signals are logged
 
 
@@ -109,16 +109,16 @@ def begin(replacements: dict[str, Callable[..., Any]], stand_ins: Iterable[Calla
         passes_on(function)
     options = options_of_run(os.environ)
     if _rank is None and options is not None:
-        _rank = _WatchedRank(options, replacements)
+        _rank = _RankRecorder(options, replacements)
 
 
 def begin_alone(options: RunOptions) -> None:
     """Record the end of this single process, which may have no process group."""
     global _rank
-    _rank = _WatchedRank(options, {})
+    _rank = _RankRecorder(options, {})
 
 
-class _WatchedRank:
+class _RankRecorder:
     """Watches of this rank; forked processes (data loader workers) are ignored."""
 
     def __init__(self, options: RunOptions, replacements: dict[str, Callable[..., Any]]) -> None:
@@ -163,7 +163,7 @@ class _WatchedRank:
         evaluations, targets, gathers = EvaluationRecorder(add), TargetRecorder(run), GatherRecorder(run)
         self._loaders = LoaderRecorder(run, ResumeRecorder(self._optimizers.steps_of), evaluations.note_pass)
         self._draws = DrawRecorder(run)
-        self._taken = TakenRecorder(run)
+        self._taken = AutogradGradRecorder(run)
         losses = LossRecorder(run, self._optimizers, (evaluations, targets, gathers), self._taken)
         self._compilations = CompilationRecorder(
             add, lambda: any(watch.module.training for watch in self._watches), lambda: run.steps
@@ -179,7 +179,7 @@ class _WatchedRank:
         for recorder in (evaluations, targets, gathers, losses, self._statistics):
             collective_log.on_given.append(recorder.note_collective)
         self._sums = SumRecorder(add)
-        collective_log.on_given += (self._optimizers.given.note, self._sums.note_given)
+        collective_log.on_given += (self._optimizers.allreduce_inputs.note, self._sums.note_given)
         collective_log.on_overwritten.append(guarded(self._overwritten))
         patched(_DDP, "__init__", self._constructed)
         patched(vars(dist)["Reducer"], "prepare_for_backward", self._prepares)
@@ -271,10 +271,10 @@ class _WatchedRank:
     def _thread_starts(self, thread: threading.Thread) -> None:
         self._threads[thread] = lines_of_program(sys._getframe(CALLER))
 
-    def _thread_ends(self, given: Any, *_more: object) -> None:
+    def _thread_ends(self, hook_args: Any, *_more: object) -> None:
         """Record an uncaught exception of a thread, which Python only prints."""
-        if os.getpid() == self._process and isinstance(error := given.exc_value, Exception):
-            name = given.thread.name if given.thread is not None else ""
+        if os.getpid() == self._process and isinstance(error := hook_args.exc_value, Exception):
+            name = hook_args.thread.name if hook_args.thread is not None else ""
             self._log.add(ThreadRaised(name, {**described(error, "", ""), "exception": None}))
 
     def _raised(self, error: BaseException) -> None:
@@ -319,10 +319,10 @@ class _WatchedRank:
         self._draws.begin()
         return watch
 
-    def _overwritten(self, call: Call, given: Mapping[str, Any]) -> None:
+    def _overwritten(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Detect a backward pass through an overwritten tensor, and gradients summed by hand."""
-        self._sums.note_left(call, given)
-        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+        self._sums.note_left(call, call_args)
+        tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         is_world = len(call.members) == dist.get_world_size()
         is_sum, is_average = (is_world and call.operation == "all_reduce" and op == reduce_op for reduce_op in _SUMS)
         if call.operation in ("all_reduce", "broadcast") and is_world:

@@ -44,7 +44,6 @@ _APART = "the communication hook lets ranks train apart for some steps"
 _HIDDEN = "backward passes run under compiled autograd, in which steps cannot be followed"
 _SINCE = ("added", "replaced", "unfrozen")
 _INNER = ("called", "forward_begins", "forward_returned", "backward_begins", "reduced", "step")
-_DISCARDED_STEPS = 2  # consecutive optimizer steps with discarded gradients before a report
 
 
 class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
@@ -270,9 +269,9 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._discarded = 0
             return
         self._discarded += 1
-        loop.add(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
-        if self._discarded == _DISCARDED_STEPS:
-            self._recorder.tell(*loop.ledger.lost[-1].events)
+        line = str(user_location() or "")
+        loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded))
+        self._recorder.tell(*loop.ledger.lost[-1].events)
 
     def close(self, *, failing: bool = False) -> None:
         """Detach from the wrapper; idempotent. `failing`: the script ends with an exception."""
@@ -290,14 +289,14 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if was_attached and not failing and (report := self._recorder.last_report()) is not None:
             self._log.add(StepsReported(self.number, report, closing=self._recorder.settles))
 
-    # Methods of `Door`
+    # Methods of `StepSink`
 
     def alarm(self, _step: int) -> None:
         self._alarmed = True
 
     def tell(self, report: RankReport) -> None:
-        if any(event.kind in AROUND for event in report.events):
-            self._recorder.bypass.close()
+        if any(event.kind in AROUND for event in report.events) and report.events[-1].kind == "step":
+            self._recorder.bypass.close()  # its line is not needed any more
         self._log.add(StepsReported(self.number, report, alone=True))
 
     def left_out(self, step: int) -> None:
@@ -341,11 +340,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         """Write which attributes of the module have been set on the wrapper in their place."""
         values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
-        parameters = nn.Module.named_parameters(
-            self.module, recurse=False
-        )  # `_parameters` of a ScriptModule is no dict
-        buffers = nn.Module.named_buffers(self.module, recurse=False)
-        tensors = {name for name, _ in (*parameters, *buffers)}
+        listings = nn.Module.named_parameters, nn.Module.named_buffers  # `_parameters` of a ScriptModule is no dict
+        tensors = {name for listing in listings for name, _ in listing(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
             self._log.add(AttributesSet(self.number, tuple(names)))

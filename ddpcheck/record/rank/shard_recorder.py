@@ -30,7 +30,7 @@ _HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # private to torch; 
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private; if missing, initial values are unknown
 
 
-_MOST_ASSIGNED = 256
+_MOST_ASSIGNED = 256  # parameters since the last forward pass
 _Assigned = tuple[Callable[[], nn.Module | None], str, Callable[[], Any], Location | None]
 """(module, attribute name, assigned parameter, line)"""
 
@@ -93,10 +93,10 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         if hasattr(parameter, "_init_sharded_param"):
             patched(parameter, "_init_sharded_param", self._builds)
 
-    def _builds(self, one: Any, whole: torch.Tensor, *_arguments: Any, **_named: Any) -> Iterator[None]:
+    def _builds(self, fsdp_param: Any, whole: torch.Tensor, *_arguments: Any, **_named: Any) -> Iterator[None]:
         value = None if whole.is_meta else fingerprint(whole)
         yield
-        shard = getattr(one, "sharded_param", None)
+        shard = getattr(fsdp_param, "sharded_param", None)
         if isinstance(shard, torch.Tensor):
             self._note_shard(shard)
         if value is not None and isinstance(shard, torch.Tensor):

@@ -33,20 +33,12 @@ def mark_first_process() -> None:
     run = os.environ.get(_RUN)
     if run and os.environ.get(_USES_AGENT) and os.environ.get(_MARK, "::").split(":", 2)[2] != run:
         os.environ[_MARK] = f"{os.getpid()}:{os.environ.get(_PORT, '')}:{run}"
-        if (restart := os.environ.get(_RESTART, "0")) != "0":
-            _note_restart(restart)
+        restart, options = os.environ.get(_RESTART, "0"), options_of_run(os.environ)
+        if restart != "0" and options is not None:  # recorded in a file: a process may end before its log exists
+            from ddpcheck.stream.rank_log import RESTARTED
 
-
-def _note_restart(number: str) -> None:
-    """Record a restart in a file: a process may end before its log exists."""
-    from pathlib import Path
-
-    from ddpcheck.record.rank.environment import options_of_run
-    from ddpcheck.stream.rank_log import RESTARTED
-
-    with contextlib.suppress(OSError):
-        if (options := options_of_run(os.environ)) is not None:
-            Path(options.folder, f"{RESTARTED}{number}").touch()
+            with contextlib.suppress(OSError):
+                Path(options.folder, f"{RESTARTED}{restart}").touch()
 
 
 def is_first_process() -> bool:
@@ -147,17 +139,17 @@ def _note_raised(file: Path, error: Exception) -> None:
     file.with_suffix(RAISED).write_bytes(json.encode(replace(joining, error=message)))
 
 
-def _joining(given: Mapping[str, Any]) -> Any:
+def _joining(arguments: Mapping[str, Any]) -> Any:
     from ddpcheck.findings.evidence.endings import Joining
     from ddpcheck.findings.source_lines import user_location
 
-    environ, method = os.environ, given.get("init_method")
+    environ, method = os.environ, arguments.get("init_method")
     at_agent = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
-    by_environment = given.get("store") is None and (method is None or method.startswith("env:"))
+    by_environment = arguments.get("store") is None and (method is None or method.startswith("env:"))
     return Joining(
         os.getpid(),
-        _number(given, "rank", "RANK"),
-        _number(given, "world_size", "WORLD_SIZE"),
+        _number(arguments, "rank", "RANK"),
+        _number(arguments, "world_size", "WORLD_SIZE"),
         at_agent if by_environment else method or "a store that it is given",
         str(user_location(sys._getframe(3)) or ""),
         at_agent if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "",
@@ -165,6 +157,6 @@ def _joining(given: Mapping[str, Any]) -> Any:
     )
 
 
-def _number(given: Mapping[str, Any], argument: str, variable: str) -> int:
-    number = given.get(argument, -1)
+def _number(arguments: Mapping[str, Any], argument: str, variable: str) -> int:
+    number = arguments.get(argument, -1)
     return int(number if isinstance(number, int) and number >= 0 else os.environ.get(variable, -1))

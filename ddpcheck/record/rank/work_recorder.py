@@ -31,12 +31,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_of_program, user_location
-from ddpcheck.gather.collectives.collective_log import (
-    on_given,
-    on_started,
-    replace_functions,
-    tensors_of,
-)
+from ddpcheck.gather.collectives.collective_log import on_given, on_started, replace_functions, tensors_of
 from ddpcheck.gather.patching import CALLER, Recorder, accompanied, guarded, patched
 from ddpcheck.gather.state.fingerprints import place_of, version_of
 from ddpcheck.gather.state.tensor_file import tensor_ref
@@ -86,22 +81,22 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         on_given.append(guarded(self._starts))
         on_started.append(guarded(self._started))
 
-    def _starts(self, call: Call, given: Mapping[str, Any]) -> None:
+    def _starts(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Record versions before the call: the backend's thread may write before it returns."""
-        if given.get("async_op") and dist.get_rank(given.get("group")) >= 0:  # members of the group only
-            tensors, backend = tensors_of(given), dist.get_backend(given.get("group"))
-            result = id(given.get("tensor"))
+        if call_args.get("async_op") and dist.get_rank(call_args.get("group")) >= 0:  # members of the group only
+            tensors, backend = tensors_of(call_args), dist.get_backend(call_args.get("group"))
+            result = id(call_args.get("tensor"))
             versions = [  # views share the version counter of their base
                 (tensor_ref(tensor), version_of(tensor) + (id(tensor) == result and _writes(tensor, call, backend)))
-                for tensor in map(given.get, _GIVEN)
+                for tensor in map(call_args.get, _GIVEN)
                 if isinstance(tensor, torch.Tensor) and not tensor._is_view()
                 if all(t._base is not tensor for t in tensors)
             ]
-            self._before = (id(given), versions)
+            self._before = (id(call_args), versions)
 
-    def _started(self, call: Call, given: Mapping[str, Any], work: object) -> None:
+    def _started(self, call: Call, call_args: Mapping[str, Any], work: object) -> None:
         location = Location.parse(call.location)
-        tensors = tensors_of(given)
+        tensors = tensors_of(call_args)
         if not tensors or location is None or isinstance(work, _COALESCED) or not _is_of_program(sys._getframe(1)):
             return
         if not self._follows:
@@ -118,7 +113,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
             all(tensor.device.type == "cpu" for tensor in tensors),
             [*map(weakref.ref, tensors)],
             {*map(place_of, tensors)},
-            versions if call_before == id(given) else [],  # else recorded by another thread
+            versions if call_before == id(call_args) else [],  # else recorded by another thread
         )
 
     def _uses(self, work: object, *_arguments: Any, **_named: Any) -> Iterator[None]:
@@ -239,20 +234,20 @@ class PeerRecorder(Recorder, subjects=("collectives",)):
             self._log.wait_for(None)
 
 
-def _peer_of(given: Mapping[str, Any]) -> int:
+def _peer_of(call_args: Mapping[str, Any]) -> int:
     """Return the global rank of the peer; -1 for a receive from any rank."""
-    peer = next((rank for key in ("dst", "src") if (rank := given.get(key)) is not None), None)
+    peer = next((rank for key in ("dst", "src") if (rank := call_args.get(key)) is not None), None)
     if peer is not None:
         return int(peer)
-    group_rank = next((rank for key in ("group_dst", "group_src") if (rank := given.get(key)) is not None), None)
-    group: Any = given.get("group") or dist.group.WORLD
+    group_rank = next((rank for key in ("group_dst", "group_src") if (rank := call_args.get(key)) is not None), None)
+    group: Any = call_args.get("group") or dist.group.WORLD
     return -1 if group_rank is None else dist.get_global_rank(group, int(group_rank))
 
 
-_MOST_SUM_ELEMENTS = 8
+_MOST_SUM_ELEMENTS = 8  # of an all_reduce whose values are read
 _MOST_CALLS = 64  # per line
-_MOST_SUM_LINES = 64
-_CALLS = 4  # consecutive calls whose input includes the previous result
+_MOST_SUM_LINES = 64  # lines of all_reduce
+_CALLS = 4  # per entry: consecutive calls whose input includes the previous result
 
 _Numbers = tuple[float, ...]
 
@@ -260,8 +255,8 @@ _Numbers = tuple[float, ...]
 @dataclass(slots=True)
 class _SumLine:
     calls: int = 0
-    given: list[_Numbers] = field(default_factory=list)  # inputs of consecutive calls, each including the last result
-    left: list[_Numbers] = field(default_factory=list)
+    inputs: list[_Numbers] = field(default_factory=list)  # of consecutive calls, each including the last result
+    results: list[_Numbers] = field(default_factory=list)
 
 
 class SumRecorder(Recorder, subjects=("evaluation",)):
@@ -271,30 +266,30 @@ class SumRecorder(Recorder, subjects=("evaluation",)):
         self._sink = sink
         self._lines: dict[tuple[str, int], _SumLine] = {}
 
-    def note_given(self, call: Call, given: Mapping[str, Any]) -> None:
-        line = self._line_of(call, given)
+    def note_given(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        line = self._line_of(call, call_args)
         if line is None:
             return
-        numbers = _numbers(given["tensor"])
-        if not line.left or any(a < b for a, b in zip(numbers, line.left[-1], strict=True)):
-            line.given, line.left = [], []
-        line.given.append(numbers)
+        numbers = _numbers(call_args["tensor"])
+        if not line.results or any(a < b for a, b in zip(numbers, line.results[-1], strict=True)):
+            line.inputs, line.results = [], []
+        line.inputs.append(numbers)
 
-    def note_left(self, call: Call, given: Mapping[str, Any]) -> None:
-        line = self._line_of(call, given)
-        if line is None or len(line.given) <= len(line.left):
+    def note_left(self, call: Call, call_args: Mapping[str, Any]) -> None:
+        line = self._line_of(call, call_args)
+        if line is None or len(line.inputs) <= len(line.results):
             return
         line.calls += 1
-        line.left.append(_numbers(given["tensor"]))
-        if len(line.left) == _CALLS:
-            self._sink(SumsReduced(Location.parse(call.location), tuple(line.given), tuple(line.left)))
+        line.results.append(_numbers(call_args["tensor"]))
+        if len(line.results) == _CALLS:
+            self._sink(SumsReduced(Location.parse(call.location), tuple(line.inputs), tuple(line.results)))
             line.calls = _MOST_CALLS
 
-    def _line_of(self, call: Call, given: Mapping[str, Any]) -> _SumLine | None:
-        tensor, op = given.get("tensor"), given.get("op", dist.ReduceOp.SUM)
+    def _line_of(self, call: Call, call_args: Mapping[str, Any]) -> _SumLine | None:
+        tensor, op = call_args.get("tensor"), call_args.get("op", dist.ReduceOp.SUM)
         if call.operation != "all_reduce" or not isinstance(tensor, torch.Tensor) or op != dist.ReduceOp.SUM:
             return None
-        if given.get("async_op") or len(call.members) < dist.get_world_size() or tensor.requires_grad:
+        if call_args.get("async_op") or len(call.members) < dist.get_world_size() or tensor.requires_grad:
             return None
         key = call.location, tensor.numel()
         if not 0 < tensor.numel() <= _MOST_SUM_ELEMENTS or tensor.is_complex() or tensor.layout != torch.strided:

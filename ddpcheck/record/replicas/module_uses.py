@@ -245,8 +245,8 @@ class LoadRecorder(Recorder, subjects=("files",)):
         self.waits = False
 
 
-def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(submodule is other for submodule in module.modules())
+def _holds(module: nn.Module, part: nn.Module) -> bool:
+    return any(submodule is part for submodule in module.modules())
 
 
 def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bool, str] | None:
@@ -271,7 +271,7 @@ def common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[bo
     return None
 
 
-_MOST_MODULES = 64
+_MOST_MODULES = 64  # modules with a hook
 _MOST_CALLING_LINES = 64  # calling lines per module
 _MOST_FEATURES = 16  # features of a BatchNorm layer
 _NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -375,9 +375,9 @@ def _statistics(layer: nn.Module) -> tuple[float, ...]:
     return tuple(torch.cat([tensor[:_MOST_FEATURES] for tensor in tensors]).tolist())
 
 
-def _evaluates(module: nn.Module, one: _Followed) -> bool:
+def _evaluates(module: nn.Module, use: _Followed) -> bool:
     """Return True if a call only needs outputs (some train in eval mode)."""
-    return not torch.is_grad_enabled() or (not module.training and (one.loaded is not None or not one.wrapped))
+    return not torch.is_grad_enabled() or (not module.training and (use.loaded is not None or not use.wrapped))
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

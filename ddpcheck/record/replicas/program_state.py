@@ -74,13 +74,16 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._stay: set[str] = set()  # paths whose first tensor was the same in two looks
         self._called: Counter[str] = Counter()  # number of looks, by path of a called module (no copy, no criterion)
 
-    def look(self, optimizer: int, count: int, held: Iterable[torch.Tensor]) -> None:
+    def look(self, optimizer: int, count: int, optimizer_params: Iterable[torch.Tensor]) -> None:
         """Record variables before step `count`; `held`: tensors of all optimizers."""
-        steps = {*map(id, held)}
+        steps = {*map(id, optimizer_params)}
         watched = [(watch, dict(watch.module_parameters())) for watch in self._run.watches]
         # a teacher may be wrapped for its buffers while frozen: no step of its own is compared
         watched = [(w, named) for w, named in watched if any(p.requires_grad or id(p) in steps for p in named.values())]
-        wrapped = [params for watch, named in watched if not watch.is_sharded for params in _of_wrapped(watch, named)]
+        wrapped: list[Mapping[str, torch.Tensor]] = []
+        for watch, named in watched:
+            if watch.parameters and not watch.is_sharded:
+                wrapped += [watch.parameters, named] if len(named) > len(watch.parameters) else [watch.parameters]
         wrapped.sort(key=len, reverse=True)  # a module may contain another: largest first
         trained = steps | {id(p) for params in wrapped for p in params.values()}
         trained.update(id(p) for _, named in watched for p in named.values())
@@ -213,11 +216,6 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         self._used[module] = "training" if trains else self._used.get(module) or "evaluation"
 
 
-def _of_wrapped(watch: ScriptWatch, every: Mapping[str, torch.Tensor]) -> list[Mapping[str, torch.Tensor]]:
-    trained = watch.parameters
-    return [params for params in (trained, every if len(every) > len(trained) else {}) if trained and params]
-
-
 def _parts_of(watches: Iterable[ScriptWatch]) -> list[dict[str, torch.Tensor]]:
     modules = (watch.module for watch in list(watches) if not watch.is_sharded)
     parts = (_parameters(part) for module in modules for part in itertools.islice(nn.Module.modules(module), 1, None))
@@ -256,28 +254,28 @@ def _by_name(value: Any) -> dict[str, torch.Tensor]:
     return {str(number): item for number, item in enumerate(_items(value))}
 
 
-def _is_near(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+def _is_near(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
     """Return True if tensors may be weights, not gradient sums, squares or residuals.
 
     Weights point in the direction of the parameters, or are as large with both signs (of another start).
     """
-    a, b = _largest(found, ours)
+    a, b = _largest(copies, ours)
     as_large = b.norm() * _SIMILAR_NORM <= a.norm() <= b.norm() / _SIMILAR_NORM and a.min() < 0 < a.max()
     return bool(torch.dot(a, b) >= _LEAST_COSINE * a.norm() * b.norm() or as_large)
 
 
-def _points_alike(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
+def _points_alike(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> bool:
     """Return True if the largest parameters point alike, with enough elements of both signs."""
-    a, b = _largest(found, ours)
+    a, b = _largest(copies, ours)
     is_enough = len(b) >= _FEWEST_NUMBERS and b.min() < 0 < b.max()
     return bool(is_enough and torch.dot(a, b) > _LEAST_COSINE * a.norm() * b.norm())
 
 
-def _largest(found: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(copies: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return leading elements of the matching tensor, and of our largest parameter."""
     name = max(ours, key=lambda name: ours[name].numel())
-    key = name if name in found else str(list(ours).index(name))
-    a, b = (_plain(t.detach().flatten()[:_MOST_NUMBERS]) for t in (found[key], ours[name]))
+    key = name if name in copies else str(list(ours).index(name))
+    a, b = (_plain(t.detach().flatten()[:_MOST_NUMBERS]) for t in (copies[key], ours[name]))
     return a, b
 
 

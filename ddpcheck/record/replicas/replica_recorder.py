@@ -128,15 +128,11 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
 
 def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     """Return kept gradients by name, and parts by "shard number/name"."""
-    return {
-        name: kept
-        for param_name, parts in local.items()
-        for name, kept in (
-            [(f"{number}/{param_name}", part) for number, part in enumerate(parts.parts)]
-            if isinstance(parts, KeptParts)
-            else [(param_name, parts)]
-        )
-    }
+    by_shard: dict[str, Any] = {}
+    for name, kept in local.items():
+        is_split = isinstance(kept, KeptParts)
+        by_shard |= {f"{number}/{name}": part for number, part in enumerate(kept.parts)} if is_split else {name: kept}
+    return by_shard
 
 
 def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:

@@ -36,15 +36,15 @@ from ddpcheck.record.source.program_numbers import held_by_program, is_usable, t
 from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.rank_report import is_probed
 
-_MOST_INPUTS = 4
+_MOST_INPUTS = 4  # tensors of a forward call
 _MOST_COMPARED = 128  # features or rows
-_MOST_SCALES = 32
+_MOST_SCALES = 32  # variables tried as divisors
 _MOST_ROWS = 1 << 13  # of a table that may contain the inputs
 _MOST_HELD = 128  # variables
-_MOST_SAMPLES = 16
+_MOST_SAMPLES = 16  # variables tried as inputs before normalization, and kept rows of a rollout
 _MOST_COUNTS = 8  # count variables per sum
 _MOST_CALLS = 32  # collectives that are checked, once a statistic is known
-_SHOWN = 16
+_SHOWN = 16  # elements of a statistic that are written
 _EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # usual terms added to a variance
 _FITS = 1e-3  # relative residual, in at least three features: two features fit one of many scales by chance
 _SAME = 1e-4  # relative to the divisor of the inputs
@@ -128,12 +128,12 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
                 if user and not isinstance(part, nn.TransformerEncoderLayer):  # a hook disables the fast path
                     before_forward(part, hook, with_kwargs=True)
 
-    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+    def note_collective(self, call: Call, call_args: Mapping[str, Any]) -> None:
         """Count a collective whose input may be a known statistic, or a multiple."""
         sizes = {name: t.features for state in self._followed for name, t in state.tallies.items() if t.features}
         if not sizes or len(call.members) < 2 or self._calls >= _MOST_CALLS:
             return
-        tensors = map(tensor_of, tree_leaves(dict(given)))
+        tensors = map(tensor_of, tree_leaves(dict(call_args)))
         if not (inputs := [t for t in tensors if t is not None and t.numel() >= min(sizes.values())]):
             return
         self._calls += 1
@@ -168,11 +168,12 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
                 continue
             tally.is_trained_on |= any(_are_from(tally, x, mean) for x in look.inputs)
-            fits = tally.is_trained_on and tally.goes_on is not False and tally.moves.count(0) <= len(tally.moves) / 2
+            fits = tally.is_trained_on and tally.goes_on is not False
             values, scales = (tuple(t[:_SHOWN].tolist()) for t in (mean.mean, tally.scale))
             line, equations = updating_line(name.partition(" / ")[0], mean.holder), sum(tally.moves) if fits else 0
-            exchanged, tally.moves = self._exchanged[name], []
-            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, exchanged))
+            moves = self._exchanged[name], len(tally.moves), tally.moves.count(0)
+            tally.moves = []
+            self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
     def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
         tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
@@ -267,8 +268,8 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
     return fits
 
 
-def _is_at(offset: torch.Tensor, scale: torch.Tensor, one: _Numbers) -> bool:
-    return bool(((one.mean - offset).abs() <= _SAME * scale).all())
+def _is_at(offset: torch.Tensor, scale: torch.Tensor, numbers: _Numbers) -> bool:
+    return bool(((numbers.mean - offset).abs() <= _SAME * scale).all())
 
 
 def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -431,13 +432,13 @@ def _holder(name: str) -> str:
     return name[: max(name.rfind("."), name.rfind("["))] if "." in name or "[" in name else ""
 
 
-def _contains(handed: torch.Tensor, held: _Numbers) -> bool:
+def _contains(inputs: torch.Tensor, statistic: _Numbers) -> bool:
     """Return True if the input of a collective contains a statistic, or a multiple."""
-    numbers = handed.detach().flatten().double().cpu()[: 1 << 16]
-    if held.features > min(len(numbers), _MOST_COMPARED):
-        return len(numbers) >= held.features  # unknown: assume so
-    windows = numbers.unfold(0, held.features, 1)
-    if held.features == 1:
-        return bool(((windows - held.mean).abs() <= 1e-6 * held.mean.abs()).any())
-    alike = windows @ held.mean
-    return bool((alike.abs() >= (1 - 1e-6) * held.mean.norm() * windows.norm(dim=1)).logical_and(alike != 0).any())
+    numbers = inputs.detach().flatten().double().cpu()[: 1 << 16]
+    if statistic.features > min(len(numbers), _MOST_COMPARED):
+        return len(numbers) >= statistic.features  # unknown: assume so
+    windows = numbers.unfold(0, statistic.features, 1)
+    if statistic.features == 1:
+        return bool(((windows - statistic.mean).abs() <= 1e-6 * statistic.mean.abs()).any())
+    alike = windows @ statistic.mean
+    return bool((alike.abs() >= (1 - 1e-6) * statistic.mean.norm() * windows.norm(dim=1)).logical_and(alike != 0).any())

@@ -18,7 +18,7 @@ from ddpcheck.record.source.source_scope import asked_for_places, program_files
 _FEWEST, _MOST = 2, 4096  # items of a dictionary
 _FEWEST_TEXTS, _MOST_TEXTS = 3, 1024  # texts in a list
 _INSERTIONS = 200  # shuffles; finds nearly all sets of up to 20 names in under a millisecond
-_FEW = 20
+_FEW = 20  # names up to which shuffles are tried
 _SLOTS = 32  # maximum slots of a hash table, per name
 _IN_ORDER = 0.75  # share of neighbors in slot order (collisions move some); by chance, it is half
 

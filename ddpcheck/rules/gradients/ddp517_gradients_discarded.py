@@ -18,25 +18,34 @@ Example:
 
 from __future__ import annotations
 
+import itertools
+
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.gradients import Ledgers, ranks_and_steps
 from ddpcheck.trace.loop import Loop
 
+MIN_REPEATS = 2
+"""Earlier steps in a row with the same zeroing: a single one can be two steps that differ from the rest."""
+
+MIN_DISCARDED_STEPS = 2
+"""Steps in a row without the gradients of backward: a single step may be skipped on purpose."""
+
 
 @rule
 def judge_zeroed(loop: Loop) -> list[Finding]:
     """DDP517: gradients zeroed several times between two optimizer steps, on the first such rank."""
-    zeroed = next(filter(None, loop.zeroed), None)
+    entries = itertools.chain(*loop.zeroed)
+    zeroed = next((entry for entry in entries if entry.in_a_row == 0 or entry.in_a_row >= MIN_REPEATS), None)
     if zeroed is None:
         return []
     return one_finding(
         "DDP517",
         ("zero_grad",),
-        f"zero_grad discards gradients that no step has used: it is called {zeroed[0].times} times before each "
+        f"zero_grad discards gradients that no step has used: it is called {zeroed.times} times before each "
         "optimizer step.",
-        location=zeroed[0].location,
+        location=zeroed.location,
         evidence=["each time the gradients were not zero"],
     )
 
@@ -44,6 +53,7 @@ def judge_zeroed(loop: Loop) -> list[Finding]:
 def judge_discarded_gradients(ledgers: Ledgers) -> list[Finding]:
     """DDP517: gradients zeroed before any optimizer step used them."""
     lost = [(item, contribution) for item, ledger in ledgers for contribution in ledger.lost]
+    lost = [(item, c) for item, c in lost if not 0 < c.ended_by.in_a_row < MIN_DISCARDED_STEPS]
     if not lost:
         return []
     first = lost[0][1]

@@ -31,11 +31,16 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import param_name
 
+MIN_STALE_STEPS = 3
+"""Steps in a row on stale gradients: fewer can be the begin of training, or gradients kept for a step on purpose."""
+
 
 @rule
 def judge_stale_gradients(loop: Loop) -> list[Finding]:
     """DDP520: stale gradients of earlier steps or another loss, on the first such rank."""
     for entry in itertools.chain(*loop.stale):
+        if 0 < entry.in_a_row < MIN_STALE_STEPS:
+            continue
         names = [*map(param_name, entry.names)]
         suffix = f" of {join_names(names)}" if names else ""
         if entry.own:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.replicas import RunningStatistic
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted, group_by, one_finding
 from ddpcheck.rules.registry import rule
@@ -34,6 +35,7 @@ from ddpcheck.trace.program import Statistics
 
 MIN_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
 MIN_EQUATIONS = 3  # over all these calls
+MAX_UNEXPLAINED = 0.5  # share of the changes between two calls of forward that were not towards that mean
 ROUNDING = 1e-5  # relative to the divisor of the inputs
 
 
@@ -43,7 +45,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
 
     Ignored if equal on all ranks at any forward call, or passed to a collective: inputs are then normalised alike.
     """
-    by_name = [group_by(rank_stats, lambda stat: (stat.wrapper, stat.name)) for rank_stats in statistics.by_rank]
+    by_name = [group_by(map(_explained, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         common = sorted(set.intersection(*map(set, by_forward)))
@@ -54,6 +56,10 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
         if min(distances) > ROUNDING:
             return _finding(calls, max(distances[-MIN_CALLS:]))
     return []
+
+
+def _explained(stat: RunningStatistic) -> RunningStatistic:
+    return stat if stat.unexplained <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
 def _is_followed(stats: dict[int, RunningStatistic]) -> bool:
