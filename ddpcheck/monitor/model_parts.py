@@ -36,11 +36,11 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
     """Comparison of the ranks of a tensor parallel model, n-th instance by instance."""
 
     def __init__(
-        self, recorder: Callable[[], StepRecorder], every: int, tell: Callable[[Iterable[Finding]], object]
+        self, recorder: Callable[[], StepRecorder], every: int, report: Callable[[Iterable[Finding]], object]
     ) -> None:
         """Initialize; `recorder` returns the model's recorder, `every`: optimizer steps between comparisons."""
         self._recorder = recorder
-        self._tell = tell
+        self._report = report
         self._number = 0
         self._parts = PartRecorder(self._take, [self], every)
         self._inputs = InputRecorder(self._take, 0, tuple)
@@ -111,7 +111,7 @@ class ModelParts(StepListener, Recorder, subjects=("replicas",)):
             steps = self._read.setdefault(entries[0][0].optimizer, [])
             steps.append(entries)
             if len(steps) >= _FEWEST:
-                self._tell(_judge(steps, split))
+                self._report(_judge(steps, split))
 
     def _key(self, number: int, rank: int) -> str:
         return f"ddpcheck/parts/{self._number}/{number}/{rank}"
