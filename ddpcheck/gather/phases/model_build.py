@@ -43,16 +43,15 @@ from ddpcheck.gather.ddp.ddp_wrapper import (
     parameters_of,
     wrapper_attributes,
 )
-from ddpcheck.gather.ddp.model_parts import DataPlace, Part, changed_attributes, data_place, parts_of
+from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, parts_of, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
-from ddpcheck.gather.state.external_state import ExternalState
+from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_shard
 from ddpcheck.gather.state.module_description import describe, module_entries, record_origins
-from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
 from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
@@ -90,13 +89,13 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
-        reference = copied_module(module)  # model() returns the same parameters every time
+        reference = module_state.copied_module(module)  # model() returns the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
-    described = describe(moved(module, device))
-    moved(reference, device)
+    described = describe(module_state.moved(module, device))
+    module_state.moved(reference, device)
     large = is_large(reference)
-    mapped = move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
+    mapped = module_state.move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
     this_rank.state["check"] = RankState(
         recipe=recipe,
         seed=seed,
@@ -169,8 +168,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     changed: list[nn.Module] = []  # copies of the module as `wrap` changed it, before `fully_shard`
 
     def copy_changed() -> None:
-        if differs_in_structure(original, reference) and not sharding.is_sharded(original):
-            changed.append(copied_module(original))
+        if module_state.differs_in_structure(original, reference) and not sharding.is_sharded(original):
+            changed.append(module_state.copied_module(original))
 
     with contextlib.ExitStack() as stack:
         options, seen, parts = stack.enter_context(_watch_construction())
@@ -189,11 +188,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         reshaped, trouble = _adapt_reference(inner, changed, parts)
         reference, state.module = state.reference.module, inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
-    facts, place = _facts_and_place(wrapper, names, settings, parts, trainable)
+    facts, replica = _facts_and_replica(wrapper, names, settings, parts, trainable)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
-    recipe, ours = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
+    recipe, copied = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
     model = state.training_model = TrainingModel(
         module=state.module,
         wrapped=wrapped,
@@ -204,13 +203,13 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         trainable=trainable,
         unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
         hooks=hooks,
-        external_state=ExternalState(
-            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(obj) for obj in ours]
+        external_state=module_state.ExternalState(
+            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(obj) for obj in copied]
         ),
-        place=place,
+        replica=replica,
         parts=parts,
-        held=dict(state.module.named_parameters()) if parts else {},
-        changed_attributes=changed_attributes(state.module, reference) if place.splits_model else (),
+        params=dict(state.module.named_parameters()) if parts else {},
+        changed_attributes=changed_attributes(state.module, reference) if replica.splits_model else (),
     )
     count_calls(model)
     _follow(state.reference)
@@ -224,22 +223,28 @@ def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Map
     """
     state = rank_state()
     reference = state.reference
-    if not differs_in_structure(module, reference.module, {name: part.shape for name, part in parts.items()}):
+    full_shapes = {name: part.shape for name, part in parts.items()}
+    if not module_state.differs_in_structure(module, reference.module, full_shapes):
         return False, ""
     reshaped = _shapes(module) != _shapes(reference.module)
     reference.module = _unwrapped_copy(module, changed, parts)
-    reference.mapped = own_parameters(reference.module) if state.large else frozenset()
-    return reshaped, _hand_over(reference.module) if reshaped and state.rank == 0 else ""
+    reference.mapped = module_state.own_parameters(reference.module) if state.large else frozenset()
+    if reshaped and state.rank == 0:
+        try:
+            (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(reference.module))
+        except Exception as error:  # module attributes may not be picklable
+            return reshaped, summary(error)
+    return reshaped, ""
 
 
-def _facts_and_place(
+def _facts_and_replica(
     wrapper: nn.Module,
     names: Mapping[int, str],
     settings: Sequence[LoopEvent],
     parts: Mapping[str, Part],
     trainable: Iterable[str],
-) -> tuple[WrapperFacts, DataPlace]:
-    """Return the facts of the wrapper and the place of this rank in data parallelism; a collective over all ranks."""
+) -> tuple[WrapperFacts, ModelReplica]:
+    """Return the facts of the wrapper and the model replica of this rank; a collective over all ranks."""
     state = rank_state()
     facts = facts_of(wrapper, names)
     if not facts.is_ddp:  # before the first all-gather, which needs all ranks
@@ -247,12 +252,12 @@ def _facts_and_place(
     if not facts.is_ddp and sharding.is_sharded(wrapper):
         values = sharding.values_kept(wrapper, dict(state.reference.module.named_parameters()))
         facts = sharding.sharded_facts(wrapper, values, settings)
-    place = data_place(wrapper, parts, state.group)
-    if place.splits_model and isinstance(facts, ShardedFacts):
-        unsharded = not place.sharded
-        ignored = frozenset() if unsharded else frozenset({*trainable} - {*place.sharded})
+    replica = replica_of(wrapper, parts, state.group)
+    if replica.splits_model and isinstance(facts, ShardedFacts):
+        unsharded = not replica.sharded
+        ignored = frozenset() if unsharded else frozenset({*trainable} - {*replica.sharded})
         facts = replace(facts, alone=unsharded, ignored=ignored)
-    return facts, place
+    return facts, replica
 
 
 def _evidence(
@@ -263,6 +268,9 @@ def _evidence(
     owned = {id(p): name for name, p in state.module.named_parameters()}
     optimized = {*map(id, parameters_of(model.optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
+    # Full parameters whose local parts are unchanged since construction.
+    parts = {name: seen[name] for name in model.parts if name in seen and name in values}
+    unchanged = {name: values[name] for name, part in parts.items() if fingerprint(model.params[name]) == part.value}
     evidence = WrappedModule(
         facts=model.facts,
         options={**options, **wrapper_attributes(model.wrapper)},
@@ -274,28 +282,22 @@ def _evidence(
         wrapper=type(model.wrapped).__name__,
         broadcasts_buffers=broadcasts_buffers(model.wrapper),
         changes=changes(seen, state.module) if seen else {},
-        parameters_at_construction={name: _value_of_whole(name, p, model, values) for name, p in seen.items()},
+        parameters_at_construction={name: param.value for name, param in seen.items()} | unchanged,
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
         not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in model.trainable),
     )
-    if not model.place.splits_model:
+    if not model.replica.splits_model:
         return evidence
-    return SplitModule(**structs.asdict(evidence), model_ranks=model.place.together)
-
-
-def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:
-    """Return the full parameter's fingerprint if its local part is unchanged since `seen`."""
-    unchanged = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
-    return values[name] if unchanged else seen.value
+    return SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
     """Return a copy of a module that `wrap` changed, without `fully_shard`."""
     if not (parts or sharding.is_sharded(module)):
-        return copied_module(module)
-    match = next((candidate for candidate in changed if not differs_in_structure(module, candidate)), None)
+        return module_state.copied_module(module)
+    match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)
     if match is None:
         raise TargetError(
             "wrap(module, device) changes the layers of the module in addition to fully_shard or parallelize_module, "
@@ -306,14 +308,6 @@ def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapp
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
-
-
-def _hand_over(module: nn.Module) -> str:
-    try:
-        (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
-    except Exception as error:  # module attributes may not be picklable
-        return summary(error)
-    return ""
 
 
 @contextlib.contextmanager
