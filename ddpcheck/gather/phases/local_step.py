@@ -13,17 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.errors import EmptyShardError, TargetError
+from ddpcheck.findings.evidence import steps
 from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.steps import (
-    GradientState,
-    LocalStep,
-    ParameterChange,
-    PathEnd,
-    RandomDraws,
-    StepEvidence,
-    UnregisteredTensor,
-)
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
@@ -78,7 +70,7 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
         before.file = own_file
 
 
-def local_step(step: int) -> LocalStep:
+def local_step(step: int) -> steps.LocalStep:
     """Run forward and backward of the reference module on this rank's shard."""
     state = rank_state()
     reference, data = state.reference, state.step
@@ -119,10 +111,10 @@ def local_step(step: int) -> LocalStep:
     data.missing = [name for name, kind in states.items() if kind == "missing"]
     calls = read_log(*log)
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
-    return LocalStep(
+    return steps.LocalStep(
         evidence=_after_backward(evidence, states, ends, visible),
         loss=value,
-        random=RandomDraws(drew, generator),
+        random=steps.RandomDraws(drew, generator),
         batch=whole,
         samples=samples_of(data.batch) or 0,
         calls=len(calls),
@@ -140,7 +132,7 @@ def local_step(step: int) -> LocalStep:
 
 def _graph_evidence(
     step: int, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]
-) -> tuple[StepEvidence, Sequence[bool], set[int] | None]:
+) -> tuple[steps.StepEvidence, Sequence[bool], set[int] | None]:
     """Return the facts of the loss graph, before backward frees it.
 
     Also True for each parameter that the loss reaches, and the ids of the leaves that DDP finds from the module output,
@@ -157,7 +149,7 @@ def _graph_evidence(
     ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
     leaves = unregistered_leaves(walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe)
     reference.leaves = {id(leaf): leaf for leaf in walk.leaves}
-    evidence = StepEvidence(
+    evidence = steps.StepEvidence(
         rank=state.rank,
         step=step,
         states={},
@@ -169,15 +161,15 @@ def _graph_evidence(
 
 
 def _after_backward(
-    evidence: StepEvidence,
-    states: Mapping[str, GradientState],
-    ends: Mapping[str, PathEnd],
+    evidence: steps.StepEvidence,
+    states: Mapping[str, steps.GradientState],
+    ends: Mapping[str, steps.PathEnd],
     visible: Collection[int] | None,
-) -> StepEvidence:
+) -> steps.StepEvidence:
     """Add the evidence on the parameters after backward."""
     reference = rank_state().reference
     shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
-    created = {name: location for name, location in reference.created.items() if name in shapes}
+    created = {name: line for name, line in reference.created.items() if name in shapes}
     used = [name for name, kind in states.items() if kind != "missing"]
     return replace(
         evidence,
@@ -185,7 +177,7 @@ def _after_backward(
         path_ends=ends,
         unregistered=(
             *evidence.unregistered,
-            *(UnregisteredTensor(n, shapes[n], location, created_in_forward=True) for n, location in created.items()),
+            *(steps.UnregisteredTensor(n, shapes[n], line, created_in_forward=True) for n, line in created.items()),
         ),
         arrivals={name: count for name, count in reference.arrivals.items() if count > 1},
         hidden_from_ddp=tuple(n for n in used if visible is not None and id(reference.trainable[n]) not in visible),
@@ -229,7 +221,7 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
         after = now.get(name)
         location = origins.of(after) if after is not None and not source else None
         reference.changed.setdefault(
-            name, ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
+            name, steps.ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
         )
     reference.changed = {name: change for name, change in reference.changed.items() if name in changes}
     known = {before.identity for before in reference.seen.values()}
@@ -266,7 +258,7 @@ def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     return states
 
 
-def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[UnregisteredTensor, ...]:
+def _located(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
     """Add to `leaves` the lines that created the tensor or assign its variable."""
     lines = {name: state.origins.of(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss

@@ -14,14 +14,7 @@ from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import (
-    BuiltModule,
-    ModuleDescription,
-    ShardedFacts,
-    SplitModule,
-    WrappedModule,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence import modules
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
@@ -30,19 +23,7 @@ from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_stat
 from ddpcheck.gather.autograd.exchanges import follow_exchanges
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
-from ddpcheck.gather.ddp import sharding
-from ddpcheck.gather.ddp.ddp_wrapper import (
-    SeenParameter,
-    broadcasts_buffers,
-    changes,
-    compare_options,
-    constructor_options,
-    facts_of,
-    find_ddp,
-    optimizer_options,
-    parameters_of,
-    wrapper_attributes,
-)
+from ddpcheck.gather.ddp import ddp_wrapper, sharding
 from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, parts_of, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
@@ -63,7 +44,7 @@ from ddpcheck.worlds import wire
 from ddpcheck.worlds.compilation import run_as_written
 
 
-def build(target: str | Recipe, seed: int) -> BuiltModule:
+def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
     """Load the recipe and build the module twice with the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
@@ -80,7 +61,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     with record_origins() as origins:
         module = recipe.build_model()
-    if isinstance(find_ddp(module), nn.parallel.DistributedDataParallel):
+    if isinstance(ddp_wrapper.find_ddp(module), nn.parallel.DistributedDataParallel):
         raise TargetError(
             "model() returned a module that is, or holds, a DistributedDataParallel; return the bare module, and wrap "
             "it in the recipe's wrap(module, device)"
@@ -116,10 +97,10 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     trainable = sum(p.requires_grad for p in module.parameters())
     entries = module_entries(module) if context.rank == 0 else ()
     count = len(described.parameters)
-    return BuiltModule(digest_of(described), described.uninitialised, trainable, count, entries, large)
+    return modules.BuiltModule(digest_of(described), described.uninitialised, trainable, count, entries, large)
 
 
-def description() -> ModuleDescription:
+def description() -> modules.ModuleDescription:
     """Return the full description of this rank's module; requested if digests differ."""
     return rank_state().description
 
@@ -158,7 +139,7 @@ def notes() -> list[str]:
     return messages
 
 
-def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modules.WrappedModule:
     """Wrap the module, `around` the recipe's `wrap`, which may change DDP's arguments, and build the optimizers."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
@@ -179,7 +160,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
     sharding.refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
-    wrapper = find_ddp(wrapped)
+    wrapper = ddp_wrapper.find_ddp(wrapped)
     if wrapper is not wrapped and wrapper.module is not original:
         wrapper = wrapped  # only a part of the model is wrapped
     inner = getattr(wrapper, "module", wrapper)
@@ -243,17 +224,17 @@ def _facts_and_replica(
     settings: Sequence[LoopEvent],
     parts: Mapping[str, Part],
     trainable: Iterable[str],
-) -> tuple[WrapperFacts, ModelReplica]:
+) -> tuple[modules.WrapperFacts, ModelReplica]:
     """Return the facts of the wrapper and the model replica of this rank; a collective over all ranks."""
     state = rank_state()
-    facts = facts_of(wrapper, names)
+    facts = ddp_wrapper.facts_of(wrapper, names)
     if not facts.is_ddp:  # before the first all-gather, which needs all ranks
-        compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
+        ddp_wrapper.compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
     if not facts.is_ddp and sharding.is_sharded(wrapper):
         values = sharding.values_kept(wrapper, dict(state.reference.module.named_parameters()))
         facts = sharding.sharded_facts(wrapper, values, settings)
     replica = replica_of(wrapper, parts, state.group)
-    if replica.splits_model and isinstance(facts, ShardedFacts):
+    if replica.splits_model and isinstance(facts, modules.ShardedFacts):
         unsharded = not replica.sharded
         ignored = frozenset() if unsharded else frozenset({*trainable} - {*replica.sharded})
         facts = replace(facts, alone=unsharded, ignored=ignored)
@@ -261,27 +242,27 @@ def _facts_and_replica(
 
 
 def _evidence(
-    options: Mapping[str, str], seen: Mapping[str, SeenParameter], reshaped: bool, trouble: str
-) -> WrappedModule:
+    options: Mapping[str, str], seen: Mapping[str, ddp_wrapper.SeenParameter], reshaped: bool, trouble: str
+) -> modules.WrappedModule:
     state = rank_state()
     model = state.training_model
     owned = {id(p): name for name, p in state.module.named_parameters()}
-    optimized = {*map(id, parameters_of(model.optimizer))}
+    optimized = {*map(id, ddp_wrapper.parameters_of(model.optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
     # Full parameters whose local parts are unchanged since construction.
     parts = {name: seen[name] for name in model.parts if name in seen and name in values}
     unchanged = {name: values[name] for name, part in parts.items() if fingerprint(model.params[name]) == part.value}
-    evidence = WrappedModule(
+    evidence = modules.WrappedModule(
         facts=model.facts,
-        options={**options, **wrapper_attributes(model.wrapper)},
-        optimizer=optimizer_options(model.optimizer, owned),
+        options={**options, **ddp_wrapper.wrapper_attributes(model.wrapper)},
+        optimizer=ddp_wrapper.optimizer_options(model.optimizer, owned),
         parameters=values,
         buffers=fingerprints(state.module.named_buffers()),
         loss_location=defined_at(state.recipe.loss),
         hooks=model.hooks,
         wrapper=type(model.wrapped).__name__,
-        broadcasts_buffers=broadcasts_buffers(model.wrapper),
-        changes=changes(seen, state.module) if seen else {},
+        broadcasts_buffers=ddp_wrapper.broadcasts_buffers(model.wrapper),
+        changes=ddp_wrapper.changes(seen, state.module) if seen else {},
         parameters_at_construction={name: param.value for name, param in seen.items()} | unchanged,
         replaces_module=reshaped,
         transfer_error=trouble,
@@ -290,7 +271,7 @@ def _evidence(
     )
     if not model.replica.splits_model:
         return evidence
-    return SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
+    return modules.SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
@@ -311,25 +292,25 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter], dict[str, Part]]]:
+def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
     """Compare the ranks' options before the DDP constructor communicates.
 
     Yields the options, the parameters seen, and the parts that DDP replaces by local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
-    seen: dict[str, SeenParameter] = {}
+    seen: dict[str, ddp_wrapper.SeenParameter] = {}
     parts: dict[str, Part] = {}
 
     def constructed(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
-        options.update(constructor_options(ddp.__init__, wrapper, *args, **kwargs))
-        compare_options(options)
+        options.update(ddp_wrapper.constructor_options(ddp.__init__, wrapper, *args, **kwargs))
+        ddp_wrapper.compare_options(options)
         module = args[0] if args else kwargs["module"]
         before = parts_of(module)
         yield
         now = dict(wrapper.module.named_parameters())
-        known = SeenParameter.of_all(now.items())
+        known = ddp_wrapper.SeenParameter.of_all(now.items())
         seen.update({name: param._replace(value=fingerprint(now[name])) for name, param in known.items()})
         parts.update(
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
@@ -345,7 +326,8 @@ def count_calls(model: TrainingModel) -> None:
     def count(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1
         joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
-        if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # broadcast: all ranks must join
+        broadcasts = key == "wrapper" and ddp_wrapper.broadcasts_buffers(model.wrapper) and not joining
+        if broadcasts:  # all ranks must join
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
             note_collective("DistributedDataParallel.forward", mode)
 
@@ -359,7 +341,7 @@ def _follow(reference: ReferenceModule) -> None:
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    reference.seen = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
+    reference.seen = ddp_wrapper.SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     reference.submodules = dict(module.named_modules())
     reference.changed = {}
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))
