@@ -24,8 +24,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
 from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_line
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.model_parts import ModelParts
-from ddpcheck.monitor.replica_comparison import OtherMeshes, ReplicaComparison
+from ddpcheck.monitor.comparisons import ModelParts, OtherMeshes, ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData

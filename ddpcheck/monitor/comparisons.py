@@ -1,4 +1,4 @@
-"""Comparison of replicas: modules, parameters, buffers and gradients of all ranks, also over several meshes."""
+"""Comparisons of ranks in a watched loop: replicas, shards on several meshes, parts of a tensor parallel model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import nn
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import ModuleDescription
+from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
+from ddpcheck.findings.evidence.script import Evaluated, Inputs
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
@@ -23,17 +25,22 @@ from ddpcheck.gather.autograd.autograd_graph import named_parameters
 from ddpcheck.gather.collectives.allreduce import average_over_ranks, rms_over_ranks
 from ddpcheck.gather.collectives.store_exchange import default_store
 from ddpcheck.gather.ddp.ddp_wrapper import comm_hook_of, group_of, hook_loss
+from ddpcheck.gather.ddp.model_parts import parts_in_use, split_over
 from ddpcheck.gather.ddp.sharding import mesh_of, shard_number, uneven_parts
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprints
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, norm
 from ddpcheck.monitor.alarms import AlarmBoard
 from ddpcheck.recipe.pytree import tree_tensors
+from ddpcheck.record.data.datasets import InputRecorder
 from ddpcheck.record.loop.loop_record import Snapshot, StepListener
 from ddpcheck.record.loop.step_recorder import StepRecorder
+from ddpcheck.record.optimizers.part_recorder import PartRecorder
 from ddpcheck.record.parameters.parameter_history import StepProbe
+from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_separate_meshes
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
+from ddpcheck.rules.replicas.model_parts import judge_model_parts
 from ddpcheck.rules.replicas.steps import judge_replica_states
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_report import ReplicaState
@@ -130,10 +137,39 @@ class ReplicaComparison:
         )
 
 
-# Several meshes
+# Over the store, without waiting: each rank reads what other ranks have already written
 
-_MOST_KEPT = 8  # max steps in the store; a mesh further behind is not compared
-_Written = tuple[tuple[int, ...], bool, ReplicaCaptured]
+_MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
+
+
+class _StepStore:
+    """Values that the n-th instance on each rank writes into the rendezvous store, by step."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._number = 0  # of the instance, from 1
+
+    def write(self, step: int, rank: int, value: object) -> None:
+        store = default_store()
+        self._number = self._number or store.add(f"{self._prefix}/calls/{rank}", 1)
+        put_value(store.set, self._key(step, rank), pickle.dumps(value))
+
+    def remove(self, step: int, rank: int) -> None:
+        remove_value(default_store().delete_key, self._key(step, rank))
+
+    def read(self, steps: Iterable[int], ranks: Sequence[int]) -> list[list[Any]]:
+        """Return the values of `ranks` by step; empty if any is missing."""
+        store = default_store()
+        keys = [[self._key(step, rank) for rank in ranks] for step in steps]
+        if not keys or not store.check([key for step_keys in keys for key in step_keys]):
+            return []
+        return [[pickle.loads(get_value(store.get, key)) for key in step_keys] for step_keys in keys]
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._prefix}/{self._number}/{step}/{rank}"
+
+
+_WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 """(ranks of a mesh, True for a pipeline stage, state of one of the ranks)"""
 
 
@@ -154,8 +190,8 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
         self._recorder = recorder
         self._is_due = is_due
         self._report = report
-        self._number = 0
-        self._looks: list[int] = []  # steps written by this rank
+        self._store = _StepStore("ddpcheck/meshes")
+        self._written: list[int] = []  # steps written by this rank
 
     def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
         """Write this rank's state; compare the first and second-last written steps."""
@@ -164,32 +200,19 @@ class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
             return
         inputs = tree_tensors((snapshot.arguments, snapshot.named)) if snapshot is not None else ()
         is_stage = any(tensor.requires_grad for tensor in inputs)  # its backward pass continues in another stage
-        by_step: dict[int, list[_Written]] = {}
+        steps: list[int] = []
+        entries: list[list[_WrittenShards]] = []
         with contextlib.suppress(RuntimeError):  # the process with the store has exited
-            self._put(step, recorder, pickle.dumps((recorder.ranks, is_stage, captured_shards(recorder, step))))
-            by_step = self._all_of([self._looks[0], self._looks[-2]] if len(self._looks) > 2 else [])
-        if by_step and not any(stage for entries in by_step.values() for _, stage, _ in entries):
-            groups = {key: group_by(entries, lambda entry: entry[0]) for key, entries in by_step.items()}
-            states = {key: [[item for *_, item in mesh] for mesh in group.values()] for key, group in groups.items()}
-            self._report(judge_separate_meshes(list(groups[self._looks[0]]), states, None))
-
-    def _put(self, step: int, recorder: StepRecorder, data: bytes) -> None:
-        store = default_store()
-        self._number = self._number or store.add(f"ddpcheck/meshes/calls/{recorder.rank}", 1)
-        put_value(store.set, self._key(step, recorder.rank), data)
-        self._looks.append(step)
-        if len(self._looks) > _MOST_KEPT:
-            remove_value(store.delete_key, self._key(self._looks.pop(1), recorder.rank))
-
-    def _all_of(self, steps: Sequence[int]) -> dict[int, list[_Written]]:
-        """Return all ranks' states at the given steps; empty if any is missing."""
-        store, ranks = default_store(), range(dist.get_world_size())
-        if not steps or not store.check([self._key(step, rank) for step in steps for rank in ranks]):
-            return {}
-        return {step: [pickle.loads(get_value(store.get, self._key(step, rank))) for rank in ranks] for step in steps}
-
-    def _key(self, step: int, rank: int) -> str:
-        return f"ddpcheck/meshes/{self._number}/{step}/{rank}"
+            self._store.write(step, recorder.rank, (recorder.ranks, is_stage, captured_shards(recorder, step)))
+            self._written.append(step)
+            if len(self._written) > _MOST_KEPT:
+                self._store.remove(self._written.pop(1), recorder.rank)
+            steps = [self._written[0], self._written[-2]] if len(self._written) > 2 else []
+            entries = self._store.read(steps, range(dist.get_world_size()))
+        if entries and not any(stage for step_entries in entries for _, stage, _ in step_entries):
+            groups = [group_by(step_entries, lambda entry: entry[0]) for step_entries in entries]
+            states = [[[state for *_, state in mesh] for mesh in group.values()] for group in groups]
+            self._report(judge_separate_meshes(list(groups[0]), dict(zip(steps, states, strict=True)), None))
 
 
 def _misses_ranks(recorder: StepRecorder) -> bool:
@@ -199,3 +222,98 @@ def _misses_ranks(recorder: StepRecorder) -> bool:
     mesh = mesh_of(recorder.module)
     shards: Iterable[Any] = recorder.parameters.values()
     return all(shard.device_mesh.ndim == mesh.ndim for shard in shards)
+
+
+_FEWEST = 3  # min steps to judge
+_WrittenPart = tuple[PartStep, Inputs | None]
+
+
+class ModelParts(StepListener, Recorder, subjects=("replicas",)):
+    """Comparison of the ranks of a tensor parallel model, n-th instance by instance.
+
+    Each rank writes its state before optimizer steps, and judges the steps before its last one: the forward pass since
+    then has synchronized the ranks, so that the same steps are available on all ranks.
+    """
+
+    def __init__(
+        self, recorder: Callable[[], StepRecorder], every: int, report: Callable[[Iterable[Finding]], object]
+    ) -> None:
+        """Initialize; `recorder` returns the model's recorder, `every`: optimizer steps between comparisons."""
+        self._recorder = recorder
+        self._report = report
+        self._store = _StepStore("ddpcheck/parts")
+        self._parts = PartRecorder(self._take, [self], every)
+        self._inputs = InputRecorder(self._take, 0, tuple)
+        self._inputs_of_forward: Inputs | None = None  # of the last one
+        self._split: ModelSplit | None = None
+        self._paths: dict[int, str] | None = None  # module paths by id, set after a step
+        self._written = 0
+        self._read: dict[int, list[list[_WrittenPart]]] = {}  # steps with the entries of all ranks, by optimizer
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._recorder().parameters
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._recorder().is_sharded
+
+    def path_of(self, module: nn.Module) -> str | None:
+        return (self._paths or {}).get(id(module))
+
+    def close(self) -> None:
+        self._parts.close()
+
+    def step_ended(self, step: int, unused: frozenset[str], awaited: frozenset[str], snapshot: Snapshot | None) -> None:
+        """Detect split modules once; record the inputs of the last forward pass."""
+        if self._paths is None:
+            self._begin()
+        if self._split is not None and snapshot is not None:
+            self._inputs.trained(step, (snapshot.arguments, snapshot.named), None)
+
+    def _begin(self) -> None:
+        module = self._recorder().module
+        self._paths = {id(part): path for path, part in module.named_modules()}
+        split: dict[nn.Module, list[str]] = {}
+        ranks: set[int] = set()
+        for part, parts in parts_in_use(module).items():
+            if ranks_by_param := split_over(module, parts):
+                split[part] = list(ranks_by_param)
+                ranks.update(*ranks_by_param.values())
+        if ranks:
+            self._parts.note_layouts(module.modules())
+            self._parts.split(tuple(sorted(ranks)), split, None)
+
+    def _take(self, entry: ModelSplit | PartStep | Inputs | Evaluated) -> None:
+        if isinstance(entry, ModelSplit):
+            self._split = entry
+        elif isinstance(entry, Inputs):
+            self._inputs_of_forward = entry
+        elif isinstance(entry, PartStep) and not self.parameters.keys().isdisjoint(entry.norms):
+            inputs, self._inputs_of_forward = self._inputs_of_forward, None
+            with contextlib.suppress(RuntimeError):  # the process with the store has exited
+                self._exchange(entry, inputs)
+
+    def _exchange(self, step: PartStep, inputs: Inputs | None) -> None:
+        if self._split is None:
+            return
+        rank, number = self._recorder().rank, self._written
+        self._store.write(number, rank, (step, inputs))
+        if number >= _MOST_KEPT:
+            self._store.remove(number - _MOST_KEPT, rank)
+        self._written += 1
+        for entries in self._store.read([number - 1] if number else [], self._split.ranks):
+            if len({(part_step.optimizer, part_step.count) for part_step, _ in entries}) == 1:
+                steps = self._read.setdefault(entries[0][0].optimizer, [])
+                steps.append(entries)
+                if len(steps) >= _FEWEST:
+                    self._report(_judge_parts(steps, self._split))
+
+
+def _judge_parts(steps: list[list[_WrittenPart]], split: ModelSplit) -> list[Finding]:
+    parts = [[step for step, _ in entries] for entries in steps]
+    inputs = [[batch for _, batch in entries if batch is not None] for entries in zip(*steps, strict=True)]
+    if any(step.parts_given for entries in parts for step in entries):
+        inputs = []
+    findings = judge_model_batches([[] for _ in split.ranks], inputs, split.ranks, split)
+    return findings or judge_model_parts(parts, split.ranks, split, wrapped=True)
