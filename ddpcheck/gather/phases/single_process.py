@@ -22,17 +22,8 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.gradients import Difference, RandomNumbers, SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
+from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import shape_of
-from ddpcheck.gather.state.module_state import (
-    ExternalState,
-    ModuleState,
-    Restore,
-    capture_state,
-    copied_module,
-    move_to_file,
-    moved,
-    release,
-)
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, kept_in_file
 from ddpcheck.gather.state.training_mode import into_training
@@ -57,8 +48,8 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest bug measured, a relative err
 class SingleStepData:
     """Current step of the single process."""
 
-    before: ModuleState  # module state at the start of the step
-    restore_external: Restore  # restores the external state at the start of the step
+    before: module_state.ModuleState  # module state at the start of the step
+    restore_external: module_state.Restore  # restores the external state at the start of the step
     loss: float = 0.0  # on the global batch
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)  # reference for relative errors, by parameter
@@ -77,10 +68,10 @@ class SingleProcess:
     seed: int
     world_size: int  # world size of the compared ranks
     stack: contextlib.ExitStack  # closed at process exit
-    external_state: ExternalState
+    external_state: module_state.ExternalState
     mapped: frozenset[str]  # parameters of a large model mapped from a file (copy-on-write)
     numbers: RandomNumbers = "drawn"  # other values: reproducible by ranks, if forward draws
-    after: ModuleState | None = None  # module attributes after the last step's forward passes
+    after: module_state.ModuleState | None = None  # module attributes after the last step's forward passes
     step: SingleStepData = field(init=False)
 
     def global_batch(self, step: int) -> Any:
@@ -108,7 +99,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     def build() -> nn.Module:
         this_rank.set_status("building the model")
         seed_everything(training_step.model_seed(seed))
-        module = moved(recipe.build_model(), device)
+        module = module_state.moved(recipe.build_model(), device)
         into_training(module)
         return module
 
@@ -122,7 +113,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
-            double = _in_double(copied_module(double) if shared else double, mapped)
+            double = _in_double(module_state.copied_module(double) if shared else double, mapped)
         except Exception as failure:
             error = summary(failure)
     external = _external_state(recipe, module, double)
@@ -132,16 +123,17 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
 
 
 def _in_file(module: nn.Module) -> frozenset[str]:
-    return move_to_file(module, this_rank.current().directory / "built") if is_large(module) else frozenset()
+    file = this_rank.current().directory / "built"
+    return module_state.move_to_file(module, file) if is_large(module) else frozenset()
 
 
 def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
-    release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
+    module_state.release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
     return module.double()
 
 
-def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> ExternalState:
-    return ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
+def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> module_state.ExternalState:
+    return module_state.ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
 
 
 def join_alone() -> None:
@@ -155,7 +147,8 @@ def adopt(module_file: Path) -> None:
     single: SingleProcess = this_rank.state["single"]
     single.module = wire.loads(module_file.read_bytes()).to(single.device)
     single.mapped = _in_file(single.module)
-    single.double = _in_double(copied_module(single.module), single.mapped) if single.double is not None else None
+    if single.double is not None:
+        single.double = _in_double(module_state.copied_module(single.module), single.mapped)
     single.after, single.external_state = None, _external_state(single.recipe, single.module, single.double)
 
 
@@ -171,13 +164,13 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     if step == 0 and state_file is not None and (differs := _other_model(single.module, TensorFile(state_file))):
         return differs
     if state_file is not None:
-        ModuleState(TensorFile(state_file), file=state_file).restore(single.module, single.mapped)
+        module_state.ModuleState(TensorFile(state_file), file=state_file).restore(single.module, single.mapped)
     last = single.step.before if hasattr(single, "step") else None
     if single.mapped and state_file is not None:
-        before = capture_state(single.module, parameters=False)
+        before = module_state.capture_state(single.module, parameters=False)
         before.tensors, before.file = {**TensorFile(state_file), **before.tensors}, state_file
     else:
-        before = capture_state(single.module, into=last)
+        before = module_state.capture_state(single.module, into=last)
     single.step = SingleStepData(before, single.external_state.capture())
     return _run(single, step)
 
@@ -206,7 +199,7 @@ def _run(single: SingleProcess, step: int) -> SingleStep:
     rebuilt = batch_fingerprint(single.global_batch(step)) if step == 0 else ()
     on_device = to_device(batch, single.device)
     gradients, loss, backwards = _comparable_gradients(single, on_device, step)
-    single.after = capture_state(single.module, parameters=False, buffers=False)
+    single.after = module_state.capture_state(single.module, parameters=False, buffers=False)
     data.loss = loss.value
     del loss
     training_step.clear_gradients(single.module)
@@ -225,7 +218,7 @@ def _run(single: SingleProcess, step: int) -> SingleStep:
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
     if single.double is not None:
-        release(single.double, single.mapped)  # until the next `rewind`
+        module_state.release(single.double, single.mapped)  # until the next `rewind`
     return SingleStep(
         data.loss, total, batch_fingerprint(batch), rebuilt, single.double_error, backwards, single.numbers
     )
@@ -302,7 +295,7 @@ def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[st
     nothing = dict.fromkeys(gradients, 0.0)
     generator = torch.Generator().manual_seed(step_seed(single.seed, step))
 
-    def moved(leaf: Any) -> Any:
+    def perturbed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             return leaf
         signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.device, leaf.dtype) * 2 - 1
@@ -312,8 +305,8 @@ def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[st
     try:
         with torch.no_grad():
             for parameter in single.module.parameters():
-                parameter.copy_(moved(parameter))
-        changed, _ = single.gradients(single.module, tree_map(moved, batch), step)
+                parameter.copy_(perturbed(parameter))
+        changed, _ = single.gradients(single.module, tree_map(perturbed, batch), step)
     except Exception:  # the model may reject perturbed inputs
         return nothing
     finally:
