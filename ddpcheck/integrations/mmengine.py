@@ -104,10 +104,10 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
     def __init__(self, on_finding: OnFinding = "raise", **settings: Any) -> None:
         self.watches: list[Watch] = []
         self._options = WatchOptions(**settings, on_finding=_resolved(on_finding))
-        self._own = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
 
     def before_train(self, runner: Any) -> None:
-        self._own.close()  # still open if an earlier run raised
+        self._stack.close()  # still open if an earlier run raised
         ddp = nn.parallel.DistributedDataParallel
         wrappers = [part for part in runner.model.modules() if isinstance(part, ddp)]
         outer = [part for part in wrappers if any(isinstance(inner, ddp) for inner in part.module.modules())]
@@ -119,7 +119,7 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
     def _watch_of(self, wrapper: nn.Module) -> Watch:
         if isinstance(wrapper, CheckedDistributedDataParallel):
             return wrapper.watch
-        return self._own.enter_context(Watch(wrapper, self._options))
+        return self._stack.enter_context(Watch(wrapper, self._options))
 
     def before_val_epoch(self, runner: Any) -> None:
         self._compare()
@@ -136,7 +136,7 @@ class DDPCheckHook(Hook):  # type: ignore[misc]
         for watch in self.watches:
             steps, findings = counted(watch.step, "step"), counted(len(watch.findings), "finding")
             runner.logger.info(f"ddpcheck: {steps} watched, {findings}")
-        self._own.close()
+        self._stack.close()
 
     def _compare(self) -> None:
         for watch in self.watches:

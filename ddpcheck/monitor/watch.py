@@ -24,9 +24,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import find_wrapper, group_of, is_ddp
 from ddpcheck.gather.patching import OF_A_WRAPPER, OwnErrors, Recorder, in_a_line
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.monitor.alarms import AlarmBoard
-from ddpcheck.monitor.model_parts import ModelParts
-from ddpcheck.monitor.other_meshes import OtherMeshes
-from ddpcheck.monitor.replica_comparison import ReplicaComparison
+from ddpcheck.monitor.comparisons import ModelParts, OtherMeshes, ReplicaComparison
 from ddpcheck.monitor.reporting import FindingReporter, FindingWarning, OnFinding, WatchOptions
 from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, IgnoredData
@@ -118,7 +116,7 @@ class Watch:
         is_first = self._alarms.rank == self._alarms.ranks[0]
         self._reporter = FindingReporter(options, shows_warnings=is_first, locate=self._locate, reported=reported)
         self._report = self._reporter.report
-        self._apart = ApartMarks(lambda: self._recorder, under_no_sync=True)
+        self._local_sgd = ApartMarks(lambda: self._recorder, under_no_sync=True)
         self._ignored = IgnoredData(lambda: self._recorder, lambda entry: self._report(judge_ignored([entry])))
         is_due = functools.partial(_is_due, options.check_consistency_every)
         meshes = OtherMeshes(lambda: self._recorder, is_due, self._report)
@@ -133,7 +131,10 @@ class Watch:
             is_live=True,
             began_alike=began_alike,
             keeps_start=began_alike and bool(options.check_consistency_every),
-            listeners=[self._ignored, *([self._apart, meshes, self._parts] if options.check_consistency_every else [])],
+            listeners=[
+                self._ignored,
+                *([self._local_sgd, meshes, self._parts] if options.check_consistency_every else []),
+            ],
         )
         self._compiled: list[FunctionCompiled] = []
         self._compilations = CompilationRecorder(
@@ -189,8 +190,8 @@ class Watch:
         """Notify waiting ranks that this rank has left."""
         why = "has closed its watch"
         if error is not None:
-            where = exception_location(error)
-            why = f"has stopped with {type(error).__name__}{f' at {where}' if where else ''}"
+            location = exception_location(error)
+            why = f"has stopped with {type(error).__name__}{f' at {location}' if location else ''}"
         self._alarms.leave((self._comparison.next_key, f"report/{self.step}", "close", "apart"), why)
 
     def _report_the_rest(self) -> None:
@@ -199,7 +200,7 @@ class Watch:
         if own_report is not None:  # ranks meet again if an option is still to be judged after few steps
             reports = self._alarms.gather("close", own_report, at_most=_LAST_WAIT) if settles else [own_report]
             self._report(judge_reports(reports, self._recorder.context, settled=settles))
-        if (marks := self._apart.at_last()) is not None:
+        if (marks := self._local_sgd.at_last()) is not None:
             marks_by_rank = self._alarms.gather("apart", marks, at_most=_LAST_WAIT)
             self._report(judge_local_sgd([[rank_marks] for rank_marks in marks_by_rank]))
 

@@ -245,10 +245,10 @@ def _judge_construction(
     entries = gather_if_different(own_entry, group, "construction", timeout, absence) or [own_entry]
     descriptions = [description for description, _ in entries]
     uninitialised = judge_uninitialised([description.uninitialised for description in descriptions])
-    differing = judge_wrapper_options([opts for _, opts in entries], "DistributedDataParallel")
-    impossible = [*uninitialised, *(finding for finding in differing if finding.severity is Severity.ERROR)]
+    differences = judge_wrapper_options([opts for _, opts in entries], "DistributedDataParallel")
+    impossible = [*uninitialised, *(finding for finding in differences if finding.severity is Severity.ERROR)]
     differs = len({_payload(*entry) for entry in entries}) > 1
-    return [*uninitialised, *judge_descriptions(descriptions), *differing], bool(impossible) or differs
+    return [*uninitialised, *judge_descriptions(descriptions), *differences], bool(impossible) or differs
 
 
 def _payload(description: ModuleDescription, options: Mapping[str, str]) -> tuple[Any, ...]:

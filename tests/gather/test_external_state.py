@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcheck.gather.state.external_state import ExternalState, put_back
+from ddpcheck.gather.state.module_state import ExternalState
 
 COUNT = 0
 SEEN: list[int] = []
@@ -111,12 +111,12 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_gives_the_same_again_and_again(name: str) -> None:
     function = FUNCTIONS[name]
-    state = ExternalState([function], nn.Module(), ()).capture()
+    restore = ExternalState([function], nn.Module(), ()).capture()
     first = function()
     second = function()
     assert first != second
     for _ in range(2):
-        put_back(state)
+        restore()
         assert (function(), function()) == (first, second)
 
 
@@ -127,9 +127,9 @@ def test_parameters_and_what_is_ignored_stay() -> None:
         weight.data += 1
         kept.add_(1)
 
-    state = ExternalState([step], nn.Module(), [id(kept)]).capture()
+    restore = ExternalState([step], nn.Module(), [id(kept)]).capture()
     step()
-    put_back(state)
+    restore()
     assert weight.tolist() == kept.tolist() == [1.0, 1.0]
 
 
@@ -142,9 +142,9 @@ def test_the_methods_of_a_module_count_too() -> None:
             return count() + Net.steps
 
     net = Net()
-    state = ExternalState([None], net, ()).capture()
+    restore = ExternalState([None], net, ()).capture()
     first = net()
-    put_back(state)
+    restore()
     assert net() == first
 
 
@@ -158,5 +158,5 @@ def test_a_mapping_that_gives_something_else_than_it_holds_stays_as_it_is() -> N
     def function() -> Any:
         return table["gelu"]
 
-    put_back(ExternalState([function], nn.Module(), ()).capture())
+    ExternalState([function], nn.Module(), ()).capture()()
     assert isinstance(function(), nn.GELU)

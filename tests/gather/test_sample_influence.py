@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for, rows_of_part  # noqa: E402
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed, rows_of_part  # noqa: E402
 
 SAMPLES = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -32,9 +32,9 @@ def coupled(loss: Loss, model: nn.Module, *, large: bool = False) -> bool | None
         return watch
 
     whole, part = run(batch()), run(batch(SAMPLES // 2))
-    changes = changes_for(whole.activations, part.activations, large=large)
+    changes = changes_for(whole.values, part.values, large=large)
     after = run(batch(), {number: factor for number, (_, factor) in changes.items()})
-    return are_felt([a.gradient for a in whole.activations], [a.gradient for a in after.activations], changes)
+    return gradients_changed(whole.gradients, after.gradients, changes)
 
 
 def mean(model: nn.Module, x: Tensor) -> Tensor:

@@ -38,9 +38,8 @@ from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.patching import Patch
 from ddpcheck.gather.phases import model_build
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
-from ddpcheck.gather.state.external_state import Restore, put_back
 from ddpcheck.gather.state.fingerprints import fingerprints
-from ddpcheck.gather.state.module_state import ModuleState, capture_state
+from ddpcheck.gather.state.module_state import ModuleState, Restore, capture_state
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import difference, norm, scales, tolerances
@@ -162,12 +161,12 @@ def prepare_timing(target: Recipe | str, seed: int, steps: int, two: Sequence[DD
     for step in range(steps):
         batch = training_step.make_batch(recipe, step, seed=seed, world_size=state.world_size)
         batches.append(to_device(state.shard_of(batch), state.device))
-    external = state.training_model.external_state.capture()
+    restore_external = state.training_model.external_state.capture()
 
     def seconds(index: int, pair: int) -> float:
         (model, before), step = timed[index], pair % steps
         before.restore(model.module)
-        put_back(external)
+        restore_external()
         batch = copied(batches[step])
         seed_everything(state.seed_of(step))
         _synchronize(state)
@@ -215,7 +214,7 @@ _Gradients = Mapping[str, torch.Tensor]
 class _Prepared:
     batch: Any
     before: ModuleState
-    external: Sequence[Restore]
+    restore_external: Restore
     gradients: _Gradients  # gradients of the batch through the wrapper
     parts: list[Any]
     scale: dict[str, float]
@@ -270,14 +269,14 @@ def _through_wrapper(parts: Sequence[Any], *, synced: bool) -> tuple[_Gradients,
     prep, state = this_rank.state["variants"], rank_state()
     model, wrapper, seed = state.training_model, state.training_model.wrapper, state.seed_of(_STEP)
     prep.before.restore(state.module)
-    put_back(prep.external)
+    prep.restore_external()
     training_step.clear_gradients(state.module)
     drew = False
     for number, part in enumerate(parts, 1):
         put_off = not synced and number < len(parts)
         with wrapper.no_sync() if put_off else contextlib.nullcontext():  # type: ignore[operator]
             loss = training_step.compute_loss(
-                state.recipe, model.wrapped, part, step=_STEP, seed=seed, place=f"micro-batch {number}, "
+                state.recipe, model.wrapped, part, step=_STEP, seed=seed, phase=f"micro-batch {number}, "
             )
             drew |= "torch" in loss.drew
             training_step.run_backward(loss.total / len(parts))
@@ -299,10 +298,10 @@ def _split(prep: _Prepared, reference: nn.Module) -> tuple[str, tuple[Difference
     results: list[_Gradients] = []
     for batch in (prep.batch, *prep.parts):
         prep.before.restore(reference)
-        put_back(prep.external)
+        prep.restore_external()
         try:
             gradients, loss = training_step.compute_gradients(
-                state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), place="without the wrapper, "
+                state.recipe, reference, batch, step=_STEP, seed=state.seed_of(_STEP), phase="without the wrapper, "
             )
         except Exception as error:
             return f"the loss of a micro-batch cannot be computed: {error}".partition("\n")[0], ()

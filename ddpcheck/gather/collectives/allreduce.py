@@ -17,8 +17,6 @@ from ddpcheck.worlds.launchers.init_dist import get_dist_info
 _MB = 1 << 20
 _BUCKET = 16 * _MB  # bytes; ddpcheck's own averages use twice as much
 
-_MISSING, _DENSE, _SPARSE = 0, 1, 2
-
 
 def allreduce_grads(
     params: Iterable[torch.Tensor], coalesce: bool = True, bucket_size_mb: float = -1, *, group: Any = None
@@ -44,13 +42,11 @@ def allreduce_grads(
     if get_dist_info(group)[1] <= 1:
         return
     grads = [owner.grad for owner in owners]
-    kinds = _kinds_over_ranks(grads, owners, group)
-    dense = [None if kind == {_SPARSE} else grad for grad, kind in zip(grads, kinds, strict=True)]
-    strided = [_DENSE if _DENSE in kind else _MISSING for kind in kinds]
-    for index, mean in _means(dense, owners, strided, limit, group):
+    layouts = _layouts_over_ranks(grads, owners, group)
+    for index, mean in _means(grads, owners, [is_dense for is_dense, _ in layouts], limit, group):
         owners[index].grad = _written(grads[index], mean)
-    for index, kind in enumerate(kinds):
-        if kind == {_SPARSE}:
+    for index, (is_dense, is_sparse) in enumerate(layouts):
+        if is_sparse and not is_dense:
             owners[index].grad = _sparse_mean(grads[index], owners[index], group)
 
 
@@ -76,13 +72,11 @@ def allreduce_params(
     rank, world_size = get_dist_info(group)
     if world_size <= 1:
         return
-    _kinds_over_ranks(tensors, tensors, group)
-    counted = [not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
-    # Sum with zeros on all ranks except the first: a broadcast, coalesced with the other tensors.
-    inputs = [
-        torch.zeros_like(tensor) if whole and rank else tensor for tensor, whole in zip(tensors, counted, strict=True)
-    ]
-    for index, mean in _means(inputs, tensors, [_DENSE] * len(tensors), limit, group):
+    _layouts_over_ranks(tensors, tensors, group)
+    # Sum integers with zeros on all ranks except the first: a broadcast, coalesced with the other tensors.
+    contributes = [tensor.is_floating_point() or tensor.is_complex() or not rank for tensor in tensors]
+    inputs = [t if has_values else torch.zeros_like(t) for t, has_values in zip(tensors, contributes, strict=True)]
+    for index, mean in _means(inputs, tensors, [True] * len(tensors), limit, group):
         tensors[index].copy_(mean)
 
 
@@ -112,8 +106,18 @@ def averages_over_ranks(
     Raises:
         UsageError: The ranks pass different positions; raised on all ranks.
     """
-    somewhere = [max(kind) for kind in _kinds_over_ranks(tensors, like, group)]
-    yield from _means(tensors, like, somewhere, _BUCKET, group, consume=consume)
+    is_present = [any(layouts) for layouts in _layouts_over_ranks(tensors, like, group)]
+    yield from _means(tensors, like, is_present, _BUCKET, group, consume=consume)
+
+
+def rms_over_ranks(sizes: Sequence[float], device: torch.device, group: Any) -> list[float]:
+    """Return the root mean square of each size over `group`."""
+    _, world_size = get_dist_info(group)
+    squares = torch.tensor(sizes, dtype=torch.float64, device=device) ** 2
+    if world_size > 1:
+        dist.all_reduce(squares, group=group)
+    rms: list[float] = (squares / world_size).sqrt().tolist()
+    return rms
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> float:
@@ -148,26 +152,23 @@ def _tensors_of(function: str, params: object) -> list[torch.Tensor]:
     return tensors
 
 
-# --- Kinds of gradients on the ranks ---------------------------------------------------------------------------------
+# --- Layouts of gradients on the ranks -------------------------------------------------------------------------------
 
 
-def _kinds_over_ranks(
+def _layouts_over_ranks(
     tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any
-) -> list[set[int]]:
-    """Return the kinds of each position on any rank; `_MISSING` if on none."""
-    kinds = [_MISSING if t is None else _DENSE if t.layout == torch.strided else _SPARSE for t in tensors]
+) -> list[tuple[bool, bool]]:
+    """Return (is dense, is sparse) on any rank, by position."""
+    layouts = [(False, False) if t is None else (t.layout == torch.strided, t.layout != torch.strided) for t in tensors]
     if get_dist_info(group)[1] <= 1:
-        return [{kind} for kind in kinds]
+        return layouts
     device = like[0].device if like else torch.device("cuda" if "nccl" in backend_of(group) else "cpu")
     _check_same(like, device, group)
-    if not kinds:
+    if not layouts:
         return []
-    present = torch.tensor([[kind == _DENSE, kind == _SPARSE] for kind in kinds], dtype=torch.int32, device=device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-    return [
-        {kind for kind, is_present in ((_DENSE, dense), (_SPARSE, sparse)) if is_present} or {_MISSING}
-        for dense, sparse in present.tolist()
-    ]
+    flags = torch.tensor(layouts, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return [(bool(is_dense), bool(is_sparse)) for is_dense, is_sparse in flags.tolist()]
 
 
 def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) -> None:
@@ -196,15 +197,15 @@ def _check_same(like: Sequence[torch.Tensor], device: torch.device, group: Any) 
 def _means(
     tensors: Sequence[torch.Tensor | None],
     like: Sequence[torch.Tensor],
-    kinds: Sequence[int],
+    is_present: Sequence[bool],
     limit: float,
     group: Any,
     *,
     consume: bool = False,
 ) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield the contiguous dense mean of each non-missing position; integers are summed only."""
+    """Yield the contiguous dense mean of each present position; integers are summed only."""
     _, world_size = get_dist_info(group)
-    for dtype, indices in _buckets(like, kinds, limit):
+    for dtype, indices in _buckets(like, is_present, limit):
         reuse = consume and len(indices) == 1 and is_alone(tensors[indices[0]])
         parts = [_dense(tensors[index], like[index]).to(_wide(dtype)).reshape(-1) for index in indices]
         flat = parts[0] if reuse else torch.cat(parts)
@@ -235,11 +236,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.bool else dtype
 
 
-def _buckets(like: Sequence[torch.Tensor], kinds: Sequence[int], limit: float) -> list[tuple[torch.dtype, list[int]]]:
+def _buckets(
+    like: Sequence[torch.Tensor], is_present: Sequence[bool], limit: float
+) -> list[tuple[torch.dtype, list[int]]]:
     buckets: list[tuple[torch.dtype, list[int]]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index, model in enumerate(like):
-        if kinds[index] != _MISSING:
+        if is_present[index]:
             key = (model.dtype, model.device)
             members, size = filling.get(key, ([], float("inf")))
             if not members or size >= limit:
@@ -274,7 +277,7 @@ def _sparse_mean(gradient: torch.Tensor | None, owner: torch.Tensor, group: Any)
         gradient = gradient.detach().coalesce()
         rows[tuple(gradient.indices())] = 1
     dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=group)
-    ((_, mean),) = _means([gradient], [owner], [_DENSE], 0, group)
+    ((_, mean),) = _means([gradient], [owner], [True], 0, group)
     indices = rows.nonzero().T
     return torch.sparse_coo_tensor(
         indices, mean[tuple(indices)], owner.shape, check_invariants=False, is_coalesced=True

@@ -82,23 +82,23 @@ class _Thread(threading.local):
     """Per-thread state: nesting depth of `unlogged`, and replacement of collectives."""
 
     depth = 0
-    standing: Standing | None = None
+    stub: CollectiveStub | None = None
 
 
 _thread = _Thread()
 
-Standing = Callable[[str, Mapping[str, Any], Call], Any]
-"""Stands in for a collective: gets its name, its arguments by name and its description, and returns its result."""
+CollectiveStub = Callable[[str, Mapping[str, Any], Call], Any]
+"""Replacement of a collective: takes its name, arguments by name and description, and returns its result."""
 
 
 @contextlib.contextmanager
-def replaced_by(standing: Standing) -> Iterator[None]:
-    """Call `standing` in place of each collective of this thread in the block."""
-    _thread.standing = standing
+def replaced_by(stub: CollectiveStub) -> Iterator[None]:
+    """Call `stub` in place of each collective of this thread in the block."""
+    _thread.stub = stub
     try:
         yield
     finally:
-        _thread.standing = None
+        _thread.stub = None
 
 
 @contextlib.contextmanager
@@ -185,10 +185,10 @@ def note_collective(
     `known`: result of `named_group` for the group, if available.
     """
     if _sink is not None and not _thread.depth:
-        name, members, words = known or named_group(group)
+        name, members, description = known or named_group(group)
         place = place or this_rank.own_slots().place
         location, lines = line_and_lines(sys._getframe(1))
-        _sink(Call(operation, name, members, payload, place, location, callers=lines, group_words=words))
+        _sink(Call(operation, name, members, payload, place, location, callers=lines, group_words=description))
 
 
 @contextlib.contextmanager
@@ -273,8 +273,8 @@ def logged(
         call = _described(operation, arguments, backward=backward)
         if call is None:
             return original(*args, **kwargs)
-        if _thread.standing is not None:
-            return _thread.standing(operation, arguments, call)
+        if _thread.stub is not None:
+            return _thread.stub(operation, arguments, call)
         if matched and _sink is not None:
             _sink(call)
             for sink in on_given:

@@ -6,13 +6,21 @@ import contextlib
 from typing import Any
 
 Group = tuple[str, tuple[int, ...], str]
-"""The name of a process group, its ranks, and which one it is to a reader; that is "" where its making was not seen."""
+"""Name of a process group, its ranks, and its description for reports ("" if its creation was not recorded)."""
 
 
 def named_group(handle: Any) -> Group:
     """Return name, ranks and description of a group (object, name, ranks or mesh)."""
+    import torch.distributed as dist
+
     name, members = _name_and_members(handle)
-    return name, members, _words_of(name)
+    if name in _made:
+        location, description = _made[name]
+        names = [group for group, entry in _made.items() if entry[0] == location]
+        number = f" (number {names.index(name) + 1} of that line)" if len(names) > 1 else ""
+        return name, members, f"the process group{f' {description!r}' if description else ''} of {location}{number}"
+    is_default = dist.is_initialized() and name == name_of_group(dist.group.WORLD)
+    return name, members, "the default process group" if is_default else ""
 
 
 def _name_and_members(handle: Any) -> tuple[str, tuple[int, ...]]:
@@ -28,8 +36,8 @@ def _name_and_members(handle: Any) -> tuple[str, tuple[int, ...]]:
         if isinstance(group, str):
             group = vars(dist.distributed_c10d)["_resolve_process_group"](group)  # private to torch
         if isinstance(group, list | tuple) and all(isinstance(member, int) for member in group):
-            everyone = set(group) == set(range(dist.get_world_size()))
-            return _name_and_members(None)[0] if everyone else f"ranks {list(group)}", tuple(group)
+            has_all = set(group) == set(range(dist.get_world_size()))
+            return _name_and_members(None)[0] if has_all else f"ranks {list(group)}", tuple(group)
         return name_of_group(group), tuple(dist.get_process_group_ranks(group))
     except Exception:  # not a group: the collective itself will raise
         return "", ()
@@ -60,22 +68,10 @@ def backend_of(group: Any = None) -> str:
 _made: dict[str, tuple[str, str]] = {}  # group name -> (creation line, `group_desc`)
 
 
-def _words_of(name: str) -> str:
-    import torch.distributed as dist
-
-    if name in _made:
-        location, words = _made[name]
-        names = [group for group, entry in _made.items() if entry[0] == location]
-        number = f" (number {names.index(name) + 1} of that line)" if len(names) > 1 else ""
-        return f"the process group{f' {words!r}' if words else ''} of {location}{number}"
-    is_default = dist.is_initialized() and name == name_of_group(dist.group.WORLD)
-    return "the default process group" if is_default else ""
-
-
-def note_made(group: Any, where: str) -> None:
+def note_made(group: Any, location: str) -> None:
     """Record the creation line and the description of a process group."""
     import torch.distributed as dist
 
-    if isinstance(group, dist.ProcessGroup) and where:
-        words = getattr(group, "group_desc", "")
-        _made[name_of_group(group)] = where, "" if words == "undefined" else words
+    if isinstance(group, dist.ProcessGroup) and location:
+        description = getattr(group, "group_desc", "")
+        _made[name_of_group(group)] = location, "" if description == "undefined" else description

@@ -63,12 +63,12 @@ class CopiedOptimizer:
             if is_ours(error):
                 raise
             self.trouble = f"on a copy of the parameters its step raised {summary(error)}"
-        if drawn := drawn_since(states, device):
-            self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(drawn))}"
+        if libraries := drawn_since(states, device):
+            self.trouble = f"the optimizer draws random numbers from {' and '.join(sorted(libraries))}"
         return () if self.trouble else tuple(_updated(name, before[name], after[name], p) for name, p in params.items())
 
 
-def _refuse(_operation: str, _given: Mapping[str, Any], _call: object) -> NoReturn:
+def _refuse(_operation: str, _arguments: Mapping[str, Any], _call: object) -> NoReturn:
     raise CommunicatesError
 
 

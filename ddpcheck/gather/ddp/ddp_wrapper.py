@@ -132,21 +132,21 @@ def constructor_options(constructor: Callable[..., Any], *args: Any, **kwargs: A
     return options
 
 
-def compare_options(mine: dict[str, str]) -> None:
+def compare_options(local_options: dict[str, str]) -> None:
     """Compare `constructor_options` with the other ranks over the store.
 
     Raises `OptionsDifferError` if a difference would make DDP raise, hang or mismatch tensors.
     """
-    is_custom = mine.get("process_group", "None") != "None"  # custom group: other ranks may not take part
-    if dist.get_world_size() == 1 or is_custom or not mine:
+    is_custom = local_options.get("process_group", "None") != "None"  # custom group: other ranks may not take part
+    if dist.get_world_size() == 1 or is_custom or not local_options:
         return
     this_rank.set_collective("DistributedDataParallel(...)")
     exchange = StoreExchange.over(None, "wrapper", _FOR_EVER)
-    everyone = exchange.all_gather("detail", mine)
+    all_options = exchange.all_gather("detail", local_options)
     this_rank.set_collective("")
-    differing = {name for options in everyone for name in options if options.get(name) != everyone[0].get(name)}
-    if differing and not are_harmless(differing, everyone):
-        raise OptionsDifferError("DistributedDataParallel has different options on another rank", everyone)
+    mismatches = {name for options in all_options for name in options if options.get(name) != all_options[0].get(name)}
+    if mismatches and not are_harmless(mismatches, all_options):
+        raise OptionsDifferError("DistributedDataParallel has different options on another rank", all_options)
 
 
 def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
@@ -158,13 +158,13 @@ def wrapper_attributes(wrapper: nn.Module) -> dict[str, str]:
     return attributes
 
 
-def plain_attributes(thing: object) -> dict[str, str]:
+def plain_attributes(value: object) -> dict[str, str]:
     """Return plain attributes of a torch object as text; empty for other classes."""
-    if not type(thing).__module__.startswith("torch."):
+    if not type(value).__module__.startswith("torch."):
         return {}
-    names = [*getattr(thing, "__slots__", ()), *getattr(thing, "__dict__", ())]
-    values = {name: getattr(thing, name, None) for name in names}
-    return {name: repr(value) for name, value in values.items() if isinstance(value, int | float | str)}
+    names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
+    values = {name: getattr(value, name, None) for name in names}
+    return {name: repr(item) for name, item in values.items() if isinstance(item, int | float | str)}
 
 
 def comm_hook_of(wrapper: nn.Module) -> str:
@@ -214,13 +214,13 @@ def _is_own(hook: object) -> bool:
 
 
 def are_apart(wrapper: nn.Module) -> bool:
-    """Return True if ranks may have left the loop (`joins`) or `trains_apart`."""
+    """Return True if ranks may have left the loop (`joins`) or `uses_local_sgd`."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper._join_config.enable:  # saves one call
         return True
-    return bool(getattr(wrapper, "_comm_hooks", ())) and trains_apart(wrapper)
+    return bool(getattr(wrapper, "_comm_hooks", ())) and uses_local_sgd(wrapper)
 
 
-def trains_apart(wrapper: nn.Module) -> bool:
+def uses_local_sgd(wrapper: nn.Module) -> bool:
     """Return True if a hook averages over a subset of ranks: post-local SGD."""
     states = (state for _hook, state in getattr(wrapper, "_comm_hooks", ()))
     starts = ((state, getattr(state, "start_localSGD_iter", None)) for state in states)

@@ -39,29 +39,29 @@ class Part:
         """Return the placement of a `DTensor`."""
         return cls(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
-    def around(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the `DTensor` with local tensor `own`."""
+    def around(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the `DTensor` with local tensor `local`."""
         tensor_module: Any = sys.modules["torch.distributed.tensor"]
         dtensor: torch.Tensor = tensor_module.DTensor.from_local(
-            own, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
         return dtensor
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlace:
-    """Position of a rank's model replica in data parallelism."""
+class ModelReplica:
+    """Model replica of a rank in data parallelism."""
 
-    rank: int  # index of the model replica
-    size: int  # number of model replicas
-    together: tuple[int, ...]  # ranks of this model replica
-    split: tuple[str, ...] = ()  # names of parameters split over `together`
+    rank: int  # index of this replica
+    size: int  # number of replicas
+    ranks: tuple[int, ...]  # ranks that compute this replica together
+    split: tuple[str, ...] = ()  # names of parameters split over `ranks`
     sharded: tuple[str, ...] = ()  # names of parameters sharded by `fully_shard`
 
     @property
     def splits_model(self) -> bool:
         """Return True if several ranks compute one model replica together."""
-        return len(self.together) > 1
+        return len(self.ranks) > 1
 
 
 def parts_of(module: nn.Module) -> dict[str, Part]:
@@ -69,15 +69,15 @@ def parts_of(module: nn.Module) -> dict[str, Part]:
     return {name: Part.of(p) for name, p in module.named_parameters() if is_shard(p)}
 
 
-def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> DataPlace:
-    """Return the data-parallel position of this rank; a collective over all ranks.
+def replica_of(module: nn.Module, parts: Mapping[str, Part], group: Any) -> ModelReplica:
+    """Return the model replica of this rank; a collective over all ranks.
 
     `module` is wrapped or sharded; `parts` are the parameters that DDP keeps as local tensors. Raises `TargetError` if
     the ranks do not form groups of equal size.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        return DataPlace(0, 1, (0,))
+        return ModelReplica(0, 1, (0,))
     sharding = _meshes_of(module)
     own_parts = parts_of(module)
     split = split_over(module, {**own_parts, **parts})
@@ -86,16 +86,16 @@ def data_place(module: nn.Module, parts: Mapping[str, Part], group: Any) -> Data
     masks = [torch.zeros_like(local_mask) for _ in range(world_size)]
     with unlogged():
         dist.all_gather(masks, local_mask, group=group)  # all_gather_object would need numpy
-    everyone = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
-    groups = sorted(set(everyone))
+    ranks_by_rank = [tuple(mask.nonzero().flatten().tolist()) for mask in masks]
+    replica_ranks, groups = ranks_by_rank[rank], sorted(set(ranks_by_rank))
     if sorted(r for ranks in groups for r in ranks) != [*range(world_size)] or len(set(map(len, groups))) > 1:
         raise TargetError(
-            f"wrap(module, device) splits the model over the ranks {everyone[rank]}, and ranks are not divided into "
+            f"wrap(module, device) splits the model over the ranks {replica_ranks}, and ranks are not divided into "
             "groups of the same size that compute a model each: report cannot tell which ranks have the same part; "
             "check the script with `ddpcheck run`"
         )
     sharded = tuple(name for name, part in own_parts.items() if _is_sharded(part, sharding))
-    return DataPlace(groups.index(everyone[rank]), len(groups), everyone[rank], (*split,), sharded)
+    return ModelReplica(groups.index(replica_ranks), len(groups), replica_ranks, (*split,), sharded)
 
 
 def split_over(module: nn.Module, parts: Mapping[str, Part]) -> dict[str, list[int]]:
@@ -122,8 +122,8 @@ def _ranks_over(part: Part, sharding: Sequence[Any]) -> list[int]:
 
 
 def _is_sharded(part: Part, sharding: Sequence[Any]) -> bool:
-    of_data = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
-    return part.mesh in sharding or not of_data.isdisjoint(part.mesh.mesh_dim_names or ())
+    data_dims = {name for mesh in sharding for name in mesh.mesh_dim_names or ()}
+    return part.mesh in sharding or not data_dims.isdisjoint(part.mesh.mesh_dim_names or ())
 
 
 def parts_in_use(module: nn.Module) -> dict[nn.Module, dict[str, Part]]:
@@ -169,10 +169,9 @@ def is_sum(gradient: Any) -> bool:
 
 def changed_attributes(module: nn.Module, reference: nn.Module) -> list[dict[str, object]]:
     """Return original plain attributes changed by `wrap`, by submodule (e.g. number of heads)."""
-    pairs = zip(module.modules(), reference.modules(), strict=False)
     return [
         {key: vars(ref)[key] for key, value in vars(part).items() if _is_changed(value, vars(ref).get(key))}
-        for part, ref in pairs
+        for part, ref in zip(module.modules(), reference.modules(), strict=False)
     ]
 
 
@@ -182,15 +181,11 @@ def _is_changed(value: object, before: object) -> bool:
 
 def as_wholes(
     tensors: Iterable[tuple[str, torch.Tensor | None]], parts: Mapping[str, Part]
-) -> Sequence[tuple[str, torch.Tensor | None]]:
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Wrap local tensors of `parts` as `DTensor`s; other tensors stay unchanged."""
-    return [
-        (
-            name,
-            tensor if tensor is None or name not in parts or is_shard(tensor) else parts[name].around(tensor.detach()),
-        )
-        for name, tensor in tensors
-    ]
+    for name, tensor in tensors:
+        is_whole = tensor is None or name not in parts or is_shard(tensor)
+        yield name, tensor if tensor is None or is_whole else parts[name].around(tensor.detach())
 
 
 def placed_as(parameter: Any, gradient: Any) -> Any:

@@ -111,10 +111,10 @@ def gathered(tensors: Iterable[tuple[str, torch.Tensor | None]], group: Any) -> 
     """
     by_name = {name: tensor.detach() for name, tensor in tensors if tensor is not None}
     shards = [name for name, tensor in by_name.items() if is_shard(tensor)]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
+    names_by_rank: list[Any] = [None] * dist.get_world_size(group)
     with unlogged():
-        dist.all_gather_object(everyone, shards, group=group)
-        on_all_ranks = set(shards).intersection(*everyone)
+        dist.all_gather_object(names_by_rank, shards, group=group)
+        on_all_ranks = set(shards).intersection(*names_by_rank)
         whole: dict[str, Any] = {name: _whole(by_name[name]) for name in sorted(on_all_ranks)}
     return {name: whole.get(name, tensor) for name, tensor in by_name.items() if name in whole or name not in shards}
 
@@ -136,8 +136,8 @@ def shard_states(optimizer: Any, shards: Mapping[str, torch.Tensor]) -> dict[str
         state, part = optimizer.state.get(shard), own_part(shard)
         if isinstance(state, dict) and 0 < part.numel() < shard.numel():
             tensors = {key: own_part(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
-            of_parts = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
-            states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in of_parts}
+            changed = uneven({key: v for key, v in tensors.items() if v.shape == part.shape})  # skips Adagrad's init
+            states |= {f"{name}: {key}": v for key, v in tensors.items() if key == "step" or key in changed}
     return norms(states)
 
 
@@ -260,10 +260,10 @@ def shard_number(shard: Any, mesh: Any = None) -> int:
 
 def _dimensions(shard: Any, mesh: Any) -> list[tuple[int, int, Any]]:
     """Return (size, coordinate, placement) per mesh dimension, limited to those in `mesh`."""
-    own = shard.device_mesh
-    among = None if mesh is None or mesh.ndim == own.ndim else mesh.mesh_dim_names
-    every = zip(own.shape, own.get_coordinate(), shard.placements, own.mesh_dim_names or own.shape, strict=True)
-    return [(size, coord, placement) for size, coord, placement, name in every if among is None or name in among]
+    full: Any = shard.device_mesh
+    names = None if mesh is None or mesh.ndim == full.ndim else mesh.mesh_dim_names
+    dims = zip(full.shape, full.get_coordinate(), shard.placements, full.mesh_dim_names or full.shape, strict=True)
+    return [(size, coord, placement) for size, coord, placement, name in dims if names is None or name in names]
 
 
 def is_gathered(parameter: Any, shard: Any) -> bool:

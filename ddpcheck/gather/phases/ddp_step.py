@@ -7,32 +7,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from msgspec import structs
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.evidence.steps import CompiledStep, DdpStepEvidence, LoopEvent, ShardedStep
-from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import code_of, defined_at, is_user_file
 from ddpcheck.gather.autograd.autograd_graph import named_parameters, unregistered_state
 from ddpcheck.gather.autograd.exchanges import is_part, note_parts
+from ddpcheck.gather.collectives.allreduce import rms_over_ranks
 from ddpcheck.gather.collectives.collective_log import unlogged
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
-from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, trains_apart
+from ddpcheck.gather.ddp.ddp_wrapper import hook_loss, uses_local_sgd
 from ddpcheck.gather.ddp.loop_events import Recorder, recorded
 from ddpcheck.gather.ddp.model_parts import is_sum, placed_as
 from ddpcheck.gather.ddp.sharding import mixed_precision, recorded_settings, shard_states, shards
 from ddpcheck.gather.phases.model_build import count_calls
 from ddpcheck.gather.phases.rank_state import RankState, TrainingModel, rank_state, replays_step
-from ddpcheck.gather.state.external_state import put_back
-from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard, own_part
+from ddpcheck.gather.state.fingerprints import fingerprint, fingerprints, is_shard
 from ddpcheck.gather.state.module_state import capture_state, copied_module
 from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.compilations import CompilationRecorder
 from ddpcheck.gather.steps.gradient_distance import against_average, dense, difference, eps_of, norm, norms, scales
 from ddpcheck.recipe.pytree import tree_map
-from ddpcheck.recipe.recipe import Recipe
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import stance
 
@@ -49,18 +46,18 @@ def ddp_step(step: int) -> DdpStepEvidence:
     precision = mixed_precision(module) if model.facts.sharded else None
     noise = _noise(step, precision)
     model.calls.clear()
-    put_back(state.step.external)
+    state.step.restore_external()
     this_rank.set_status(f"step {step}: zero_grad")
     training_step.run_optimizer(model.optimizer, "zero_grad")
     training_step.clear_gradients(module, *model.trainable.values())
     since = training_step.versions(module)
-    are_apart = trains_apart(model.wrapper)
+    is_local_sgd = uses_local_sgd(model.wrapper)
     with _recorded(model) as recorder:
         total, parts = _forward_and_backward(step, since)
         compared = [name for name in model.trainable if name not in parts]
         this_rank.set_status(f"step {step}: {model.facts.named} comparison")
         gradients = {n: dense(g) for n, g in state.whole((n, p.grad) for n, p in model.trainable.items()).items()}
-        differences = _against_averages([] if are_apart else compared, gradients, precision, noise)
+        differences = _against_averages([] if is_local_sgd else compared, gradients, precision, noise)
         hashes = {name: fingerprint(gradients[name]) if name in gradients else 0 for name in compared}
         before = state.whole(model.named_parameters())
         computed_with = fingerprints((name, t) for name, t in before.items() if name not in parts)
@@ -87,7 +84,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
         against_local=differences,
         wrapper_calls=model.calls.get("wrapper", 0),
         inner_calls=model.calls.get("inner", 0),
-        events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if are_apart else [])),
+        events=(*model.settings, *recorder.events, *([LoopEvent("apart")] if is_local_sgd else [])),
         parameters_after_backward=computed_with
         if model.is_split
         else {name: value for name, value in recorder.values.items() if name not in parts},
@@ -104,7 +101,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
     """Return the RMS of rounding errors of each gradient, if the wrapper rounds or sums in another way."""
     noise = {} if precision is None else _rounding_of(step, precision)
-    if rank_state().training_model.place.splits_model:  # tensor parallelism sums in another order
+    if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_of(step, torch.float64)
         noise = {name: max(size, noise.get(name, 0.0)) for name, size in exactly.items()}
     return noise
@@ -167,30 +164,25 @@ def _sharded_step(
     """
     state = rank_state()
     model = state.training_model
-    begins = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
-    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, t[0], begins) for t in (whole, shard))
+    trouble = "the optimizer begins with a state" if any(": step" not in name for name in loaded) else ""
+    model.copies = model.copies or tuple(CopiedOptimizer(state.recipe, t[0], trouble) for t in (whole, shard))
     whole_copy, shard_copy = model.copies
+    step: Any = type(model.optimizer).step  # torch wraps `step`; `code_of` unwraps
+    code = code_of(step)
+    split: dict[str, Any] = {}
+    if model.replica.splits_model:
+        grads = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
+        sizes = norms({name: dense(grad) for name, grad in grads.items()})  # after the optimizer step
+        split = {"split": model.replica.split, "sharded": model.replica.sharded, "norms": sizes, "loss": loss}
     return ShardedStep(
         **structs.asdict(evidence),
         against_whole=whole_copy.differences(*whole),
         against_shard=shard_copy.differences(*shard, shards(model.trainable.items())),
         uncompared=whole_copy.trouble or shard_copy.trouble,
-        updated_at=_step_line(model.optimizer, state.recipe),
+        updated_at=defined_at(step if code is not None and is_user_file(code.co_filename) else state.recipe.optimizer),
         loaded=loaded,
-        **(_parts_left(model) | {"loss": loss} if model.place.splits_model else {}),
+        **split,
     )
-
-
-def _parts_left(model: TrainingModel) -> dict[str, Any]:
-    grads = {name: p.grad for name, p in model.trainable.items() if p.grad is not None and not is_sum(p.grad)}
-    sizes = norms({name: dense(own_part(grad)) for name, grad in grads.items()})  # after the optimizer step
-    return {"split": model.place.split, "sharded": model.place.sharded, "norms": sizes}
-
-
-def _step_line(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Location | None:
-    step: Any = type(optimizer).step  # torch wraps `step`; `code_of` unwraps
-    code = code_of(step)
-    return defined_at(step if code is not None and is_user_file(code.co_filename) else recipe.optimizer)
 
 
 @contextlib.contextmanager
@@ -213,19 +205,16 @@ def _rounding_of(step: int, dtype: torch.dtype) -> dict[str, float]:
     batch = tree_map(
         lambda leaf: leaf.to(dtype) if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, state.step.batch
     )
-    errors = torch.zeros(len(state.step.local) + 1, dtype=torch.float64)
+    errors = dict.fromkeys([*state.step.local, ""], 0.0)
     try:
         with unlogged():
-            gradients, _ = state.gradients(step, module, batch, place=f"in {dtype}, ")
-        for index, (name, gradient) in enumerate(state.step.local.items()):
-            errors[index] = norm(gradient - gradients.get(name, 0)) ** 2
+            gradients, _ = state.gradients(step, module, batch, phase=f"in {dtype}, ")
+        errors |= {name: norm(gradient - gradients.get(name, 0)) for name, gradient in state.step.local.items()}
     except Exception:
-        errors[-1] = 1.0
+        errors[""] = 1.0  # no parameter has this name
     with unlogged():
-        if state.world_size > 1:
-            dist.all_reduce(errors := errors.to(state.device), group=state.group)
-    sizes = (errors / state.world_size).sqrt().tolist()
-    return {} if sizes[-1] else dict(zip(state.step.local, sizes, strict=False))
+        sizes = dict(zip(errors, rms_over_ranks([*errors.values()], state.device, state.group), strict=True))
+    return {} if sizes.pop("") else sizes
 
 
 def _optimizer_state(state: RankState) -> dict[str, int]:
@@ -270,12 +259,11 @@ def compiled_step(step: int) -> CompiledStep:
     finally:
         count_calls(model)
         current.restore(module)
-    averaged = data.averaged
-    scale = scales(averaged)
+    scale = scales(data.averaged)
     differences = tuple(
-        difference(name, gradient, averaged.get(name), scale=scale.get(name, 0.0), tolerance=_COMPILED_TOLERANCE)
+        difference(name, gradient, data.averaged.get(name), scale=scale.get(name, 0.0), tolerance=_COMPILED_TOLERANCE)
         for name, gradient in gradients.items()
-        if gradient is not None or name in averaged
+        if gradient is not None or name in data.averaged
     )
     return CompiledStep(
         rank=state.rank,

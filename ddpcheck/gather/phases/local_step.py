@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddpcheck.findings.errors import EmptyShardError, TargetError
+from ddpcheck.findings.evidence import steps
 from ddpcheck.findings.evidence.gradients import RandomNumbers
 from ddpcheck.findings.evidence.modules import ModuleDescription
-from ddpcheck.findings.evidence.steps import (
-    GradientState,
-    LocalStep,
-    ParameterChange,
-    PathEnd,
-    RandomDraws,
-    StepEvidence,
-    UnregisteredTensor,
-)
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
@@ -31,7 +23,7 @@ from ddpcheck.findings.tracebacks import is_ours
 from ddpcheck.gather.autograd.autograd_graph import engine_answers, named_parameters, unregistered_tensors, walk_graph
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors, unregistered_leaves
-from ddpcheck.gather.collectives.allreduce import averages_over_ranks
+from ddpcheck.gather.collectives.allreduce import averages_over_ranks, rms_over_ranks
 from ddpcheck.gather.collectives.collective_log import read_log, unlogged
 from ddpcheck.gather.ddp.ddp_wrapper import broadcasts_buffers, changes_in_forward
 from ddpcheck.gather.ddp.loop_events import counted_backwards
@@ -39,7 +31,7 @@ from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, StepDa
 from ddpcheck.gather.phases.repeated_step import random_choices
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints
 from ddpcheck.gather.state.module_description import Origins, layout_of, record_origins
-from ddpcheck.gather.state.module_state import capture_attributes, capture_state, copied_module
+from ddpcheck.gather.state.module_state import capture_state, copied_module
 from ddpcheck.gather.state.tensor_file import TensorFile, save
 from ddpcheck.gather.steps import training_step
 from ddpcheck.recipe.pytree import batch_size, to_device, tree_tensors, upcast
@@ -59,16 +51,13 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
     trained = state.module if reference.optimizer is None else reference.module
     last = state.step.before if hasattr(state, "step") else None
     own_file = state.own_file(file, shared=shared)
-    if model.is_split and trained is state.module:
-        before = capture_attributes(trained, buffers=True)
+    is_split = model.is_split and trained is state.module
+    before = capture_state(trained, into=last, parameters=not is_split and own_file is None)
+    if is_split:
         parameters = state.whole(model.named_parameters())
         before.tensors = {**before.tensors, **{name: tensor.clone() for name, tensor in parameters.items()}}
         for plain, changed in zip(before.plain, model.changed_attributes, strict=False):
             plain.update(changed)
-    elif own_file is not None:
-        before = capture_attributes(trained, buffers=True)
-    else:
-        before = capture_state(trained, into=last)
     if state.world_size > 1 and broadcasts_buffers(model.wrapper):
         with unlogged():
             for name, _ in state.module.named_buffers():
@@ -81,7 +70,7 @@ def begin_step(step: int, file: Path | None, *, shared: bool = True) -> None:
         before.file = own_file
 
 
-def local_step(step: int) -> LocalStep:
+def local_step(step: int) -> steps.LocalStep:
     """Run forward and backward of the reference module on this rank's shard."""
     state = rank_state()
     reference, data = state.reference, state.step
@@ -99,12 +88,13 @@ def local_step(step: int) -> LocalStep:
         batch = state.global_batch(step)
         whole = training_step.batch_fingerprint(batch)
         data.batch = to_device(state.shard_of(batch), state.device)
-        data.external = state.training_model.external_state.capture()  # after the shard was drawn from a data loader
+        # only now: the shard may have been drawn from a data loader
+        data.restore_external = state.training_model.external_state.capture()
         with record_origins() as created, counted_backwards() as backwards:
             loss = state.run_loss(step)
     _note_changes(reference, created)
     generator = fingerprint(torch.get_rng_state()) if "torch" in loss.drew else 0
-    graph = _GraphFacts(state, loss, lasting)
+    evidence, reached, visible = _graph_evidence(step, loss, lasting)
     value, drew, total = loss.value, loss.drew, loss.total
     del loss
     this_rank.set_status(f"step {step}: backward")
@@ -113,26 +103,24 @@ def local_step(step: int) -> LocalStep:
     data.keep(training_step.gradients_of(parameters))
     if infinite := [name for name, size in data.norms.items() if not math.isfinite(size)]:
         raise TargetError(f"the gradient of {infinite[0]} in step {step} is not finite, so it cannot be compared")
-    states = _states(state, graph.reached)
+    states = _states(state, reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
     ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
     del total
-    own_buffers = fingerprints(module.named_buffers())
-    data.after = capture_attributes(module, buffers=True)
+    data.after = capture_state(module, parameters=False)
     data.missing = [name for name, kind in states.items() if kind == "missing"]
     calls = read_log(*log)
-    evidence = _evidence(step, states, ends, graph)
     forward_calls = [call for call in calls[log_start:] if call.place.endswith("forward")]
-    return LocalStep(
-        evidence=evidence,
+    return steps.LocalStep(
+        evidence=_after_backward(evidence, states, ends, visible),
         loss=value,
-        random=RandomDraws(drew, generator),
+        random=steps.RandomDraws(drew, generator),
         batch=whole,
         samples=samples_of(data.batch) or 0,
         calls=len(calls),
         norm=sum(size**2 for size in data.norms.values()) ** 0.5,
         forward_calls=tuple(dict.fromkeys(forward_calls)),
-        buffers=own_buffers,
+        buffers=fingerprints(module.named_buffers()),
         sample_fingerprints=training_step.sample_fingerprints(data.batch),
         global_sample_fingerprints=training_step.sample_fingerprints(batch) if state.rank == 0 else (),
         backwards=backwards[0] + 1,
@@ -142,24 +130,58 @@ def local_step(step: int) -> LocalStep:
     )
 
 
-def _evidence(
-    step: int, states: Mapping[str, GradientState], ends: Mapping[str, PathEnd], graph: _GraphFacts
-) -> StepEvidence:
-    """Return the evidence on the parameters after backward."""
+def _graph_evidence(
+    step: int, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]
+) -> tuple[steps.StepEvidence, Sequence[bool], set[int] | None]:
+    """Return the facts of the loss graph, before backward frees it.
+
+    Also True for each parameter that the loss reaches, and the ids of the leaves that DDP finds from the module output,
+    None if unknown.
+    """
     state = rank_state()
-    reference = state.reference
-    arrived = {name for name, p in named_parameters(reference.module).items() if p.grad is not None}
-    return StepEvidence(
+    reference, facts = state.reference, state.training_model.facts
+    walk = walk_graph([loss.total])
+    reached, _ = engine_answers(loss.total, list(reference.trainable.values()))
+    tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
+    output_walk = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
+    reference.outputs.clear()
+    visible = {id(leaf) for leaf in output_walk.leaves} if output_walk is not None and output_walk.complete else None
+    ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
+    leaves = unregistered_leaves(walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe)
+    reference.leaves = {id(leaf): leaf for leaf in walk.leaves}
+    evidence = steps.StepEvidence(
         rank=state.rank,
         step=step,
+        states={},
+        unregistered=_located(leaves, state),
+        output_type=opaque if visible is not None and not visible else "",
+        reentrant=not walk.complete or any("CheckpointFunctionBackward" in name for name in walk.node_names),
+    )
+    return evidence, reached, None if opaque else visible
+
+
+def _after_backward(
+    evidence: steps.StepEvidence,
+    states: Mapping[str, steps.GradientState],
+    ends: Mapping[str, steps.PathEnd],
+    visible: Collection[int] | None,
+) -> steps.StepEvidence:
+    """Add the evidence on the parameters after backward."""
+    reference = rank_state().reference
+    shapes = {n: tuple(p.shape) for n, p in named_parameters(reference.module).items() if p.grad is not None}
+    created = {name: line for name, line in reference.created.items() if name in shapes}
+    used = [name for name, kind in states.items() if kind != "missing"]
+    return replace(
+        evidence,
         states=states,
         path_ends=ends,
-        unregistered=(*_located(graph.unregistered, state), *_created_parameters(reference)),
+        unregistered=(
+            *evidence.unregistered,
+            *(steps.UnregisteredTensor(n, shapes[n], line, created_in_forward=True) for n, line in created.items()),
+        ),
         arrivals={name: count for name, count in reference.arrivals.items() if count > 1},
-        hidden_from_ddp=graph.hidden_from_ddp(states),
-        output_type=graph.output_type,
-        reentrant=graph.reentrant,
-        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or n in arrived},
+        hidden_from_ddp=tuple(n for n in used if visible is not None and id(reference.trainable[n]) not in visible),
+        changed={n: c for n, c in reference.changed.items() if c.kind != "unfrozen" or n in shapes},
     )
 
 
@@ -186,38 +208,6 @@ def samples_of(batch: Any) -> int | None:
     return None
 
 
-class _GraphFacts:
-    """Facts about the graph of a loss, collected before backward frees it."""
-
-    def __init__(self, state: RankState, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]) -> None:
-        reference = state.reference
-        self._parameters = reference.trainable
-        walk = walk_graph([loss.total])
-        self.reached, _ = engine_answers(loss.total, list(self._parameters.values()))
-        facts = state.training_model.facts
-        tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
-        seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
-        reference.outputs.clear()
-        visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
-        self._visible = None if opaque else visible
-        # Type of the module output, if DDP finds no tensor in any output.
-        self.output_type = opaque if visible is not None and not visible else ""
-        ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
-        self.unregistered = unregistered_leaves(
-            walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe
-        )
-        reference.leaves = {id(leaf): leaf for leaf in walk.leaves}
-        checkpointed = any("CheckpointFunctionBackward" in name for name in walk.node_names)
-        self.reentrant = not walk.complete or checkpointed
-
-    def hidden_from_ddp(self, states: Mapping[str, str]) -> tuple[str, ...]:
-        """Return contributing parameters that DDP cannot find from the module output."""
-        if self._visible is None:
-            return ()
-        used = ((name, p) for name, p in self._parameters.items() if states[name] != "missing")
-        return tuple(name for name, parameter in used if id(parameter) not in self._visible)
-
-
 def layout() -> ModuleDescription:
     """Return the layout of the reference module after the local step."""
     return layout_of(rank_state().reference.module)
@@ -231,7 +221,7 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
         after = now.get(name)
         location = origins.of(after) if after is not None and not source else None
         reference.changed.setdefault(
-            name, ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
+            name, steps.ParameterChange(kind, location or _line_of_change(reference, origins, name), source)
         )
     reference.changed = {name: change for name, change in reference.changed.items() if name in changes}
     known = {before.identity for before in reference.seen.values()}
@@ -241,11 +231,11 @@ def _note_changes(reference: ReferenceModule, origins: Origins) -> None:
 
 def _line_of_change(reference: ReferenceModule, origins: Origins, name: str) -> Location | None:
     parts = name.split(".")
-    for index, part in enumerate(parts):
-        holder = reference.submodules.get(".".join(parts[:index]))
-        if holder is not None and (location := origins.of_place(holder, part)) is not None:
-            return location
-    return None
+    parents = [reference.submodules.get(".".join(parts[:index])) for index in range(len(parts))]
+    lines = (
+        origins.of_attribute(parent, part) for parent, part in zip(parents, parts, strict=True) if parent is not None
+    )
+    return next(filter(None, lines), None)
 
 
 def batch_again(step: int) -> tuple[int, ...]:
@@ -268,22 +258,13 @@ def _states(state: RankState, reached: Sequence[bool]) -> dict[str, Any]:
     return states
 
 
-def _located(leaves: Iterable[UnregisteredTensor], state: RankState) -> tuple[UnregisteredTensor, ...]:
+def _located(leaves: Iterable[steps.UnregisteredTensor], state: RankState) -> tuple[steps.UnregisteredTensor, ...]:
     """Add to `leaves` the lines that created the tensor or assign its variable."""
     lines = {name: state.origins.of(tensor) for name, tensor in unregistered_tensors(state.module)}
     loss = state.recipe.loss
     return tuple(
         replace(leaf, location=lines.get(leaf.name) or assignment_of(state.module, leaf.name, beside=loss))
         for leaf in leaves
-    )
-
-
-def _created_parameters(reference: ReferenceModule) -> tuple[UnregisteredTensor, ...]:
-    now = named_parameters(reference.module)
-    return tuple(
-        UnregisteredTensor(name, tuple(now[name].shape), location, created_in_forward=True)
-        for name, location in reference.created.items()
-        if name in now and now[name].grad is not None
     )
 
 
@@ -315,12 +296,9 @@ def average(step: int, file: Path | None, *, shared: bool = True) -> None:
             save(averaged(), own_file)
         else:
             deque(averaged(), maxlen=0)
-        sizes = torch.tensor([data.norms.get(name, 0.0) ** 2 for name in parameters], dtype=torch.float64)
-        sizes = sizes.to(state.device)
-        if state.world_size > 1:
-            dist.all_reduce(sizes, group=state.group)
+        sizes = rms_over_ranks([data.norms.get(name, 0.0) for name in parameters], state.device, state.group)
     data.averages_file = own_file
-    data.scale = dict(zip(parameters, (sizes / state.world_size).sqrt().tolist(), strict=True))
+    data.scale = dict(zip(parameters, sizes, strict=True))
     if state.rank == 0 and file is not None and own_file is None:
         save(data.averages.items(), file)
 
@@ -372,7 +350,7 @@ def average_exactly(step: int, file: Path) -> str:
         module = copied_module(state.reference.module).double()
         with unlogged():
             batch = upcast(state.step.batch)
-            gradients, _ = state.gradients(step, module, batch, numbers=state.step.numbers, place="in float64, ")
+            gradients, _ = state.gradients(step, module, batch, numbers=state.step.numbers, phase="in float64, ")
             owners = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
             local = [gradients.get(name) for name in owners]
             averaged = dict(averages_over_ranks(local, list(owners.values()), group=state.group))

@@ -14,14 +14,7 @@ from msgspec import structs
 from torch import nn
 
 from ddpcheck.findings.errors import TargetError
-from ddpcheck.findings.evidence.modules import (
-    BuiltModule,
-    ModuleDescription,
-    ShardedFacts,
-    SplitModule,
-    WrappedModule,
-    WrapperFacts,
-)
+from ddpcheck.findings.evidence import modules
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
@@ -30,29 +23,16 @@ from ddpcheck.gather.autograd.autograd_graph import all_names, unregistered_stat
 from ddpcheck.gather.autograd.exchanges import follow_exchanges
 from ddpcheck.gather.autograd.gradient_hooks import record_hooks, recorded_hooks
 from ddpcheck.gather.collectives.collective_log import note_collective, record_collectives, unlogged
-from ddpcheck.gather.ddp import sharding
-from ddpcheck.gather.ddp.ddp_wrapper import (
-    SeenParameter,
-    broadcasts_buffers,
-    changes,
-    compare_options,
-    constructor_options,
-    facts_of,
-    find_ddp,
-    optimizer_options,
-    parameters_of,
-    wrapper_attributes,
-)
-from ddpcheck.gather.ddp.model_parts import DataPlace, Part, changed_attributes, data_place, parts_of
+from ddpcheck.gather.ddp import ddp_wrapper, sharding
+from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, changed_attributes, parts_of, replica_of
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
 from ddpcheck.gather.patching import patched
 from ddpcheck.gather.phases.rank_state import RankState, ReferenceModule, TrainingModel, rank_state
 from ddpcheck.gather.phases.single_process import HANDOVER
-from ddpcheck.gather.state.external_state import ExternalState
+from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint, fingerprints, is_shard
 from ddpcheck.gather.state.module_description import describe, module_entries, record_origins
-from ddpcheck.gather.state.module_state import copied_module, differs_in_structure, move_to_file, moved, own_parameters
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import is_large
 from ddpcheck.gather.state.training_mode import BUILT_IN_EVAL_MODE, into_training
@@ -64,7 +44,7 @@ from ddpcheck.worlds import wire
 from ddpcheck.worlds.compilation import run_as_written
 
 
-def build(target: str | Recipe, seed: int) -> BuiltModule:
+def build(target: str | Recipe, seed: int) -> modules.BuiltModule:
     """Load the recipe and build the module twice with the same seed."""
     context = this_rank.current()
     record_collectives(context.directory, context.rank)
@@ -81,7 +61,7 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     with record_origins() as origins:
         module = recipe.build_model()
-    if isinstance(find_ddp(module), nn.parallel.DistributedDataParallel):
+    if isinstance(ddp_wrapper.find_ddp(module), nn.parallel.DistributedDataParallel):
         raise TargetError(
             "model() returned a module that is, or holds, a DistributedDataParallel; return the bare module, and wrap "
             "it in the recipe's wrap(module, device)"
@@ -90,13 +70,13 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     seed_everything(model_seed(seed))
     reference = recipe.build_model()
     if reference is module or {id(p) for p in reference.parameters()} & {id(p) for p in module.parameters()}:
-        reference = copied_module(module)  # model() returns the same parameters every time
+        reference = module_state.copied_module(module)  # model() returns the same parameters every time
     with unlogged():
         group = dist.new_group(timeout=datetime.timedelta(days=1)) if context.world_size > 1 else None
-    described = describe(moved(module, device))
-    moved(reference, device)
+    described = describe(module_state.moved(module, device))
+    module_state.moved(reference, device)
     large = is_large(reference)
-    mapped = move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
+    mapped = module_state.move_to_file(reference, context.directory / f"built.{context.rank}") if large else frozenset()
     this_rank.state["check"] = RankState(
         recipe=recipe,
         seed=seed,
@@ -117,10 +97,10 @@ def build(target: str | Recipe, seed: int) -> BuiltModule:
     trainable = sum(p.requires_grad for p in module.parameters())
     entries = module_entries(module) if context.rank == 0 else ()
     count = len(described.parameters)
-    return BuiltModule(digest_of(described), described.uninitialised, trainable, count, entries, large)
+    return modules.BuiltModule(digest_of(described), described.uninitialised, trainable, count, entries, large)
 
 
-def description() -> ModuleDescription:
+def description() -> modules.ModuleDescription:
     """Return the full description of this rank's module; requested if digests differ."""
     return rank_state().description
 
@@ -159,7 +139,7 @@ def notes() -> list[str]:
     return messages
 
 
-def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> WrappedModule:
+def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modules.WrappedModule:
     """Wrap the module, `around` the recipe's `wrap`, which may change DDP's arguments, and build the optimizers."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
@@ -169,8 +149,8 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
     changed: list[nn.Module] = []  # copies of the module as `wrap` changed it, before `fully_shard`
 
     def copy_changed() -> None:
-        if differs_in_structure(original, reference) and not sharding.is_sharded(original):
-            changed.append(copied_module(original))
+        if module_state.differs_in_structure(original, reference) and not sharding.is_sharded(original):
+            changed.append(module_state.copied_module(original))
 
     with contextlib.ExitStack() as stack:
         options, seen, parts = stack.enter_context(_watch_construction())
@@ -180,7 +160,7 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         wrapped = state.recipe.wrap_module(original, state.device)
     hooks = tuple(hook for hook in recorded_hooks() if hook not in known_hooks)
     sharding.refuse_fsdp1(wrapped, "what wrap(module, device) returned", TargetError)
-    wrapper = find_ddp(wrapped)
+    wrapper = ddp_wrapper.find_ddp(wrapped)
     if wrapper is not wrapped and wrapper.module is not original:
         wrapper = wrapped  # only a part of the model is wrapped
     inner = getattr(wrapper, "module", wrapper)
@@ -189,11 +169,11 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         reshaped, trouble = _adapt_reference(inner, changed, parts)
         reference, state.module = state.reference.module, inner
     trainable = {name: p for name, p in state.module.named_parameters() if p.requires_grad}
-    facts, place = _facts_and_place(wrapper, names, settings, parts, trainable)
+    facts, replica = _facts_and_replica(wrapper, names, settings, parts, trainable)
     for name, parameter in reference.named_parameters():
         parameter.requires_grad_(name in trainable)  # wrap may have frozen some
     optimizer = state.recipe.build_optimizer(p for p in wrapped.parameters() if p.requires_grad)
-    recipe, ours = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
+    recipe, copied = state.recipe, (wrapped, wrapper, state.module, reference, optimizer)
     model = state.training_model = TrainingModel(
         module=state.module,
         wrapped=wrapped,
@@ -204,13 +184,13 @@ def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> Wrapp
         trainable=trainable,
         unregistered=frozenset(name for name, _ in unregistered_state(state.module)),
         hooks=hooks,
-        external_state=ExternalState(
-            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(obj) for obj in ours]
+        external_state=module_state.ExternalState(
+            (recipe.loss, recipe.shard, recipe.optimizer), reference, [id(obj) for obj in copied]
         ),
-        place=place,
+        replica=replica,
         parts=parts,
-        held=dict(state.module.named_parameters()) if parts else {},
-        changed_attributes=changed_attributes(state.module, reference) if place.splits_model else (),
+        params=dict(state.module.named_parameters()) if parts else {},
+        changed_attributes=changed_attributes(state.module, reference) if replica.splits_model else (),
     )
     count_calls(model)
     _follow(state.reference)
@@ -224,78 +204,81 @@ def _adapt_reference(module: nn.Module, changed: Sequence[nn.Module], parts: Map
     """
     state = rank_state()
     reference = state.reference
-    if not differs_in_structure(module, reference.module, {name: part.shape for name, part in parts.items()}):
+    full_shapes = {name: part.shape for name, part in parts.items()}
+    if not module_state.differs_in_structure(module, reference.module, full_shapes):
         return False, ""
     reshaped = _shapes(module) != _shapes(reference.module)
     reference.module = _unwrapped_copy(module, changed, parts)
-    reference.mapped = own_parameters(reference.module) if state.large else frozenset()
-    return reshaped, _hand_over(reference.module) if reshaped and state.rank == 0 else ""
+    reference.mapped = module_state.own_parameters(reference.module) if state.large else frozenset()
+    if reshaped and state.rank == 0:
+        try:
+            (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(reference.module))
+        except Exception as error:  # module attributes may not be picklable
+            return reshaped, summary(error)
+    return reshaped, ""
 
 
-def _facts_and_place(
+def _facts_and_replica(
     wrapper: nn.Module,
     names: Mapping[int, str],
     settings: Sequence[LoopEvent],
     parts: Mapping[str, Part],
     trainable: Iterable[str],
-) -> tuple[WrapperFacts, DataPlace]:
-    """Return the facts of the wrapper and the place of this rank in data parallelism; a collective over all ranks."""
+) -> tuple[modules.WrapperFacts, ModelReplica]:
+    """Return the facts of the wrapper and the model replica of this rank; a collective over all ranks."""
     state = rank_state()
-    facts = facts_of(wrapper, names)
+    facts = ddp_wrapper.facts_of(wrapper, names)
     if not facts.is_ddp:  # before the first all-gather, which needs all ranks
-        compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
+        ddp_wrapper.compare_options({"fully_shard": str(sharding.is_sharded(wrapper)), **sharding.policies_of(wrapper)})
     if not facts.is_ddp and sharding.is_sharded(wrapper):
         values = sharding.values_kept(wrapper, dict(state.reference.module.named_parameters()))
         facts = sharding.sharded_facts(wrapper, values, settings)
-    place = data_place(wrapper, parts, state.group)
-    if place.splits_model and isinstance(facts, ShardedFacts):
-        unsharded = not place.sharded
-        ignored = frozenset() if unsharded else frozenset({*trainable} - {*place.sharded})
+    replica = replica_of(wrapper, parts, state.group)
+    if replica.splits_model and isinstance(facts, modules.ShardedFacts):
+        unsharded = not replica.sharded
+        ignored = frozenset() if unsharded else frozenset({*trainable} - {*replica.sharded})
         facts = replace(facts, alone=unsharded, ignored=ignored)
-    return facts, place
+    return facts, replica
 
 
 def _evidence(
-    options: Mapping[str, str], seen: Mapping[str, SeenParameter], reshaped: bool, trouble: str
-) -> WrappedModule:
+    options: Mapping[str, str], seen: Mapping[str, ddp_wrapper.SeenParameter], reshaped: bool, trouble: str
+) -> modules.WrappedModule:
     state = rank_state()
     model = state.training_model
     owned = {id(p): name for name, p in state.module.named_parameters()}
-    optimized = {*map(id, parameters_of(model.optimizer))}
+    optimized = {*map(id, ddp_wrapper.parameters_of(model.optimizer))}
     values = fingerprints(state.whole(model.named_parameters()).items())
-    evidence = WrappedModule(
+    # Full parameters whose local parts are unchanged since construction.
+    parts = {name: seen[name] for name in model.parts if name in seen and name in values}
+    unchanged = {name: values[name] for name, part in parts.items() if fingerprint(model.params[name]) == part.value}
+    evidence = modules.WrappedModule(
         facts=model.facts,
-        options={**options, **wrapper_attributes(model.wrapper)},
-        optimizer=optimizer_options(model.optimizer, owned),
+        options={**options, **ddp_wrapper.wrapper_attributes(model.wrapper)},
+        optimizer=ddp_wrapper.optimizer_options(model.optimizer, owned),
         parameters=values,
         buffers=fingerprints(state.module.named_buffers()),
         loss_location=defined_at(state.recipe.loss),
         hooks=model.hooks,
         wrapper=type(model.wrapped).__name__,
-        broadcasts_buffers=broadcasts_buffers(model.wrapper),
-        changes=changes(seen, state.module) if seen else {},
-        parameters_at_construction={name: _value_of_whole(name, p, model, values) for name, p in seen.items()},
+        broadcasts_buffers=ddp_wrapper.broadcasts_buffers(model.wrapper),
+        changes=ddp_wrapper.changes(seen, state.module) if seen else {},
+        parameters_at_construction={name: param.value for name, param in seen.items()} | unchanged,
         replaces_module=reshaped,
         transfer_error=trouble,
         foreign_tensors=len(optimized - set(owned)),
         not_in_optimizer=tuple(name for key, name in owned.items() if key not in optimized and name in model.trainable),
     )
-    if not model.place.splits_model:
+    if not model.replica.splits_model:
         return evidence
-    return SplitModule(**structs.asdict(evidence), model_ranks=model.place.together)
-
-
-def _value_of_whole(name: str, seen: SeenParameter, model: TrainingModel, values: Mapping[str, int]) -> int:
-    """Return the full parameter's fingerprint if its local part is unchanged since `seen`."""
-    unchanged = name in model.parts and name in values and fingerprint(model.held[name]) == seen.value
-    return values[name] if unchanged else seen.value
+    return modules.SplitModule(**structs.asdict(evidence), model_ranks=model.replica.ranks)
 
 
 def _unwrapped_copy(module: nn.Module, changed: Sequence[nn.Module], parts: Mapping[str, Part]) -> nn.Module:
     """Return a copy of a module that `wrap` changed, without `fully_shard`."""
     if not (parts or sharding.is_sharded(module)):
-        return copied_module(module)
-    match = next((candidate for candidate in changed if not differs_in_structure(module, candidate)), None)
+        return module_state.copied_module(module)
+    match = next((candidate for candidate in changed if not module_state.differs_in_structure(module, candidate)), None)
     if match is None:
         raise TargetError(
             "wrap(module, device) changes the layers of the module in addition to fully_shard or parallelize_module, "
@@ -308,34 +291,26 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
-def _hand_over(module: nn.Module) -> str:
-    try:
-        (this_rank.current().directory / HANDOVER).write_bytes(wire.dumps(module))
-    except Exception as error:  # module attributes may not be picklable
-        return summary(error)
-    return ""
-
-
 @contextlib.contextmanager
-def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, SeenParameter], dict[str, Part]]]:
+def _watch_construction() -> Iterator[tuple[dict[str, str], dict[str, ddp_wrapper.SeenParameter], dict[str, Part]]]:
     """Compare the ranks' options before the DDP constructor communicates.
 
     Yields the options, the parameters seen, and the parts that DDP replaces by local tensors.
     """
     ddp: Any = nn.parallel.DistributedDataParallel
     options: dict[str, str] = {}
-    seen: dict[str, SeenParameter] = {}
+    seen: dict[str, ddp_wrapper.SeenParameter] = {}
     parts: dict[str, Part] = {}
 
     def constructed(wrapper: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         options.clear()
-        options.update(constructor_options(ddp.__init__, wrapper, *args, **kwargs))
-        compare_options(options)
+        options.update(ddp_wrapper.constructor_options(ddp.__init__, wrapper, *args, **kwargs))
+        ddp_wrapper.compare_options(options)
         module = args[0] if args else kwargs["module"]
         before = parts_of(module)
         yield
         now = dict(wrapper.module.named_parameters())
-        known = SeenParameter.of_all(now.items())
+        known = ddp_wrapper.SeenParameter.of_all(now.items())
         seen.update({name: param._replace(value=fingerprint(now[name])) for name, param in known.items()})
         parts.update(
             {name: part for name, part in before.items() if name in seen and not is_shard(module.get_parameter(name))}
@@ -351,7 +326,8 @@ def count_calls(model: TrainingModel) -> None:
     def count(key: str, _module: nn.Module, _inputs: Any) -> None:
         model.calls[key] = model.calls.get(key, 0) + 1
         joining = getattr(getattr(model.wrapper, "_join_config", None), "enable", False)
-        if key == "wrapper" and broadcasts_buffers(model.wrapper) and not joining:  # broadcast: all ranks must join
+        broadcasts = key == "wrapper" and ddp_wrapper.broadcasts_buffers(model.wrapper) and not joining
+        if broadcasts:  # all ranks must join
             mode = "with gradients" if torch.is_grad_enabled() else "without gradients"
             note_collective("DistributedDataParallel.forward", mode)
 
@@ -365,7 +341,7 @@ def _follow(reference: ReferenceModule) -> None:
     if reference.submodules.get("") is module:  # already followed: wrapped again with other options
         return
     reference.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    reference.seen = SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
+    reference.seen = ddp_wrapper.SeenParameter.of_all(nn.Module.named_parameters(module, remove_duplicate=False))
     reference.submodules = dict(module.named_modules())
     reference.changed = {}
     tensors = (*module.buffers(), *(tensor for _, tensor in unregistered_tensors(module)))

@@ -77,13 +77,11 @@ def _text(value: Any, depth: int, most: int) -> str:
         return "" if odd or value.numel() > _MOST_ELEMENTS else f"tensor({value.tolist()})"
     if depth > _DEEPEST or not isinstance(value, _CONTAINERS) or len(value) > most:
         return ""
+    items = [_text(item, depth + 1, most) for item in value]
     if isinstance(value, dict):
-        items = [(_text(key, depth + 1, most), _text(item, depth + 1, most)) for key, item in value.items()]
-        whole = all(key and item for key, item in items)
-        return "{" + ", ".join(f"{key}: {item}" for key, item in items) + "}" if whole else ""
-    parts = [_text(item, depth + 1, most) for item in value]
-    if not all(parts):
+        texts = [_text(item, depth + 1, most) for item in value.values()]
+        items = [f"{key}: {text}" if key and text else "" for key, text in zip(items, texts, strict=True)]
+    if not all(items):
         return ""
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(parts)) + "}"
-    return f"[{', '.join(parts)}]" if isinstance(value, list) else f"({', '.join(parts)})"
+    opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
+    return opening + ", ".join(sorted(items) if isinstance(value, set | frozenset) else items) + closing

@@ -22,11 +22,10 @@ from ddpcheck.findings.evidence.steps import LoopEvent, ParameterChange
 from ddpcheck.findings.report import Location
 from ddpcheck.gather.ddp.copied_optimizer import CopiedOptimizer
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter
-from ddpcheck.gather.ddp.model_parts import DataPlace, Part, as_wholes
+from ddpcheck.gather.ddp.model_parts import ModelReplica, Part, as_wholes
 from ddpcheck.gather.ddp.sharding import gathered
-from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
 from ddpcheck.gather.state.module_description import Origins
-from ddpcheck.gather.state.module_state import ModuleState
+from ddpcheck.gather.state.module_state import ExternalState, ModuleState, Restore
 from ddpcheck.gather.state.tensor_file import TensorFile
 from ddpcheck.gather.steps import training_step
 from ddpcheck.gather.steps.gradient_distance import norm
@@ -73,11 +72,11 @@ class TrainingModel:
     settings: tuple[LoopEvent, ...]  # `fully_shard` settings made by `wrap`
     hooks: tuple[GradientHook, ...]  # gradient hooks registered by `wrap`
     external_state: ExternalState
-    place: DataPlace  # of this rank in data parallelism
+    replica: ModelReplica  # of this rank in data parallelism
     # Under DDP with tensor parallelism: the parts behind local tensors, all parameters (replaced by DTensors in
     # forward), and by submodule the original values of plain attributes that `wrap` changed.
     parts: dict[str, Part] = field(default_factory=dict)
-    held: dict[str, nn.Parameter] = field(default_factory=dict)
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
     changed_attributes: Sequence[Mapping[str, object]] = ()
     # If sharded, set in the first step: optimizer copies for full parameters and for this rank's shards.
     copies: tuple[CopiedOptimizer, ...] = ()
@@ -91,7 +90,7 @@ class TrainingModel:
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Return the parameters of the wrapped module."""
-        return self.held.items() if self.parts else self.module.named_parameters()
+        return self.params.items() if self.parts else self.module.named_parameters()
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class StepData:
 
     before: ModuleState  # module state at the start of the step
     batch: Any = None  # the shard of this rank
-    external: list[Restore] = field(default_factory=list)  # external state when `batch` was drawn
+    restore_external: Restore = lambda: None  # restores the external state when `batch` was drawn
     local: Gradients = field(default_factory=dict)  # local gradients of this rank
     norms: dict[str, float] = field(default_factory=dict)  # norms of `local`
     missing: list[str] = field(default_factory=list)  # parameters that received no gradient
@@ -145,12 +144,12 @@ class RankState:
 
     def seed_of(self, step: int) -> int:
         """Return the seed of this rank's random numbers in a step."""
-        return training_step.step_seed(self.seed, step, self.training_model.place.rank)
+        return training_step.step_seed(self.seed, step, self.training_model.replica.rank)
 
     def shard_of(self, batch: Any) -> Any:
         """Return this rank's shard of a global batch (shared by model-parallel peers)."""
-        place = self.training_model.place
-        return self.recipe.local_batch(batch, place.rank, place.size)
+        replica = self.training_model.replica
+        return self.recipe.local_batch(batch, replica.rank, replica.size)
 
     def whole(self, tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         """Return full tensors of the wrapped model by name; a collective if split."""
@@ -173,19 +172,19 @@ class RankState:
         return training_step.make_batch(self.recipe, step, seed=self.seed, world_size=self.world_size)
 
     def gradients(
-        self, step: int, module: nn.Module, batch: Any, *, numbers: RandomNumbers = "drawn", place: str = ""
+        self, step: int, module: nn.Module, batch: Any, *, numbers: RandomNumbers = "drawn", phase: str = ""
     ) -> tuple[Gradients, Loss]:
         """Return gradients and loss of `module`; random `numbers` that are not drawn are seeded alike on all ranks."""
         seed = self.seed_of(step) if numbers == "drawn" else training_step.step_seed(self.seed, step)
         return training_step.compute_gradients(
-            self.recipe, module, batch, step=step, seed=seed, numbers=numbers, place=place
+            self.recipe, module, batch, step=step, seed=seed, numbers=numbers, phase=phase
         )
 
-    def run_loss(self, step: int, place: str = "", module: nn.Module | None = None) -> Loss:
+    def run_loss(self, step: int, phase: str = "", module: nn.Module | None = None) -> Loss:
         """Return the loss of `module`, default the reference module, on this rank's shard; see `compute_loss`."""
         module = self.reference.module if module is None else module  # len() of a compiled DDP raises
         seed = self.seed_of(step)
-        return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, place=place)
+        return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, phase=phase)
 
 
 def rank_state() -> RankState:
@@ -213,14 +212,13 @@ def replays_step(
     @functools.wraps(function)
     def phase(step: int, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         state = rank_state()
-        now = state.training_model.external_state.capture()
-        put_back(state.step.external)
-        state.rewind()
-        try:
-            return function(step, *args, **kwargs)
-        finally:
+        with state.training_model.external_state.restored():
+            state.step.restore_external()
             state.rewind()
-            state.reference.outputs.clear()
-            put_back(now)
+            try:
+                return function(step, *args, **kwargs)
+            finally:
+                state.rewind()
+                state.reference.outputs.clear()
 
     return phase

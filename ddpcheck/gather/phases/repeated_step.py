@@ -9,7 +9,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from ddpcheck.gather.collectives.fake_collectives import answer_alone
 from ddpcheck.gather.ddp.loop_events import backward_through
 from ddpcheck.gather.patching import CALLER, patched
 from ddpcheck.gather.phases.rank_state import RankState, rank_state, replays_step
-from ddpcheck.gather.state.external_state import put_back
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.tensor_file import kept_in_file
 from ddpcheck.gather.steps import training_step
@@ -46,58 +44,56 @@ _FACTOR = 2.0  # power of two: linear operations scale exactly
 _NOT_ROUNDING = 1e3  # tolerance in units of machine eps
 
 
-@dataclass(slots=True)
-class _Run:
-    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    node_names: frozenset[str] = frozenset()
-    feeds_others: bool = False
-
-
 @replays_step
 def repeat_step(step: int) -> RepeatedStep:
     """Run the local step thrice with one seed, finally with doubled output gradient."""
     state = rank_state()
-    first = _run(state, step, 1.0)
+    gradients, node_names, _ = _run(state, step, 1.0)
+    first: Mapping[str, torch.Tensor]
     if state.large:
-        file = this_rank.current().directory / f"repeated.{state.rank}"
-        first.gradients = kept_in_file(first.gradients.items(), file)
+        first = kept_in_file(gradients.items(), this_rank.current().directory / f"repeated.{state.rank}")
     else:
-        first.gradients = {name: gradient.clone() for name, gradient in first.gradients.items()}
-    differences = _differences(first.gradients, _run(state, step, 1.0).gradients)
-    doubled = _run(state, step, _FACTOR)
-    nonlinear = [item.name for item in _differences(first.gradients, doubled.gradients, _FACTOR) if item.bad]
+        first = {name: gradient.clone() for name, gradient in gradients.items()}
+    del gradients
+    differences = _differences(first, _run(state, step, 1.0)[0])
+    doubled, _, feeds_others = _run(state, step, _FACTOR)
+    nonlinear = [item.name for item in _differences(first, doubled, _FACTOR) if item.bad]
     return RepeatedStep(
         differences=differences,
-        nonlinear=() if doubled.feeds_others else tuple(nonlinear),
-        hooks=(*recorded_hooks(), *own_functions(first.node_names)),
+        nonlinear=() if feeds_others else tuple(nonlinear),
+        hooks=(*recorded_hooks(), *own_functions(node_names)),
     )
 
 
-def _run(state: RankState, step: int, factor: float) -> _Run:
+def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Gradients, frozenset[str], bool]:
+    """Run the local step with the output gradient times `factor`.
+
+    Returns the gradients, the node names of the graph, and True if backward reaches leaves that are no parameters.
+    """
     module = state.reference.module
     state.rewind()
-    put_back(state.step.external)
+    state.step.restore_external()
     training_step.clear_gradients(module)
-    run = _Run()
+    node_names, feeds_others = frozenset[str](), False
     param_ids = {id(p) for p in module.parameters()}
 
     @passes_on
     def enlarged(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal node_names, feeds_others
         arguments = {"grad_tensors": None, **kwargs, **dict(zip(_STARTS, args, strict=False))}
         roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
         walk = autograd_graph.walk_graph(roots)
-        run.node_names |= walk.node_names
-        run.feeds_others |= any(id(leaf) not in param_ids for leaf in walk.leaves)
+        node_names |= walk.node_names
+        feeds_others |= any(id(leaf) not in param_ids for leaf in walk.leaves)
         del walk
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
 
     with backward_through(enlarged):
         training_step.run_backward(state.run_loss(step, "repeating, ").total)
-    run.gradients = training_step.gradients_of(named_parameters(module))
-    return run
+    return training_step.gradients_of(named_parameters(module)), node_names, feeds_others
 
 
 _STARTS = ("tensors", "grad_tensors")
@@ -203,17 +199,17 @@ def packed_payloads(step: int) -> tuple[ReductionInput, ...]:
     state, module = rank_state(), rank_state().reference.module
     payloads: list[ReductionInput] = []
 
-    def standing(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
+    def stub(operation: str, kwargs: Mapping[str, Any], call: Call) -> Any:
         if operation in REDUCTIONS:
             payloads.append(ReductionInput(operation, call.location, _values(kwargs)))
         return answer_alone(operation, kwargs)
 
     try:
-        shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.place.size)
+        shard = state.recipe.local_batch(state.global_batch(step), 0, state.training_model.replica.size)
         shard, seed = to_device(shard, state.device), training_step.step_seed(state.seed, step, 0)
-        with replaced_by(standing):
-            place = "comparing what is sent, "
-            training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, place=place)
+        with replaced_by(stub):
+            phase = "comparing what is sent, "
+            training_step.compute_loss(state.recipe, module, shard, step=step, seed=seed, phase=phase)
     except (Exception, SystemExit):  # the program needs real results; compare the calls until then
         pass
     finally:
@@ -253,7 +249,7 @@ def nonzero_when_perturbed(step: int, names: Sequence[str]) -> list[str]:
     """Return the `names` whose gradient is nonzero after perturbing every parameter."""
     state = rank_state()
     _perturb(state, step)
-    gradients, _ = state.gradients(step, state.reference.module, state.step.batch, place="looking again, ")
+    gradients, _ = state.gradients(step, state.reference.module, state.step.batch, phase="looking again, ")
     return [name for name in names if name in gradients and bool(gradients[name].count_nonzero())]
 
 

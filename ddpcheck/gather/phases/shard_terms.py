@@ -22,7 +22,7 @@ from ddpcheck.gather.autograd.loss_terms import Edge, PairedTerms, backward_of, 
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.phases.single_process import SingleProcess
 from ddpcheck.gather.steps import training_step
-from ddpcheck.gather.steps.batch_coupling import FirstActivations, are_felt, changes_for
+from ddpcheck.gather.steps.batch_coupling import FirstActivations, changes_for, gradients_changed
 from ddpcheck.gather.steps.gradient_distance import fit, norm
 from ddpcheck.gather.steps.training_step import Gradients, Loss
 from ddpcheck.recipe.pytree import batch_size, named_tensors, tree_map, upcast
@@ -71,9 +71,16 @@ class ShardRun:
     views: bool = False  # True if the input of a `by_shard` module is concatenated views of the batch
     activations: FirstActivations | None = None  # records the forward pass
 
+    @property
+    def exact(self) -> ShardRun | None:
+        """Return the same run in float64, or None if the model has no float64 copy."""
+        double = self.single_process.double
+        return None if double is None else replace(self, module=double)
+
     @contextlib.contextmanager
     def loss(self, part: Any) -> Iterator[Loss]:
         """Yield the loss on `part` from the step's initial state, ready for backward."""
+        part = upcast(part) if self.module is self.single_process.double else part
         self.single_process.rewind(self.module)
         training_step.clear_gradients(self.module)
         with contextlib.ExitStack() as stack:
@@ -87,9 +94,14 @@ class ShardRun:
             seed = training_step.step_seed(self.single_process.seed, self.step)
             with recorded_lines(), self.activations or contextlib.nullcontext():
                 loss = training_step.compute_loss(
-                    self.single_process.recipe, self.module, part, step=self.step, seed=seed, place="shard by shard, "
+                    self.single_process.recipe, self.module, part, step=self.step, seed=seed, phase="shard by shard, "
                 )
             yield loss
+
+    def forward(self, part: Any) -> None:
+        """Run only the forward pass on `part`."""
+        with self.loss(part):
+            pass
 
     def terms(self, part: Any) -> tuple[list[Edge], list[str]]:
         """Return the ends of the loss terms on `part`, and the part names."""
@@ -152,13 +164,13 @@ class Terms:
     def mean(self) -> Gradients:
         """Return the mean over the shards of the gradient of the whole loss."""
         return weighted_sum(
-            [gradients for of_term in self.parts for gradients in of_term],
-            [1 / len(of_term) for of_term in self.parts for _ in of_term],
+            [gradients for term_parts in self.parts for gradients in term_parts],
+            [1 / len(term_parts) for term_parts in self.parts for _ in term_parts],
         )
 
     def rank_weights(self, averaged: Gradients) -> list[tuple[float, ...]] | None:
         """Fit shard weights per term to the ranks' average; None if no fit."""
-        flat = [_scaled(gradients, self.scale) for of_term in self.parts for gradients in of_term]
+        flat = [_scaled(gradients, self.scale) for term_parts in self.parts for gradients in term_parts]
         weights, residual = fit(_scaled(averaged, self.scale), flat)
         count = len(self.parts[0])
         if residual > _SAME:
@@ -172,60 +184,52 @@ class Terms:
         return _length(residual, self.scale) / total if total else 0.0
 
 
-def look_at_terms(
-    single_process: SingleProcess,
-    batch: Any,
-    shards: Sequence[Any],
-    step: int,
-    *,
-    exactly: bool,
-    eval_modules: Sequence[str] = (),
-) -> Terms:
-    """Analyse each loss term, `exactly` in float64, with `eval_modules` in eval mode."""
-    module = single_process.double if exactly and single_process.double is not None else single_process.module
-    if exactly:
-        batch, shards = upcast(batch), [upcast(shard) for shard in shards]
-    run = ShardRun(single_process, module, step, eval_modules=eval_modules)
-    size = sum(gradient.numel() for gradient in single_process.step.gradients.values())
+def look_at_terms(run: ShardRun, batch: Any, shards: Sequence[Any]) -> Terms:
+    """Analyse each loss term on the global batch and on its shards."""
+    data = run.single_process.step
+    size = sum(gradient.numel() for gradient in data.gradients.values())
     most = min(_MOST_TERMS, MOST_ELEMENTS // ((len(shards) + 1) * max(size, 1)))
     edges, (names, *_) = zip(*(run.terms(part) for part in (batch, *shards)), strict=True)
     paired = PairedTerms(edges if all(edges) else [], most=max(most, 1))
-    like: Mapping[str, torch.Tensor] = single_process.step.gradients
-    like = {name: gradient.double() for name, gradient in like.items()} if exactly else like
+    like: Mapping[str, torch.Tensor] = data.gradients
+    if run.module is run.single_process.double:
+        like = {name: gradient.double() for name, gradient in like.items()}
     whole = [filled(gradients, like) for gradients in run.gradients(batch, paired)]
     by_shard = [[filled(gradients, like) for gradients in run.gradients(shard, paired)] for shard in shards]
-    parts = [[of_shard[number] for of_shard in by_shard] for number in range(len(whole))]
-    seen = Terms([], whole, parts, {name: single_process.step.scale.get(name, 0.0) for name in like})
-    for number, of_whole in enumerate(whole):
-        weights, residual = fit(_scaled(of_whole, seen.scale), [_scaled(part, seen.scale) for part in parts[number]])
-        ends = paired.sort(edges[0])[number] if len(paired) else []
+    parts = [[of_shard[index] for of_shard in by_shard] for index in range(len(whole))]
+    results = Terms([], whole, parts, {name: data.scale.get(name, 0.0) for name in like})
+    for index, gradients in enumerate(whole):
+        weights, residual = fit(
+            _scaled(gradients, results.scale), [_scaled(part, results.scale) for part in parts[index]]
+        )
+        ends = paired.sort(edges[0])[index] if len(paired) else []
         count, counts = _what_counts(shards, weights, precision=min(max(_MOST_PRECISE, 100 * residual), _SAME))
-        seen.terms.append(
+        results.terms.append(
             LossTerm(
                 name=names[ends[0].part] if len(names) > 1 and len({end.part for end in ends}) == 1 else "",
                 location=ends[0].location if len({end.location for end in ends}) == 1 else None,
-                error=seen.error(number, [1 / len(shards)] * len(shards)),
+                error=results.error(index, [1 / len(shards)] * len(shards)),
                 weights=tuple(weights),
-                residual=seen.error(number, weights),
+                residual=results.error(index, weights),
                 count=count,
                 counts=counts,
             )
         )
     with contextlib.suppress(Exception):  # the batch may not be repeatable
-        summed = _summed_terms(run, batch, paired, whole)
-        seen.terms = [
-            replace(term, doubles_with_batch=doubles) for term, doubles in zip(seen.terms, summed, strict=True)
+        doubled = _summed_terms(run, batch, paired, whole)
+        results.terms = [
+            replace(t, doubles_with_batch=is_sum) for t, is_sum in zip(results.terms, doubled, strict=True)
         ]
     with contextlib.suppress(Exception):  # forward may reject changed activations
-        felt = _coupled_terms(run, batch, shards[0], paired, large=False)
-        seen.terms = [replace(term, coupled=coupled) for term, coupled in zip(seen.terms, felt, strict=True)]
-        if any(term.coupled is False and not term.is_normalised for term in seen.terms):
-            felt = _coupled_terms(run, batch, shards[0], paired, large=True)
-            seen.terms = [
-                term if term.coupled is not False or term.is_normalised else replace(term, coupled=coupled)
-                for term, coupled in zip(seen.terms, felt, strict=True)
-            ]
-    return seen
+        for large in (False, True):
+            tested = [not large or (term.coupled is False and not term.is_normalised) for term in results.terms]
+            if any(tested):
+                coupled = _coupled_terms(run, batch, shards[0], paired, large=large)
+                results.terms = [
+                    replace(term, coupled=is_coupled) if is_tested else term
+                    for term, is_coupled, is_tested in zip(results.terms, coupled, tested, strict=True)
+                ]
+    return results
 
 
 def _scaled(gradients: Gradients, scale: Mapping[str, float]) -> Gradients:
@@ -256,22 +260,20 @@ def _summed_terms(run: ShardRun, batch: Any, paired: PairedTerms, whole: Sequenc
 def _coupled_terms(run: ShardRun, batch: Any, shard: Any, paired: PairedTerms, *, large: bool) -> list[bool | None]:
     """Detect terms whose gradient for other samples depends on activations of `shard`."""
     part = FirstActivations()
-    with replace(run, activations=part).loss(shard):
-        pass
+    replace(run, activations=part).forward(shard)
 
-    def gradients_by_term(watch: FirstActivations) -> list[list[torch.Tensor | None]]:
-        grads = []
-        for _ in replace(run, activations=watch).gradients(batch, paired):
-            grads.append([activation.gradient for activation in watch.activations])
-            for activation in watch.activations:
-                activation.gradient = None
-        return grads
+    def gradients_by_term(activations: FirstActivations) -> list[dict[int, torch.Tensor]]:
+        gradients = []
+        for _ in replace(run, activations=activations).gradients(batch, paired):
+            gradients.append(activations.gradients)
+            activations.gradients = {}
+        return gradients
 
     whole = FirstActivations()
     before = gradients_by_term(whole)
-    changes = changes_for(whole.activations, part.activations, large=large)
-    after = gradients_by_term(FirstActivations({number: factor for number, (_, factor) in changes.items()}))
-    return [are_felt(old, new, changes) for old, new in zip(before, after, strict=True)]
+    changes = changes_for(whole.values, part.values, large=large)
+    after = gradients_by_term(FirstActivations({index: factor for index, (_, factor) in changes.items()}))
+    return [gradients_changed(old, new, changes) for old, new in zip(before, after, strict=True)]
 
 
 # Normalization of the loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,8 @@ from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.gradients import Difference, RandomNumbers, SingleStep
 from ddpcheck.gather.ddp.loop_events import counted_backwards
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
-from ddpcheck.gather.state.external_state import ExternalState, Restore, put_back
+from ddpcheck.gather.state import module_state
 from ddpcheck.gather.state.fingerprints import shape_of
-from ddpcheck.gather.state.module_state import (
-    ModuleState,
-    capture_attributes,
-    capture_state,
-    copied_module,
-    move_to_file,
-    moved,
-    release,
-)
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
 from ddpcheck.gather.state.tensor_file import TensorFile, TensorWriter, is_large, kept_in_file
 from ddpcheck.gather.state.training_mode import into_training
@@ -47,7 +38,7 @@ from ddpcheck.worlds import wire
 from ddpcheck.worlds.compilation import run_as_written
 
 HANDOVER = "module.pickle"
-"""The file in the ranks' world in which rank 0 leaves the module where `wrap` has made another one of it."""
+"""File in the directory of the ranks in which rank 0 saves the module if `wrap` changed its structure."""
 
 _LARGEST_BY_CHANGE = 1e-3  # relative to all gradients; larger differences are not rounding
 _LARGEST_TOLERANCE = 0.1  # well below the smallest bug measured, a relative error of 0.5
@@ -57,8 +48,8 @@ _LARGEST_TOLERANCE = 0.1  # well below the smallest bug measured, a relative err
 class SingleStepData:
     """Current step of the single process."""
 
-    before: ModuleState  # module state at the start of the step
-    external: list[Restore]  # external state at the start of the step
+    before: module_state.ModuleState  # module state at the start of the step
+    restore_external: module_state.Restore  # restores the external state at the start of the step
     loss: float = 0.0  # on the global batch
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scale: dict[str, float] = field(default_factory=dict)  # reference for relative errors, by parameter
@@ -77,10 +68,10 @@ class SingleProcess:
     seed: int
     world_size: int  # world size of the compared ranks
     stack: contextlib.ExitStack  # closed at process exit
-    external_state: ExternalState
+    external_state: module_state.ExternalState
     mapped: frozenset[str]  # parameters of a large model mapped from a file (copy-on-write)
     numbers: RandomNumbers = "drawn"  # other values: reproducible by ranks, if forward draws
-    after: ModuleState | None = None  # module attributes after the last step's forward passes
+    after: module_state.ModuleState | None = None  # module attributes after the last step's forward passes
     step: SingleStepData = field(init=False)
 
     def global_batch(self, step: int) -> Any:
@@ -90,16 +81,12 @@ class SingleProcess:
     def rewind(self, module: nn.Module) -> None:
         """Restore `module` and external state to the start of the step."""
         self.step.before.restore(module, self.mapped)
-        put_back(self.step.external)
+        self.step.restore_external()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Restore external state after a block that reruns the step."""
-        now = self.external_state.capture()
-        try:
-            yield
-        finally:
-            put_back(now)
+    def gradients(self, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Loss]:
+        """Return gradients and loss of `module` on `batch`."""
+        seed, phase = step_seed(self.seed, step), "single process, "
+        return compute_gradients(self.recipe, module, batch, step=step, seed=seed, numbers=self.numbers, phase=phase)
 
 
 def start(target: str | Recipe, seed: int, world_size: int) -> None:
@@ -112,7 +99,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
     def build() -> nn.Module:
         this_rank.set_status("building the model")
         seed_everything(training_step.model_seed(seed))
-        module = moved(recipe.build_model(), device)
+        module = module_state.moved(recipe.build_model(), device)
         into_training(module)
         return module
 
@@ -126,7 +113,7 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
         try:
             double = build()
             shared = {id(p) for p in module.parameters()} & {id(p) for p in double.parameters()}
-            double = _in_double(copied_module(double) if shared else double, mapped)
+            double = _in_double(module_state.copied_module(double) if shared else double, mapped)
         except Exception as failure:
             error = summary(failure)
     external = _external_state(recipe, module, double)
@@ -136,16 +123,17 @@ def start(target: str | Recipe, seed: int, world_size: int) -> None:
 
 
 def _in_file(module: nn.Module) -> frozenset[str]:
-    return move_to_file(module, this_rank.current().directory / "built") if is_large(module) else frozenset()
+    file = this_rank.current().directory / "built"
+    return module_state.move_to_file(module, file) if is_large(module) else frozenset()
 
 
 def _in_double(module: nn.Module, mapped: Collection[str]) -> nn.Module:
-    release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
+    module_state.release(module, mapped, torch.float64)  # first: mapped parameters are read from a file
     return module.double()
 
 
-def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> ExternalState:
-    return ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
+def _external_state(recipe: Recipe, module: nn.Module, double: nn.Module | None) -> module_state.ExternalState:
+    return module_state.ExternalState((recipe.loss, recipe.shard, recipe.optimizer), module, [id(module), id(double)])
 
 
 def join_alone() -> None:
@@ -156,11 +144,12 @@ def join_alone() -> None:
 
 def adopt(module_file: Path) -> None:
     """Continue with the module made by `wrap` on rank 0, also in float64."""
-    own: SingleProcess = this_rank.state["single"]
-    own.module = wire.loads(module_file.read_bytes()).to(own.device)
-    own.mapped = _in_file(own.module)
-    own.double = _in_double(copied_module(own.module), own.mapped) if own.double is not None else None
-    own.after, own.external_state = None, _external_state(own.recipe, own.module, own.double)
+    single: SingleProcess = this_rank.state["single"]
+    single.module = wire.loads(module_file.read_bytes()).to(single.device)
+    single.mapped = _in_file(single.module)
+    if single.double is not None:
+        single.double = _in_double(module_state.copied_module(single.module), single.mapped)
+    single.after, single.external_state = None, _external_state(single.recipe, single.module, single.double)
 
 
 def run_step(step: int, state_file: Path | None) -> SingleStep | str:
@@ -169,21 +158,21 @@ def run_step(step: int, state_file: Path | None) -> SingleStep | str:
     `state_file` has rank 0's state before the step; None if the module already has the same state. Returns the first
     difference instead if the recipe builds another model in one process than on several ranks.
     """
-    own: SingleProcess = this_rank.state["single"]
-    if own.after is not None:
-        own.after.restore(own.module)  # keep counters and caches of earlier forward passes
-    if step == 0 and state_file is not None and (differs := _other_model(own.module, TensorFile(state_file))):
+    single: SingleProcess = this_rank.state["single"]
+    if single.after is not None:
+        single.after.restore(single.module)  # keep counters and caches of earlier forward passes
+    if step == 0 and state_file is not None and (differs := _other_model(single.module, TensorFile(state_file))):
         return differs
     if state_file is not None:
-        ModuleState(TensorFile(state_file), file=state_file).restore(own.module, own.mapped)
-    last = own.step.before if hasattr(own, "step") else None
-    if own.mapped and state_file is not None:
-        before = capture_attributes(own.module, buffers=True)
+        module_state.ModuleState(TensorFile(state_file), file=state_file).restore(single.module, single.mapped)
+    last = single.step.before if hasattr(single, "step") else None
+    if single.mapped and state_file is not None:
+        before = module_state.capture_state(single.module, parameters=False)
         before.tensors, before.file = {**TensorFile(state_file), **before.tensors}, state_file
     else:
-        before = capture_state(own.module, into=last)
-    own.step = SingleStepData(before, own.external_state.capture())
-    return _run(own, step)
+        before = module_state.capture_state(single.module, into=last)
+    single.step = SingleStepData(before, single.external_state.capture())
+    return _run(single, step)
 
 
 def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -> str:
@@ -198,89 +187,85 @@ def _other_model(module: nn.Module, rank0_tensors: Mapping[str, torch.Tensor]) -
 
 def run_with_constants(step: int) -> SingleStep:
     """Rerun the step, and all later steps, with constants instead of random numbers."""
-    own: SingleProcess = this_rank.state["single"]
-    own.numbers = "constant"
-    own.rewind(own.module)
-    return _run(own, step)
+    single: SingleProcess = this_rank.state["single"]
+    single.numbers = "constant"
+    single.rewind(single.module)
+    return _run(single, step)
 
 
-def _run(own: SingleProcess, step: int) -> SingleStep:
-    data = own.step
-    batch = own.global_batch(step)
-    rebuilt = batch_fingerprint(own.global_batch(step)) if step == 0 else ()
-    on_device = to_device(batch, own.device)
-    gradients, loss, backwards = _comparable_gradients(own, on_device, step)
-    own.after = capture_attributes(own.module, buffers=False)
+def _run(single: SingleProcess, step: int) -> SingleStep:
+    data = single.step
+    batch = single.global_batch(step)
+    rebuilt = batch_fingerprint(single.global_batch(step)) if step == 0 else ()
+    on_device = to_device(batch, single.device)
+    gradients, loss, backwards = _comparable_gradients(single, on_device, step)
+    single.after = module_state.capture_state(single.module, parameters=False, buffers=False)
     data.loss = loss.value
     del loss
-    training_step.clear_gradients(own.module)
+    training_step.clear_gradients(single.module)
     data.gradients = gradients
-    if own.mapped:
+    if single.mapped:
         data.gradients = kept_in_file(gradients.items(), this_rank.current().directory / "gradients")
         gradients.clear()
     del gradients
-    with own.aside():
-        noise = _rounding(own, on_device, step, own.mapped if backwards == 1 else ())
+    with single.external_state.restored():
+        noise = _rounding(single, on_device, step, single.mapped if backwards == 1 else ())
     data.scale = scales(data.gradients)
     data.tolerance = tolerances(data.gradients, data.scale, noise)
-    if own.double_error:  # the only estimate without float64
-        with own.aside():
-            measured = tolerances(data.gradients, data.scale, _rounding_by_change(own, on_device, step))
+    if single.double_error:  # the only estimate without float64
+        with single.external_state.restored():
+            measured = tolerances(data.gradients, data.scale, _rounding_by_change(single, on_device, step))
         data.tolerance = {name: max(measured[name], allowed) for name, allowed in data.tolerance.items()}
     total = sum(norm(gradient) ** 2 for gradient in data.gradients.values()) ** 0.5
-    if own.double is not None:
-        release(own.double, own.mapped)  # until the next `rewind`
-    return SingleStep(data.loss, total, batch_fingerprint(batch), rebuilt, own.double_error, backwards, own.numbers)
+    if single.double is not None:
+        module_state.release(single.double, single.mapped)  # until the next `rewind`
+    return SingleStep(
+        data.loss, total, batch_fingerprint(batch), rebuilt, single.double_error, backwards, single.numbers
+    )
 
 
-def _comparable_gradients(own: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
+def _comparable_gradients(single: SingleProcess, batch: Any, step: int) -> tuple[Gradients, Loss, int]:
     """Return gradients and loss with random numbers reproducible by ranks, and backward count."""
     while True:
         try:
             with counted_backwards() as backwards:
-                gradients, loss = _gradients(own, own.module, batch, step)
+                gradients, loss = single.gradients(single.module, batch, step)
         except Exception:
-            if own.numbers != "by sample":
+            if single.numbers != "by sample":
                 raise
-            own.numbers = "constant"
+            single.numbers = "constant"
         else:
-            if not loss.drew or own.numbers != "drawn":
+            if not loss.drew or single.numbers != "drawn":
                 return gradients, loss, backwards[0]
-            own.numbers = "by sample"
-        own.rewind(own.module)
+            single.numbers = "by sample"
+        single.rewind(single.module)
 
 
-def _gradients(own: SingleProcess, module: nn.Module, batch: Any, step: int) -> tuple[Gradients, Loss]:
-    seed = step_seed(own.seed, step)
-    place = "single process, "
-    return compute_gradients(own.recipe, module, batch, step=step, seed=seed, numbers=own.numbers, place=place)
-
-
-def _rounding(own: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
+def _rounding(single: SingleProcess, batch: Any, step: int, streamed: Collection[str]) -> dict[str, float] | None:
     """Return rounding error norms of the module's dtype by parameter; None if unknown.
 
     Only one float64 gradient of the parameters in `streamed` is in memory at a time.
     """
-    gradients = own.step.gradients
-    if own.double is None:
-        return None if own.double_error else dict.fromkeys(gradients, 0.0)
-    own.rewind(own.double)
+    gradients = single.step.gradients
+    if single.double is None:
+        return None if single.double_error else dict.fromkeys(gradients, 0.0)
+    single.rewind(single.double)
     try:
-        exact = _exact_gradients(own, own.double, upcast(batch), step, streamed)
+        exact = _exact_gradients(single, single.double, upcast(batch), step, streamed)
     except UsageError:
         raise
     except Exception as error:  # the model may not run in float64
-        own.double_error = summary(error)
-        own.double = None
+        single.double_error = summary(error)
+        single.double = None
         return None
     return {name: distance(gradient, exact[name]) for name, gradient in gradients.items() if name in exact}
 
 
 def _exact_gradients(
-    own: SingleProcess, double: nn.Module, batch: Any, step: int, streamed: Collection[str]
+    single: SingleProcess, double: nn.Module, batch: Any, step: int, streamed: Collection[str]
 ) -> Mapping[str, torch.Tensor]:
     if not streamed:
-        return _gradients(own, double, batch, step)[0]
+        return single.gradients(double, batch, step)[0]
     file = this_rank.current().directory / "exact"
     with TensorWriter(file) as writer, contextlib.ExitStack() as stack:
 
@@ -293,41 +278,41 @@ def _exact_gradients(
         for name, parameter in double.named_parameters():
             if name in streamed and parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(partial(leave, name)).remove)
-        for name, gradient in _gradients(own, double, batch, step)[0].items():
+        for name, gradient in single.gradients(double, batch, step)[0].items():
             writer.add(name, gradient)
     exact = TensorFile(file)
     shutil.rmtree(file)
     return exact
 
 
-def _rounding_by_change(own: SingleProcess, batch: Any, step: int) -> dict[str, float]:
+def _rounding_by_change(single: SingleProcess, batch: Any, step: int) -> dict[str, float]:
     """Return how far gradients move with the last digit of parameters and batch.
 
     All zeros if the change is too large for rounding. Rounding errors are equivalent to such input perturbations
     (backward error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).
     """
-    gradients = own.step.gradients
+    gradients = single.step.gradients
     nothing = dict.fromkeys(gradients, 0.0)
-    generator = torch.Generator().manual_seed(step_seed(own.seed, step))
+    generator = torch.Generator().manual_seed(step_seed(single.seed, step))
 
-    def moved(leaf: Any) -> Any:
+    def perturbed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
             return leaf
         signs = torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.device, leaf.dtype) * 2 - 1
         return leaf.detach() * (1 + torch.finfo(leaf.dtype).eps * signs)
 
-    own.rewind(own.module)
+    single.rewind(single.module)
     try:
         with torch.no_grad():
-            for parameter in own.module.parameters():
-                parameter.copy_(moved(parameter))
-        changed, _ = _gradients(own, own.module, tree_map(moved, batch), step)
+            for parameter in single.module.parameters():
+                parameter.copy_(perturbed(parameter))
+        changed, _ = single.gradients(single.module, tree_map(perturbed, batch), step)
     except Exception:  # the model may reject perturbed inputs
         return nothing
     finally:
-        own.rewind(own.module)
+        single.rewind(single.module)
     errors = {name: distance(gradient, changed[name]) for name, gradient in gradients.items() if name in changed}
-    largest = _LARGEST_BY_CHANGE * math.hypot(*own.step.scale.values())
+    largest = _LARGEST_BY_CHANGE * math.hypot(*single.step.scale.values())
     return nothing if len(errors) < len(gradients) or math.hypot(*errors.values()) > largest else errors
 
 
@@ -336,10 +321,10 @@ def compare_with(gradient_file: Path, trained: Sequence[str]) -> tuple[Differenc
 
     `trained` parameters require grad on the ranks: parameters that a wrapper froze or added are not compared.
     """
-    own: SingleProcess = this_rank.state["single"]
-    data = own.step
-    averaged = TensorFile(gradient_file, device=own.device)
-    trainable = {name for name, p in own.module.named_parameters() if p.requires_grad}
+    single: SingleProcess = this_rank.state["single"]
+    data = single.step
+    averaged = TensorFile(gradient_file, device=single.device)
+    trainable = {name for name, p in single.module.named_parameters() if p.requires_grad}
     names = [name for name in trained if name in trainable and (name in data.gradients or name in averaged)]
     allowed = dict(data.tolerance)
     noisy = [n for n in names if allowed.get(n, 0.0) > _LARGEST_TOLERANCE and n in averaged and n in data.gradients]

@@ -36,24 +36,24 @@ class Origins:
     """
 
     _lines: dict[int, Location] = field(default_factory=dict)
-    _places: dict[tuple[int, str], Location] = field(default_factory=dict)
+    _attributes: dict[tuple[int, str], Location] = field(default_factory=dict)
     _alive: list[object] = field(default_factory=list)
 
-    def note(self, holder: object, name: str, where: Location | None, thing: object = None) -> None:
-        """Record that `where` set `name` of `holder` to `thing` or deleted it."""
-        if where is not None:
-            self._places[id(holder), name] = where
-            self._alive += [holder, thing]
-            if thing is not None:
-                self._lines[id(thing)] = where
+    def note(self, module: object, name: str, location: Location | None, value: object = None) -> None:
+        """Record that `location` set `name` of `module` to `value` or deleted it."""
+        if location is not None:
+            self._attributes[id(module), name] = location
+            self._alive += [module, value]
+            if value is not None:
+                self._lines[id(value)] = location
 
-    def of_place(self, holder: object, name: str) -> Location | None:
-        """Return the last recorded line that set or deleted `name` of `holder`."""
-        return self._places.get((id(holder), name))
+    def of_attribute(self, module: object, name: str) -> Location | None:
+        """Return the last recorded line that set or deleted `name` of `module`."""
+        return self._attributes.get((id(module), name))
 
-    def of(self, thing: object) -> Location | None:
-        """Return the line that registered `thing`, if recorded."""
-        return self._lines.get(id(thing))
+    def of(self, value: object) -> Location | None:
+        """Return the line that registered `value`, if recorded."""
+        return self._lines.get(id(value))
 
     def of_name(self, module: nn.Module, name: str) -> Location | None:
         """Return the line that created `name` in `module`, or its nearest known parent.
@@ -80,8 +80,8 @@ def record_origins() -> Iterator[Origins]:
     """
     origins = Origins()
 
-    def on_registration(module: object, name: str, thing: object) -> None:
-        origins.note(module, name, user_location(sys._getframe(1)), thing)
+    def on_registration(module: object, name: str, value: object) -> None:
+        origins.note(module, name, user_location(sys._getframe(1)), value)
 
     def on_deletion(module: nn.Module, name: str) -> None:
         origins.note(module, name, user_location(sys._getframe(CALLER)))

@@ -1,25 +1,32 @@
-"""Capture and restore module state that a training step may change."""
+"""Capture and restore state that a training step may change.
+
+State of modules, and state of the recipe outside of modules: counters, averages and generators in globals and closures.
+A step runs several times, and each run must start from the same state.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import shutil
 import sys
 import tempfile
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, named_parameters, unregistered_tensors
+from ddpcheck.gather.state import reachable
 from ddpcheck.gather.state.fingerprints import shape_of
 from ddpcheck.gather.state.randomness import own_generator
-from ddpcheck.gather.state.reachable import NUMBERS, PLAIN, is_small_array, is_user_object, refill
 from ddpcheck.gather.state.tensor_file import TensorFile, is_dense, kept_in_file, save, settle_allocator
 
 
@@ -29,7 +36,7 @@ class ModuleState:
 
     tensors: Mapping[str, torch.Tensor]  # copies of parameters and buffers
     # Copies of unregistered tensors, by path in `unregistered_tensors`.
-    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    unregistered: dict[str, torch.Tensor] = field(default_factory=dict)
     # By submodule: plain values, small containers of plain values, generators, helper objects, and tensor attributes
     # (by reference).
     plain: list[dict[str, Any]] = field(default_factory=list)
@@ -46,9 +53,9 @@ class ModuleState:
         registered = dict(_registered(module))
         dtypes = {name: registered[name].dtype for name in mapped if name in registered}
         fresh = _mapped(self.file, dtypes) if self.file is not None and dtypes else {}
-        held_tensors = dict(_held(module)) if self.held else {}  # expensive: searches the whole module
+        unregistered = dict(_unregistered(module)) if self.unregistered else {}  # expensive: searches the whole module
         with torch.no_grad():
-            for targets, source in ((registered, self.tensors), (held_tensors, self.held)):
+            for targets, source in ((registered, self.tensors), (unregistered, self.unregistered)):
                 for name, saved in source.items():
                     if name not in targets or shape_of(targets[name]) != shape_of(saved):
                         continue
@@ -85,20 +92,15 @@ def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
     return module
 
 
-def capture_state(module: nn.Module, into: ModuleState | None = None) -> ModuleState:
+def capture_state(
+    module: nn.Module, into: ModuleState | None = None, *, parameters: bool = True, buffers: bool = True
+) -> ModuleState:
     """Copy the state of `module`, reusing the tensors of `into` if they match."""
     old = into.tensors if into is not None else {}
-    return _captured(module, {name: _copied(tensor.detach(), old.get(name)) for name, tensor in _registered(module)})
-
-
-def capture_attributes(module: nn.Module, *, buffers: bool) -> ModuleState:
-    """Copy the state that forward may change: attributes, unregistered tensors, optionally buffers."""
-    return _captured(module, {name: b.detach().clone() for name, b in module.named_buffers()} if buffers else {})
-
-
-def _captured(module: nn.Module, tensors: dict[str, torch.Tensor]) -> ModuleState:
-    held_tensors = {name: tensor.detach().clone() for name, tensor in _held(module)}
-    return ModuleState(tensors, held_tensors, [_plain(vars(submodule), 0) for submodule in module.modules()])
+    registered = chain(module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
+    tensors = {name: _copied(tensor.detach(), old.get(name)) for name, tensor in registered}
+    unregistered = {name: tensor.detach().clone() for name, tensor in _unregistered(module)}
+    return ModuleState(tensors, unregistered, [_plain(vars(submodule), 0) for submodule in module.modules()])
 
 
 def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +116,7 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _unregistered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in unregistered_tensors(module):
         if tensor.is_leaf or not tensor.requires_grad:
             yield name, tensor
@@ -163,17 +165,17 @@ def _plain(attributes: Mapping[str, Any], depth: int) -> dict[str, Any]:
     for key, value in attributes.items():
         if key in MODULE_INTERNALS and key != "training":
             continue
-        if isinstance(value, PLAIN):
+        if isinstance(value, reachable.PLAIN):
             saved[key] = value
         elif isinstance(value, torch.Tensor) and not value.is_nested:
             saved[key] = value  # rebinds a replaced tensor; values are copied with the other tensors
         elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_PLAIN and _is_flat(value):
             saved[key] = copy.copy(value)
-        elif is_small_array(value):
+        elif reachable.is_small_array(value):
             saved[key] = value.copy()
         elif (generator := own_generator(value)) is not None:
             saved[key] = _Drawn(generator.read())
-        elif is_user_object(value) and depth < _DEEPEST_PLAIN:
+        elif reachable.is_user_object(value) and depth < _DEEPEST_PLAIN:
             saved[key] = _Helper(_plain(vars(value), depth + 1))
     return saved
 
@@ -191,19 +193,19 @@ class _Drawn:
 
 
 def _is_flat(value: Any) -> bool:
-    return all(isinstance(item, PLAIN) for item in (value.values() if isinstance(value, dict) else value))
+    return all(isinstance(item, reachable.PLAIN) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
     attributes = vars(holder)
-    for key in [key for key, value in attributes.items() if key not in plain and type(value) in NUMBERS]:
+    for key in [key for key, value in attributes.items() if key not in plain and type(value) in reachable.NUMBERS]:
         del attributes[key]
     for key, saved in plain.items():
-        if key not in attributes and type(saved) not in NUMBERS:
+        if key not in attributes and type(saved) not in reachable.NUMBERS:
             continue
         value = attributes.get(key)
         if isinstance(saved, _Helper):
-            if is_user_object(value):
+            if reachable.is_user_object(value):
                 _restore_plain(value, saved.attributes)
         elif isinstance(saved, _Drawn):
             if (generator := own_generator(value)) is not None:
@@ -211,10 +213,10 @@ def _restore_plain(holder: Any, plain: Mapping[str, Any]) -> None:
         elif isinstance(saved, torch.Tensor):
             if not (isinstance(value, torch.Tensor) and shape_of(value) == shape_of(saved)):
                 attributes[key] = saved.detach().clone()
-        elif isinstance(saved, PLAIN):
+        elif isinstance(saved, reachable.PLAIN):
             attributes[key] = saved
         elif type(value) is type(saved):
-            refill(value, saved)
+            reachable.refill(value, saved)
 
 
 def copied_module(module: nn.Module) -> nn.Module:
@@ -252,3 +254,133 @@ def sharding_classes() -> tuple[type, ...]:
     places = (("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed._composable.replicate", "DDP"))
     classes = (getattr(sys.modules.get(module), name, None) for module, name in places)
     return tuple(cls for cls in classes if isinstance(cls, type))
+
+
+# State outside of modules
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_DEEPEST = 4  # nesting depth of visited objects
+_MOST_ITEMS = 200  # per container; larger ones, e.g. a vocabulary, are not state
+_MOST_ELEMENTS = 1 << 20  # per tensor; larger ones, e.g. a data set, are not state
+
+Restore = Callable[[], None]
+
+
+class ExternalState:
+    """State that recipe functions and module methods reach through globals and closures.
+
+    Objects in `ignore` (by `id`) are restored elsewhere.
+    """
+
+    def __init__(self, functions: Collection[Any], module: nn.Module, ignore: Collection[int]) -> None:
+        classes = {type(submodule) for submodule in module.modules()}
+        methods = [f for cls in classes for f in vars(cls).values() if isinstance(f, FunctionType)]
+        self._roots = [*(f for f in functions if f is not None), *methods]
+        self._ignore = frozenset(ignore)
+
+    def capture(self) -> Restore:
+        """Return a function that restores the current state; may be called repeatedly."""
+        visited = set(self._ignore)
+        steps = [step for root in self._roots for step in _remember(root, reachable.unbindable, 0, visited)]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for step in steps:
+                    step()
+
+        return restore
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the current state after the block."""
+        restore = self.capture()
+        try:
+            yield
+        finally:
+            restore()
+
+
+def _remember(value: Any, put: Callable[[Any], None], depth: int, visited: set[int]) -> Iterator[Restore]:
+    """Yield functions that restore `value` and its contents; `put` rebinds its name."""
+    if isinstance(value, reachable.PLAIN):
+        yield lambda: put(value)
+        return
+    if id(value) in visited or depth > _DEEPEST:
+        return
+    visited.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, nn.Parameter) and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
+            saved = value.clone()
+
+            def undo() -> None:
+                put(value)
+                value.copy_(saved)
+
+            yield undo
+    elif isinstance(value, nn.Module):
+        if next(value.parameters(), None) is None:  # modules with parameters are restored with the step
+            state = capture_state(value)
+            yield lambda: state.restore(value)
+    elif (generator := own_generator(value)) is not None:
+        random_state = generator.read()
+        yield lambda: generator.write(random_state)
+    elif isinstance(value, FunctionType):
+        if not reachable.is_user_function(value):
+            return
+        for namespace in (value.__globals__, vars(value)):
+            if id(namespace) not in visited:
+                visited.add(id(namespace))
+                yield _restore_without_new_counters(namespace, namespace.pop)
+        for variable in reachable.function_variables(value):
+            yield from _remember(variable.value, variable.bind, depth + 1, visited)
+    elif isinstance(value, MethodType):
+        yield from _remember(value.__func__, reachable.unbindable, depth, visited)
+        yield from _remember(value.__self__, reachable.unbindable, depth + 1, visited)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _remember(part, reachable.unbindable, depth + 1, visited)
+    elif type(value) in _CONTAINERS or reachable.is_small_array(value):
+        # Skip the items of subclasses: item access may be overridden.
+        content = list(value.values() if isinstance(value, dict) else value) if type(value) in _CONTAINERS else []
+        if len(content) > _MOST_ITEMS:
+            return
+        items = copy.copy(value)
+
+        def undo_items() -> None:
+            put(value)
+            reachable.refill(value, items)
+
+        yield undo_items
+        for item in content:
+            if not isinstance(item, reachable.PLAIN):
+                yield from _remember(item, reachable.unbindable, depth + 1, visited)
+    elif isinstance(value, type | ModuleType) or reachable.is_user_object(value):
+        yield from _of_holder(value, depth, visited)
+
+
+def _of_holder(holder: Any, depth: int, visited: set[int]) -> Iterator[Restore]:
+    bind: Callable[[str, Any], None] = functools.partial(setattr, holder)
+    if isinstance(holder, type | ModuleType):
+        if not reachable.is_user_namespace(holder):
+            return
+    else:
+        bind = vars(holder).__setitem__  # bypass a user-defined `__setattr__`
+        yield from _remember(type(holder), reachable.unbindable, depth + 1, visited)
+    yield _restore_without_new_counters(vars(holder), functools.partial(delattr, holder))
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, property | classmethod | staticmethod) or (
+            name.startswith("__") and not isinstance(value, FunctionType)
+        ):
+            continue
+        yield from _remember(value, functools.partial(bind, name), depth + 1, visited)
+
+
+def _restore_without_new_counters(namespace: Mapping[str, Any], remove: Callable[[str], object]) -> Restore:
+    """Return a function that deletes new counters; cached objects and flags stay."""
+    before = frozenset(namespace)
+
+    def undo() -> None:
+        for name in [key for key, item in namespace.items() if key not in before and type(item) in reachable.NUMBERS]:
+            remove(name)
+
+    return undo

@@ -148,16 +148,16 @@ class QuietRandomness(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left = _MOST_DRAWS
+        self._remaining = _MOST_DRAWS
 
     @passes_on
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace != "aten" or not (name in _QUIET or name in _UNDRAWN) or self._left <= 0:
+        if func.namespace != "aten" or not (name in _QUIET or name in _UNDRAWN) or self._remaining <= 0:
             return func(*args, **(kwargs or {}))
-        self._left -= 1
+        self._remaining -= 1
         return self._answer(name, func, args, dict(kwargs or {}))
 
     @passes_on
@@ -176,7 +176,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _constant(value: float) -> Callable[[Any, Kwargs], Any]:
-    return lambda drawn, _given: drawn.fill_(value)
+    return lambda drawn, _kwargs: drawn.fill_(value)
 
 
 def _bernoulli(drawn: torch.Tensor, kwargs: Kwargs) -> torch.Tensor:
@@ -199,7 +199,7 @@ _QUIET: dict[str, Callable[[Any, Kwargs], Any]] = {
     **dict.fromkeys(("bernoulli", "bernoulli_"), _bernoulli),
     "randint": lambda drawn, kwargs: drawn.fill_(kwargs.get("low", 0)),
     **dict.fromkeys(("randint_like", "random_"), _constant(0)),
-    "randperm": lambda drawn, _given: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
+    "randperm": lambda drawn, _kwargs: drawn.copy_(torch.arange(drawn.numel(), device=drawn.device)),
     "multinomial": _most_likely,
     "native_dropout": lambda drawn, kwargs: (kwargs["input"].clone(), torch.ones_like(drawn[1])),
     "native_dropout_backward": lambda _drawn, kwargs: kwargs["grad_output"] * kwargs["mask"],
@@ -258,7 +258,9 @@ def quiet_modules(module: nn.Module) -> Iterator[None]:
 
 _MOST_SAMPLES = 4096
 
-NumbersLike = Callable[..., torch.Tensor | None]
+
+class _NoPartsError(Exception):
+    """An operation has no part for each sample."""
 
 
 class SampleRandomness(QuietRandomness):
@@ -283,22 +285,20 @@ class SampleRandomness(QuietRandomness):
         generator = kwargs.get("generator") or torch.default_generator
         draw = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         after = generator.get_state()
-
-        def numbers(like: torch.Tensor, *, normal: bool = False) -> torch.Tensor | None:
-            return self._numbers(like, draw, normal=normal)
-
-        result = None
-        if name in _OF_SAMPLES:
+        try:
+            if name not in _OF_SAMPLES:
+                raise _NoPartsError
+            numbers = functools.partial(self._numbers, draw)
             result = _OF_SAMPLES[name](func(*args, **kwargs), _arguments(func, args, kwargs), numbers)
-        if result is None:
+        except _NoPartsError:
             result = super()._answer(name, func, args, kwargs)
             if name == "native_dropout":
                 result = result[0] / max(1 - args[1], 1e-3), result[1]  # matches the unreplaced backward
         generator.set_state(after)
         return result
 
-    def _numbers(self, like: torch.Tensor, draw: int, *, normal: bool) -> torch.Tensor | None:
-        """Return random numbers shaped like `like`, or None without a part per sample.
+    def _numbers(self, draw: int, like: torch.Tensor, *, normal: bool = False) -> torch.Tensor:
+        """Return random numbers shaped like `like`, with a part per sample.
 
         In float32, so that a model in float64 gets the same numbers.
         """
@@ -306,70 +306,65 @@ class SampleRandomness(QuietRandomness):
         shape = like.shape
         along = next((dim for dim in (0, 1) if like.dim() > dim and shape[dim] == count), None)
         if not count or not like.dim() or (along is None and (not shape[0] or shape[0] % count)):
-            return None
+            raise _NoPartsError
         part = [shape[0] // count, *shape[1:]] if along is None else [*shape[:along], *shape[along + 1 :]]
         draws, generator = torch.randn if normal else torch.rand, torch.Generator()
         parts = [draws(part, generator=generator.manual_seed(mixed_seed(sample, draw))) for sample in self._samples]
         return (torch.cat(parts) if along is None else torch.stack(parts, along)).to(like.device)
 
 
-def _fill_uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+Numbers = Callable[..., torch.Tensor]  # `SampleRandomness._numbers` of one operation
+
+
+def _uniform(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("from", 0.0), kwargs.get("to", 1.0)
-    return None if (uniform := numbers(drawn)) is None else drawn.copy_(low + (high - low) * uniform)
+    return drawn.copy_(low + (high - low) * numbers(drawn))
 
 
-def _fill_normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
-    normal = numbers(drawn, normal=True)
-    return None if normal is None else drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * normal)
+def _normal(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
+    return drawn.copy_(kwargs.get("mean", 0.0) + kwargs.get("std", 1.0) * numbers(drawn, normal=True))
 
 
-def _fill_bernoulli(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
-    return None if (uniform := numbers(drawn)) is None else drawn.copy_(uniform < kwargs.get("p", kwargs["self"]))
-
-
-def _drop(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: NumbersLike) -> Any:
-    if kwargs["train"] is False:
-        return drawn
-    if (uniform := numbers(drawn[0])) is None:
-        return None
-    mask, rate = uniform >= kwargs["p"], kwargs["p"]
-    return kwargs["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
-
-
-def _fill_integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+def _integers(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     low, high = kwargs.get("low", kwargs.get("from")) or 0, kwargs.get("high", kwargs.get("to"))
-    if high is None or (uniform := numbers(drawn)) is None:
-        return None
-    return drawn.copy_((low + (high - low) * uniform).floor().clamp_max(high - 1))
+    if high is None:
+        raise _NoPartsError
+    return drawn.copy_((low + (high - low) * numbers(drawn)).floor().clamp_max(high - 1))
 
 
-def _fill_exponential(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
-    uniform = numbers(drawn)
-    return None if uniform is None else drawn.copy_(_waiting(uniform) / kwargs["lambd"])
-
-
-def _waiting(uniform: torch.Tensor) -> torch.Tensor:
+def _exponential(uniform: torch.Tensor) -> torch.Tensor:
     """Return exponential numbers, never 0: users take their logarithm (Gumbel softmax)."""
     return -torch.log1p(-uniform).clamp_max(-torch.finfo(uniform.dtype).tiny)
 
 
-def _choose(drawn: torch.Tensor, kwargs: Kwargs, numbers: NumbersLike) -> torch.Tensor | None:
+def _multinomial(drawn: torch.Tensor, kwargs: Kwargs, numbers: Numbers) -> torch.Tensor:
     """Draw like `torch.multinomial`: top-k of weight / exponential, or inverse cumulative sum."""
     weights = kwargs["self"]
-    if weights.dim() != 2 or (uniform := numbers(drawn if kwargs["replacement"] else weights)) is None:
-        return None
+    if weights.dim() != 2:
+        raise _NoPartsError
     if not kwargs["replacement"]:
-        return drawn.copy_((weights / _waiting(uniform)).topk(drawn.shape[1]).indices)
+        return drawn.copy_((weights / _exponential(numbers(weights))).topk(drawn.shape[1]).indices)
     sums = weights.float().cumsum(1)
-    return drawn.copy_(torch.searchsorted(sums, uniform * sums[:, -1:], right=True).clamp_max(weights.shape[1] - 1))
+    places = torch.searchsorted(sums, numbers(drawn) * sums[:, -1:], right=True)
+    return drawn.copy_(places.clamp_max(weights.shape[1] - 1))
 
 
-_OF_SAMPLES: dict[str, Callable[[Any, Kwargs, NumbersLike], Any]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _fill_uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _fill_normal),
-    **dict.fromkeys(("bernoulli", "bernoulli_"), _fill_bernoulli),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _fill_integers),
-    "exponential_": _fill_exponential,
-    "multinomial": _choose,
-    "native_dropout": _drop,
+def _dropout(drawn: tuple[torch.Tensor, torch.Tensor], kwargs: Kwargs, numbers: Numbers) -> Any:
+    if kwargs["train"] is False:
+        return drawn
+    mask, rate = numbers(drawn[0]) >= kwargs["p"], kwargs["p"]
+    return kwargs["input"] * mask / (1 - rate) if rate < 1 else torch.zeros_like(drawn[0]), mask
+
+
+_OF_SAMPLES: dict[str, Callable[[Any, Kwargs, Numbers], Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "uniform_"), _uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _normal),
+    **dict.fromkeys(
+        ("bernoulli", "bernoulli_"),
+        lambda drawn, kwargs, numbers: drawn.copy_(numbers(drawn) < kwargs.get("p", kwargs["self"])),
+    ),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _integers),
+    "exponential_": lambda drawn, kwargs, numbers: drawn.copy_(_exponential(numbers(drawn)) / kwargs["lambd"]),
+    "multinomial": _multinomial,
+    "native_dropout": _dropout,
 }

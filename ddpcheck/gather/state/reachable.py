@@ -1,6 +1,6 @@
 """Variables, attributes and items reachable from user functions and objects, and their restoration.
 
-Used by `external_state`, `unregistered_leaves` and `program_data`, which search for different things.
+Used by `module_state`, `unregistered_leaves` and `program_data`, which search for different things.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpcheck.findings.source_lines import file_of_class, file_of_module, is_of_
 PLAIN = (int, float, complex, bool, str, bytes, type(None))  # values without contents
 
 NUMBERS = (int, float, complex)
-"""Types of counters: where one is new, a step has made it. A flag, for something that is made once, is none."""
+"""Types of counters, which are deleted if a step has created them; a new flag may mark something created once."""
 
 _MOST_NUMBERS = 1 << 16
 

@@ -74,9 +74,9 @@ def _holders_of(tensor: torch.Tensor) -> list[_TensorRef]:  # no weak reference 
 
 
 LARGE = 1 << 28
-"""Bytes of the parameters of a model from which on its copies are kept in files, and its runs follow each other.
+"""Bytes of parameters from which copies of a model are kept in files, and its runs do not overlap.
 
-A check of a smaller one fits into memory as it is, and is a third faster so."""
+A check of a smaller model fits into memory, and is a third faster without files."""
 
 _SMALL = 1 << 14  # smaller tensors (bytes) get no pages of their own
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -90,7 +90,7 @@ def is_large(module: nn.Module) -> bool:
     return sum(p.nbytes for p in parameters if p.layout == torch.strided and not p.is_nested) >= LARGE
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     start: int  # byte offset in the file
     elements: int
     dtype: torch.dtype
@@ -105,8 +105,8 @@ class TensorWriter:
         shutil.rmtree(path, ignore_errors=True)  # existing mappings stay valid
         path.mkdir()
         self._path, self._file = path, (path / _VALUES).open("w+b")
-        self._places: dict[str, _Place] = {}
-        self._others: dict[str, torch.Tensor] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._small: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -114,14 +114,14 @@ class TensorWriter:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         with self._file:
             if kind is None:
-                index = ({name: tuple(place) for name, place in self._places.items()}, self._others)
+                index = ({name: tuple(entry) for name, entry in self._entries.items()}, self._small)
                 torch.save(index, self._path / _INDEX)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor; small and non-dense ones are copied and written on exit."""
         tensor = tensor.detach()
         if not is_dense(tensor) or tensor.nbytes < _SMALL:
-            self._others[name] = tensor.clone()  # clone: a view would keep its whole storage alive
+            self._small[name] = tensor.clone()  # clone: a view would keep its whole storage alive
             return
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.contiguous()
@@ -134,15 +134,15 @@ class TensorWriter:
                 f"the copies of a large model do not fit into {self._path.parent} ({error.strerror}); set TMPDIR to a "
                 "folder with more room, on a disk"
             ) from error
-        self._places[name] = _Place(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        self._entries[name] = _Entry(start, tensor.numel(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return the tensor written under `name`."""
-        place = self._places.get(name)
-        if place is None:
-            return self._others.get(name)
-        self._file.seek(place.start)
-        return _at(bytearray(self._file.read(place.elements * place.dtype.itemsize)), place._replace(start=0))
+        entry = self._entries.get(name)
+        if entry is None:
+            return self._small.get(name)
+        self._file.seek(entry.start)
+        return _at(bytearray(self._file.read(entry.elements * entry.dtype.itemsize)), entry._replace(start=0))
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
@@ -154,34 +154,34 @@ class TensorFile(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, path: Path, *, keep: bool = False, device: torch.device | str = "cpu") -> None:
-        self._others: dict[str, torch.Tensor]
-        places, self._others = torch.load(path / _INDEX, map_location=device, weights_only=True, mmap=True)
-        self._places = {name: _Place(*place) for name, place in places.items()}
+        self._small: dict[str, torch.Tensor]
+        entries, self._small = torch.load(path / _INDEX, map_location=device, weights_only=True, mmap=True)
+        self._entries = {name: _Entry(*entry) for name, entry in entries.items()}
         self._keep, self._last = keep, ""
         with (path / _VALUES).open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._places else None
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self._entries else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self._release()
-        if name not in self._places:
-            return self._others[name]
+        if name not in self._entries:
+            return self._small[name]
         self._last = name
-        return _at(self._map, self._places[name])
+        return _at(self._map, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._places
-        yield from self._others
+        yield from self._entries
+        yield from self._small
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._others)
+        return len(self._entries) + len(self._small)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places or name in self._others
+        return name in self._entries or name in self._small
 
     def _release(self) -> None:
-        place = self._places.get(self._last)
-        if self._map is not None and place is not None and not self._keep and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, place.start, place.elements * place.dtype.itemsize)
+        entry = self._entries.get(self._last)
+        if self._map is not None and entry is not None and not self._keep and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, entry.start, entry.elements * entry.dtype.itemsize)
 
 
 def save(tensors: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
@@ -215,6 +215,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_plain(tensor) and has_memory(tensor)
 
 
-def _at(buffer: object, place: _Place) -> torch.Tensor:
-    flat: torch.Tensor = torch.frombuffer(buffer, dtype=place.dtype, count=place.elements, offset=place.start)
-    return flat.as_strided(place.shape, place.stride)
+def _at(buffer: object, entry: _Entry) -> torch.Tensor:
+    flat: torch.Tensor = torch.frombuffer(buffer, dtype=entry.dtype, count=entry.elements, offset=entry.start)
+    return flat.as_strided(entry.shape, entry.stride)

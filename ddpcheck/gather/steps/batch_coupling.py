@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,18 +20,20 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import is_user_file, location_of
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.forward_hooks import after_forward, before_forward
+from ddpcheck.gather.steps.gradient_distance import fit
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_ELEMENTS = 1 << 26  # max elements recorded per forward pass
 _SMALL_CHANGE = 1e-2  # relative
 _LARGE_CHANGE = -1e3  # factor: makes the losses of these samples the largest or smallest
-_FELT = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative gradient change above rounding
+_GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}  # largest relative gradient change by rounding
 _MOST_ROWS = 16  # rows of a part searched in the whole batch
 _NOT_ROUNDING = 1e3  # tolerance in units of machine eps
+_SCALED = 1e-3  # largest relative residual of tensors that differ by a factor
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ForwardRecord:
     """Results of a forward pass by module and user line, in completion order."""
 
     # of modules: name, inputs, outputs, and number of operations before the end of the call
@@ -38,125 +41,119 @@ class _Pass:
     operations: list[tuple[Location, list[torch.Tensor]]] = field(default_factory=list)
     elements: int = 0
 
-    def kept(self, result: Any) -> list[torch.Tensor]:
-        tensors = [t for t in tree_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided]
-        self.elements += sum(t.numel() for t in tensors)
-        return [t.detach().clone() for t in tensors] if self.elements < _MOST_ELEMENTS else []
+    def copies(self, result: Any) -> list[torch.Tensor]:
+        with torch._C.DisableTorchFunction():
+            tensors = [
+                t for t in tree_tensors(result) if t.is_floating_point() and t.dim() and t.layout == torch.strided
+            ]
+            self.elements += sum(t.numel() for t in tensors)
+            return [t.detach().clone() for t in tensors] if self.elements < _MOST_ELEMENTS else []
 
 
 class _Operations(TorchFunctionMode):
     """Record the result of each operation called from user code."""
 
-    def __init__(self, seen: _Pass) -> None:
+    def __init__(self, record: _ForwardRecord) -> None:
         super().__init__()
-        self.seen = seen
+        self.record = record
 
     @passes_on
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename) and not isinstance(result, bool | int | float | torch.Size):
-            with torch._C.DisableTorchFunction():
-                tensors = self.seen.kept(result)
-            self.seen.operations.append((location_of(caller), tensors))
+            self.record.operations.append((location_of(caller), self.record.copies(result)))
         return result
 
 
 def first_coupling(
-    module: nn.Module, whole: Callable[[], None], part: Callable[[], None], *, rounding: float = 0.0
+    module: nn.Module, run_whole: Callable[[], None], run_part: Callable[[], None], *, rounding: float = 0.0
 ) -> Coupling:
     """Find the first output for a sample that differs between part and batch.
 
-    `whole` and `part` run the loss; `rounding` is the relative tolerance (0: by dtype).
+    `run_whole` and `run_part` run the loss; `rounding` is the relative tolerance (0: by dtype).
     """
-    of_whole, of_part = _watch(module, whole), _watch(module, part)
-    known_inputs: dict[str, _ByShape] = defaultdict(dict)
-    known_outputs: dict[str, _ByShape] = defaultdict(dict)
-    lines: dict[Location, _ByShape] = defaultdict(dict)
-    for called, inputs, outputs, _ in of_whole.calls:
-        _add(known_inputs[called], inputs)
-        _add(known_outputs[called], outputs)
-    for line, outputs in of_whole.operations:
-        _add(lines[line], outputs)
+    whole, part = _recorded(module, run_whole), _recorded(module, run_part)
+    whole_inputs = _by_key((name, inputs) for name, inputs, _, _ in whole.calls)
+    whole_outputs = _by_key((name, outputs) for name, _, outputs, _ in whole.calls)
+    whole_lines = _by_key(whole.operations)
     name, until = next(
         (
-            (called, until)
-            for called, inputs, outputs, until in of_part.calls
-            if _meet(known_outputs[called], outputs, rounding) and not _meet(known_inputs[called], inputs, rounding)
+            (name, until)
+            for name, inputs, outputs, until in part.calls
+            if _is_coupled(whole_outputs[name], outputs, rounding)
+            and not _is_coupled(whole_inputs[name], inputs, rounding)
         ),
-        (None, len(of_part.operations)),
+        (None, len(part.operations)),
     )
     kind = "" if name is None else type(module.get_submodule(name)).__name__
-    for line, outputs in of_part.operations[:until]:  # later operations get samples already coupled in the module
-        if _meet(lines[line], outputs, rounding, pairs=True):
-            seen = [full for tensors in lines[line].values() for full in tensors]
-            return Coupling(name, kind, line, _is_scaled(seen, outputs))
+    for line, outputs in part.operations[:until]:  # later operations get samples already coupled in the module
+        if _is_coupled(whole_lines[line], outputs, rounding, pairs=True):
+            tensors = [tensor for same_shape in whole_lines[line].values() for tensor in same_shape]
+            return Coupling(name, kind, line, _is_scaled(tensors, outputs))
     return Coupling(name, kind)
 
 
 _ByShape = dict[torch.Size, deque[torch.Tensor]]
 
 
-def _add(seen: _ByShape, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        seen.setdefault(tensor.shape, deque()).append(tensor)
+def _by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, _ByShape]:
+    tensors_by_key: dict[Any, _ByShape] = defaultdict(lambda: defaultdict(deque))
+    for key, tensors in results:
+        for tensor in tensors:
+            tensors_by_key[key][tensor.shape].append(tensor)
+    return tensors_by_key
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    for piece in part:
-        for full in whole:
-            axes = axes_that_grow(full, piece)
-            if len(axes) != 1 or piece.numel() < 2:
-                continue
-            rows = full.narrow(axes[0], 0, piece.shape[axes[0]]).double()
-            power = float((rows * rows).sum())
-            factor = float((rows * piece.double()).sum()) / power if power else 0.0
-            residual = float(torch.linalg.vector_norm(piece.double() - factor * rows))
-            if factor and residual <= 1e-3 * float(torch.linalg.vector_norm(piece.double())):
+    """Return True if a tensor of `part` is a multiple of the first rows of one of `whole`."""
+    for piece, full in product(part, whole):
+        axes = axes_that_grow(full, piece)
+        if len(axes) == 1 and piece.numel() > 1:
+            (factor,), residual = fit({"": piece}, [{"": full.narrow(axes[0], 0, piece.shape[axes[0]])}])
+            if factor and residual <= _SCALED:
                 return True
     return False
 
 
-def _meet(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
+def _is_coupled(whole: _ByShape, part: Sequence[torch.Tensor], rounding: float, *, pairs: bool = False) -> bool:
     """Return True if `part` shows coupled samples: rows not in `whole`, or pairs."""
     for piece in part:
         axes = {shape: len(axes_that_grow(tensors[0], piece)) for shape, tensors in whole.items()}
         grown = [shape for shape, count in axes.items() if count == 1]
         candidates = grown + [piece.shape] * (piece.shape in whole)  # micro-batch of the same size
-        if grown and all(_depends_on_all(whole[shape], piece, rounding) for shape in candidates):
+        if grown and all(_is_in_none(whole[shape], piece, rounding) for shape in candidates):
             return True
         if pairs and any(count > 1 for count in axes.values()):
             return True
     return False
 
 
-def _depends_on_all(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
+def _is_in_none(whole: deque[torch.Tensor], part: torch.Tensor, rounding: float) -> bool:
     """Return True if every tensor in `whole` lacks rows of `part`; rotates `whole`.
 
     For a line called in a loop, each result is first compared with the one of the same iteration.
     """
     for _ in range(len(whole)):
         whole.rotate(-1)
-        if not _depends(whole[-1], part, rounding):
+        if not _lacks_rows(whole[-1], part, rounding):
             return False
     return True
 
 
-def _watch(module: nn.Module, forward: Callable[[], None]) -> _Pass:
-    seen = _Pass()
-    running: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # inputs of active calls
-
-    def enter(name: str, inputs: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            running[name].append(seen.kept(inputs))
+def _recorded(module: nn.Module, forward: Callable[[], None]) -> _ForwardRecord:
+    record = _ForwardRecord()
+    inputs: dict[str, list[list[torch.Tensor]]] = defaultdict(list)  # of active calls
 
     def leave(name: str, output: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            seen.calls.append((name, running[name].pop(), seen.kept(output), len(seen.operations)))
+        record.calls.append((name, inputs[name].pop(), record.copies(output), len(record.operations)))
 
-    with watched_modules(module, enter, leave), _Operations(seen):
+    with (
+        watched_modules(module, lambda name, args: inputs[name].append(record.copies(args)), leave),
+        _Operations(record),
+    ):
         forward()
-    return seen
+    return record
 
 
 @contextlib.contextmanager
@@ -178,11 +175,10 @@ def watched_modules(
         yield
 
 
-def _depends(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
+def _lacks_rows(whole: torch.Tensor, part: torch.Tensor, rounding: float) -> bool:
     """Return True if rows of `part` are missing in `whole`, at any position."""
-    axes = axes_that_grow(whole, part) or [0]
-    all_rows = whole.movedim(axes[0], 0).flatten(1).double() if whole.dim() > 1 else whole[:, None].double()
-    rows = part.movedim(axes[0], 0).flatten(1).double() if part.dim() > 1 else part[:, None].double()
+    axis = (axes_that_grow(whole, part) or [0])[0]
+    all_rows, rows = (t.movedim(axis, 0).unsqueeze(-1).flatten(1).double() for t in (whole, part))
     scale = float(torch.linalg.vector_norm(all_rows, dim=1).max()) if len(all_rows) else 0.0
     allowed = (rounding or _NOT_ROUNDING * float(torch.finfo(part.dtype).eps)) * scale
     return any(float(torch.linalg.vector_norm(all_rows - row, dim=1).min()) > allowed for row in rows[:_MOST_ROWS])
@@ -202,26 +198,16 @@ def axes_that_grow(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
 # unchanged, and so do counts and masks.
 
 
-@dataclass(slots=True)
-class Activation:
-    """First result that combines data and parameters, in forward order."""
-
-    value: torch.Tensor  # value used by the rest of forward
-    gradient: torch.Tensor | None = None  # set by backward
-
-    def arrived(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient.detach().clone()
-
-
 class FirstActivations(TorchFunctionMode):
-    """Record the first activations of a forward pass, multiplied by `factors` if set.
+    """Record the first results that combine data and parameters, with their gradients.
 
-    `factors` are by position in the forward pass.
+    `factors`, by position in the forward pass, multiply these activations.
     """
 
     def __init__(self, factors: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
-        self.activations: list[Activation] = []
+        self.values: list[torch.Tensor] = []  # as used by the rest of forward; empty beyond `_MOST_ELEMENTS`
+        self.gradients: dict[int, torch.Tensor] = {}  # of `values` by position, set by backward
         self._factors = factors or {}
         self._later: dict[int, Any] = {}  # by `id`: tensors computed from activations, kept alive
         self._elements = 0
@@ -244,13 +230,17 @@ class FirstActivations(TorchFunctionMode):
         return result
 
     def _first(self, result: torch.Tensor) -> torch.Tensor:
-        factor = self._factors.get(len(self.activations))
+        index = len(self.values)
+        factor = self._factors.get(index)
         if factor is not None and factor.shape[0] == result.shape[0]:
             result = result * factor
         self._elements += result.numel()
-        activation = Activation(result.detach().clone() if self._elements < _MOST_ELEMENTS else result.new_empty(0))
-        result.register_hook(activation.arrived)
-        self.activations.append(activation)
+        self.values.append(result.detach().clone() if self._elements < _MOST_ELEMENTS else result.new_empty(0))
+
+        def keep(gradient: torch.Tensor) -> None:
+            self.gradients[index] = gradient.detach().clone()
+
+        result.register_hook(keep)
         return result
 
 
@@ -270,49 +260,48 @@ def rows_of_part(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None
     for views in (1, *(views for views in range(2, 5) if size % views == 0 and share % views == 0)):
         first = whole.unflatten(0, (views, -1))[:, : share // views].flatten(0, 1)
         if torch.allclose(first, part, rtol=1e-5, atol=1e-7 * float(part.abs().max()) if part.numel() else 0.0):
-            owned = torch.zeros(views, size // views, dtype=torch.bool)
-            owned[:, : share // views] = True
-            return owned.flatten()
+            mask = torch.zeros(views, size // views, dtype=torch.bool)
+            mask[:, : share // views] = True
+            return mask.flatten()
     return None
 
 
-def changes_for(
-    whole: Sequence[Activation], part: Sequence[Activation], *, large: bool
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return by position: the part's rows among first activations, and factors to change.
+Changes = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Mask of the changed rows and factors of an activation, by position in the forward pass."""
+
+
+def changes_for(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor], *, large: bool) -> Changes:
+    """Return changes of the part's rows among first activations.
 
     `large` factors negate and grow, to also flip choices: the expert of a sample, or the samples with the largest
     losses.
     """
     changes = {}
     generator = torch.Generator().manual_seed(0)
-    for number, (full, piece) in enumerate(zip(whole, part, strict=False)):
-        owned = rows_of_part(full.value, piece.value) if full.value.numel() and piece.value.numel() else None
-        if owned is None or bool(owned.all()):
+    for index, (full, piece) in enumerate(zip(whole, part, strict=False)):
+        rows = rows_of_part(full, piece) if full.numel() and piece.numel() else None
+        if rows is None or bool(rows.all()):
             continue
-        factor = torch.ones(full.value.shape, dtype=full.value.dtype)
-        noise = torch.rand(factor[owned].shape, generator=generator, dtype=torch.float64) * 2 - 1
-        factor[owned] = (
-            _LARGE_CHANGE * factor[owned] if large else factor[owned] + _SMALL_CHANGE * noise.to(factor.dtype)
-        )
-        changes[number] = (owned, factor.to(full.value.device))
+        factor = torch.ones(full.shape, dtype=full.dtype)
+        noise = torch.rand(factor[rows].shape, generator=generator, dtype=torch.float64) * 2 - 1
+        factor[rows] = _LARGE_CHANGE if large else factor[rows] + _SMALL_CHANGE * noise.to(factor.dtype)
+        changes[index] = (rows, factor.to(full.device))
     return changes
 
 
-def are_felt(
-    before: Sequence[torch.Tensor | None],
-    after: Sequence[torch.Tensor | None],
-    changes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+def gradients_changed(
+    before: Mapping[int, torch.Tensor], after: Mapping[int, torch.Tensor], changes: Changes
 ) -> bool | None:
     """Return True if gradients of other samples changed; None if not comparable."""
     compared = False
-    for number, (owned, _) in changes.items():
-        old, new = (gradients[number] if number < len(gradients) else None for gradients in (before, after))
-        if old is None or new is None or old.shape != new.shape or old.dtype not in _FELT:
+    for index, (rows, _) in changes.items():
+        old, new = before.get(index), after.get(index)
+        if old is None or new is None or old.shape != new.shape or old.dtype not in _GRADIENT_ROUNDING:
             continue
-        others = ~owned.to(old.device)
-        size = float(torch.linalg.vector_norm(old[others]))
+        unchanged_rows = ~rows.to(old.device)
+        size = float(torch.linalg.vector_norm(old[unchanged_rows]))
         compared = compared or size > 0
-        if float(torch.linalg.vector_norm(old[others] - new[others])) > _FELT[old.dtype] * size:
+        change = float(torch.linalg.vector_norm(old[unchanged_rows] - new[unchanged_rows]))
+        if change > _GRADIENT_ROUNDING[old.dtype] * size:
             return True
     return False if compared else None

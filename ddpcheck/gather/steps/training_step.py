@@ -56,9 +56,9 @@ class Loss:
         return float(self.total.detach())
 
 
-def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, place: str = "") -> Loss:
+def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, phase: str = "") -> Loss:
     """Run forward and loss under `seed` on a copy of `batch`; the loss is a scalar or a nest of scalars."""
-    set_status(f"step {step}: {place}forward")
+    set_status(f"step {step}: {phase}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = copied(batch)
@@ -165,22 +165,22 @@ def compute_gradients(
     step: int,
     seed: int,
     numbers: RandomNumbers = "drawn",
-    place: str = "",
+    phase: str = "",
 ) -> tuple[Gradients, Loss]:
     """Run forward and backward from cleared gradients; return dense gradients by name."""
     clear_gradients(model)
     parameters = named_parameters(model)  # before forward, which may replace parameters unknown to optimizer and DDP
-    place = place if numbers == "drawn" else f"{place}random numbers {numbers}, "
+    phase = phase if numbers == "drawn" else f"{phase}random numbers {numbers}, "
     with random_numbers(numbers, model, batch):
-        loss = compute_loss(recipe, model, batch, step=step, seed=seed, place=place)
-        set_status(f"step {step}: {place}backward")
+        loss = compute_loss(recipe, model, batch, step=step, seed=seed, phase=phase)
+        set_status(f"step {step}: {phase}backward")
         run_backward(loss.total)
     return gradients_of(parameters), loss
 
 
-def clear_gradients(model: nn.Module, *others: torch.Tensor) -> None:
-    """Set `.grad` to None on the model and on `others`, e.g. removed parameters."""
-    for parameter in (*model.parameters(), *others):
+def clear_gradients(model: nn.Module, *tensors: torch.Tensor) -> None:
+    """Set `.grad` to None on the model and on `tensors`, e.g. removed parameters."""
+    for parameter in (*model.parameters(), *tensors):
         parameter.grad = None
 
 

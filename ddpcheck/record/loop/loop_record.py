@@ -24,7 +24,7 @@ from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.ddp.sharding import note_settings
 from ddpcheck.gather.patching import Patch, Recorder
-from ddpcheck.gather.state.module_state import capture_attributes
+from ddpcheck.gather.state.module_state import capture_state
 from ddpcheck.gather.state.reachable import refill
 from ddpcheck.recipe.pytree import tree_leaves
 from ddpcheck.record.recording import Followers
@@ -209,7 +209,7 @@ class Snapshot(Struct):
             return losses
 
         random_state = generators(thorough=True)
-        state = capture_attributes(module, buffers=True)
+        state = capture_state(module, parameters=False)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
             with around(), alone(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
