@@ -57,11 +57,13 @@ class WorldPool:
         self._enter()
         key = owner, _kind(options)
         idle = self._idle.setdefault(key, [])
+        spares = self._idle.get((None, key[1]), [])
         world = None
-        while idle and world is None:
-            candidate = idle.pop()
+        while world is None and (idle or spares):
+            must_be_ready = owner is not None and bool(idle)  # a spare may still start
+            candidate = (idle or spares).pop()
             with contextlib.suppress(DDPCheckError):
-                if candidate.usable if owner is None else candidate.wait_ready(_PATIENCE):
+                if candidate.wait_ready(_PATIENCE) if must_be_ready else candidate.usable:
                     candidate.update_options(**{name: options[name] for name in _CHANGEABLE if name in options})
                     world = candidate
             if world is None:
