@@ -85,10 +85,10 @@ class Leader:
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
-        own_hello, joined = gather(launch, timeout, store)
+        leader_hello, joined = gather(launch, timeout, store)
         self._followers = {connection[1].launch.rank: _FollowerLink(connection, on_lost) for connection in joined}
         self.one_machine = all(welcome.shared for _, _, welcome in joined)  # this machine
-        self._hellos = [own_hello, *(hello for _, hello, _ in joined)]
+        self._hellos = [leader_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
         self._assign()
 

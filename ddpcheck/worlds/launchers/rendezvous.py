@@ -105,13 +105,13 @@ Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connecti
 def gather(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[Hello, list[Joined]]:
-    """Accept one connection per rank; return own `Hello` and connections by rank.
+    """Accept one connection per rank; return the leader's `Hello` and connections by rank.
 
     `store` is an existing store shared by all ranks. Raises `UsageError` without a rendezvous address, and `HangError`
     if some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    own_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
+    leader_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
     joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
@@ -140,14 +140,14 @@ def gather(
                 sock.close()
                 continue
             undo.callback(sock.close)
-            shared = hello.machine == own_hello.machine
+            shared = hello.machine == leader_hello.machine
             offset = 0.0 if shared else time.monotonic() - hello.clock
             joined[hello.launch.rank] = sock, hello, Welcome(shared, offset, os.getpid())
         for sock, _, welcome in joined.values():
             sock.sendall(wire.pack(welcome))
             sock.settimeout(None)
         undo.pop_all()
-    return own_hello, [joined[rank] for rank in sorted(joined)]
+    return leader_hello, [joined[rank] for rank in sorted(joined)]
 
 
 def _listen(address: str) -> socket.socket:
