@@ -102,7 +102,7 @@ class World:
             if hosts is not None:
                 configs = [hosts.settle(config) for config in configs]
                 starters = [hosts.starter(rank, options.start_method) for rank in range(world_size)]
-            seeds = starting.hash_seeds(world_size, own=options.hash_seeds)
+            seeds = starting.hash_seeds(world_size, differ=options.hash_seeds)
             self._processes.start(configs, starters, seeds, options.ahead)
         except BaseException as error:
             self.close()
@@ -193,7 +193,7 @@ class World:
         at_work = self._pending is not None and not self._pending.done()  # first: may set `failed`
         if self.failed:
             raise DDPCheckError("This world has failed in an earlier run and cannot run again; make a new World.")
-        if self.closed or self._processes.sent_off:
+        if self.closed or self._processes.exit_requested:
             raise DDPCheckError("This world is closed; make a new World.")
         if at_work:
             raise DDPCheckError("This world is still at work; wait for the result of its last start().")
@@ -273,7 +273,7 @@ class World:
 
     @property
     def _is_over(self) -> bool:
-        return self.closed or self._processes.sent_off or self._owner != os.getpid()
+        return self.closed or self._processes.exit_requested or self._owner != os.getpid()
 
     @property
     def _is_idle(self) -> bool:
@@ -329,10 +329,7 @@ def start_world(world_size: int = 2, **options: Any) -> World:
 _open_worlds: weakref.WeakSet[World] = weakref.WeakSet()
 
 
+@atexit.register  # after the handler that ends the fork server, so called first
 def _close_all() -> None:
     for world in list(_open_worlds):
         world.close()
-
-
-# Registered after the handler that ends the fork server, so called first.
-atexit.register(_close_all)

@@ -97,7 +97,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> object:
     """Defer fixtures that depend on per-rank values to the ranks."""
     if fixturedef.scope == "function" and isinstance(item := request.node, pytest.Item) and _is_ours(item):
-        return _session(item.config).leave_to_ranks(item, fixturedef, request)
+        return _session(item.config).defer_to_ranks(item, fixturedef, request)
     return None
 
 
@@ -129,31 +129,31 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.fixture
 def ddp_world(request: pytest.FixtureRequest) -> Iterator[DDPWorld]:
     """Real ranks for a test: `ddp_world.run(fn, *args)`, `ddp_world.check(recipe)`, `ddp_world(world_size=4)`."""
-    yield from _session(request.config).lend(request.node)
+    yield from _session(request.config).open_world(request.node)
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Any:
     """Return the rank of this process, in a test marked `ddp`."""
-    return _session(request.config).fact(request.node, "rank")
+    return _session(request.config).rank_value(request.node, "rank")
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> Any:
     """Return the world size, in a test marked `ddp`."""
-    return _session(request.config).fact(request.node, "world_size")
+    return _session(request.config).rank_value(request.node, "world_size")
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Any:
     """Return the `torch.device` of this rank, in a test marked `ddp`."""
-    return _session(request.config).fact(request.node, "device")
+    return _session(request.config).rank_value(request.node, "device")
 
 
 @pytest.fixture
 def process_group(request: pytest.FixtureRequest) -> Any:
     """Return the default process group, in a test marked `ddp`."""
-    return _session(request.config).fact(request.node, "process_group")
+    return _session(request.config).rank_value(request.node, "process_group")
 
 
 def _is_ours(item: pytest.Item) -> bool:

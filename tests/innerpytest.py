@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR
+from ddpcheck.worlds.rank_setup import NO_PRELOAD
 
 # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
 PLUGINS = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no")
@@ -70,7 +70,7 @@ def _environment() -> dict[str, str]:
     Seconds of processor time, and an inner session that wraps a model in DDP is better run `innerhere`.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    return {**own, ONLY_WHAT_IS_ASKED_FOR: "1"}
+    return {**own, NO_PRELOAD: "1"}
 
 
 def run(folder: Path, *arguments: str, input: str | None = None, timeout: float = 250, **options: Any) -> Session:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from ddpcheck.findings.errors import RankError
-from ddpcheck.testing.launched_ranks import LaunchedWorld
+from ddpcheck.testing.leases import LaunchedWorld
 from ddpcheck.worlds import rank as ranks
 from ddpcheck.worlds.launchers.detection import require
 from ddpcheck.worlds.launchers.rank_group import RankGroup

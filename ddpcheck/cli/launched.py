@@ -69,7 +69,7 @@ def _launch(arguments: argparse.Namespace) -> LauncherEnv | None:
 
 def _follow(launch: LauncherEnv) -> int:
     """Serve rank 0 silently; only rank 0 returns the report's exit code."""
-    from ddpcheck.worlds.launchers.follower import Follower
+    from ddpcheck.worlds.launchers.leader import Follower
 
     try:
         with ending(launch, _WITHOUT_LEADER):

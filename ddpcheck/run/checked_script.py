@@ -15,7 +15,15 @@ from ddpcheck.findings.errors import HangError, TargetError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.wording import suggests_names
 
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_LAUNCHER_ENV = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 _GRACE = 10.0  # seconds for `ddpcheck run` to end its ranks
 
 
@@ -46,7 +54,7 @@ def check_script(
     """
     command = [sys.executable, "-m", "ddpcheck", "run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--check-parity"] * parity
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_ENV}
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "report.json"), Path(folder, "log")
         with log.open("wb") as file:

@@ -241,8 +241,8 @@ def failures_of(ranks: Sequence[WatchedRank], ending: Ending) -> list[RankFailur
     if ending.hang is None and all(failure.kind == "died" and (failure.exit_code or 0) > 0 for failure in failed):
         return []  # the script ends its processes itself
     failed_ranks = {failure.rank for failure in failed}
-    lost_alone = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
-    return [failure for failure in failed if not _was_ended(failure, failed, lost_alone=lost_alone)]
+    is_only_death = sum(failure.kind == "died" for failure in failed) == 1 and len(failed_ranks) == len(ranks)
+    return [failure for failure in failed if not _was_ended(failure, failed, is_only_death=is_only_death)]
 
 
 def _died(rank: WatchedRank, code: int) -> RankFailure:
@@ -303,15 +303,15 @@ def timelines_of(
     return result if ending.hang is not None else diverging_calls(result)
 
 
-def _was_ended(failure: RankFailure, found: Sequence[RankFailure], *, lost_alone: bool) -> bool:
+def _was_ended(failure: RankFailure, failed: Sequence[RankFailure], *, is_only_death: bool) -> bool:
     """Return True if torchrun ended a rank after the failure of another rank.
 
-    `lost_alone`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
+    `is_only_death`: only one rank died, so lost connections on the other ranks point to that rank as the first failure.
     """
-    killed = [other for other in found if other.kind == "died" and other.exit_code in (-9, None)]
-    others = [other for other in found if other not in killed and other.exit_code != -15]
+    killed = [item for item in failed if item.kind == "died" and item.exit_code in (-9, None)]
+    not_ended = [item for item in failed if item not in killed and item.exit_code != -15]
     if failure in killed:  # a killed rank may also be the first failure, which breaks the connections of the others
-        return any(not follows_from_another_rank(other) for other in others)
-    if others and lost_alone and all(map(failures.looks_fallen, others)):
+        return any(not follows_from_another_rank(item) for item in not_ended)
+    if not_ended and is_only_death and all(map(failures.looks_fallen, not_ended)):
         return False
-    return failure.exit_code == -15 and len(others) + len(killed) > 0
+    return failure.exit_code == -15 and len(not_ended) + len(killed) > 0

@@ -34,12 +34,13 @@ from ddpcheck.findings.stacks import (
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.record.rank.started_processes import RAISED, SUFFIX
 from ddpcheck.rules.collectives.ddp403_collective_mismatch import judge_collectives
-from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used, is_idle, is_stopped, lives, used
+from ddpcheck.run import living_ranks
+from ddpcheck.run.living_ranks import LivingRanks, RankFacts, Used
 from ddpcheck.run.node_link import NodeLink, Standing
 from ddpcheck.stream.entries import RankRaised
 from ddpcheck.stream.rank_log import comparable_logs, rank_processes, read_logs
 from ddpcheck.worlds import failures
-from ddpcheck.worlds.deadlock import children_of, gloo_wants_gil, locked_children, processor_seconds, switches
+from ddpcheck.worlds.deadlock import processor_seconds
 
 _INTERVAL = 0.5  # seconds between two polls
 _FOR_STACKS = 1.0  # seconds
@@ -104,7 +105,7 @@ class HangWatch:
         self._nodes = nodes
         self._stuck: Hang | None = None  # of all ranks of this node, pending the ranks of other nodes
         self._log_sizes: dict[str, int] = {}  # bytes of each log file at that time, by file name
-        self._told_raised = self._told_stopped = False
+        self._has_reported_raised = self._has_reported_stopped = False
         self._failed_since = 0.0
         self._over = threading.Event()
         self._ending = threading.Lock()
@@ -127,46 +128,46 @@ class HangWatch:
         while not self._over.wait(_INTERVAL):
             try:
                 ranks, are_all_here = self._ranks.living()
-                self._tell_what_raised(ranks)
+                self._report_raised(ranks)
                 now, last = time.monotonic(), seen
                 seen = self._ranks.progress()
                 if not ranks or seen != last:
-                    progress, since, before, is_stuck = now, now, used(ranks), False
+                    progress, since, before, is_stuck = now, now, living_ranks.used(ranks), False
                 elif is_stuck and not all(
                     state.may_wait for state in self._ranks.facts(ranks, before, now - since).values()
                 ):
-                    since, before, is_stuck = now, used(ranks), False
+                    since, before, is_stuck = now, living_ranks.used(ranks), False
                 elif now - since >= self._timeout or (
                     now - since >= _MISMATCH
                     and are_all_here
                     and judge_collectives(comparable_logs(read_logs(self._folder)), ranks)
                 ):
                     is_late = now - progress >= self._timeout
-                    parted = is_late and are_all_here and self._part_now(ranks)
-                    facts = self._ranks.facts(ranks, before, now - since, parted=parted)
-                    is_stuck = self._cannot_get_on(ranks, facts, now - progress, are_all_here)
-                    self._tell_what_is_stopped(ranks)
-                    since, before = now, used(ranks)
+                    diverged = is_late and are_all_here and self._diverge_now(ranks)
+                    facts = self._ranks.facts(ranks, before, now - since, diverged=diverged)
+                    is_stuck = self._are_hung(ranks, facts, now - progress, are_all_here)
+                    self._report_stopped(ranks)
+                    since, before = now, living_ranks.used(ranks)
                 if not ranks and (waiting := meeting.in_vain(now, self._timeout)):
                     self.hang = Hang(self._timeout, {}, waiting)
                     ranks = {index: joining.pid for index, joining in enumerate(waiting)}
                 if now >= latest and self.hang is None:
                     self.hang = Hang(self._limit, self._ranks.stacks(ranks))
                 if self.hang or self.unended or self._nodes_must_end(ranks, is_stuck=is_stuck):
-                    self._tell_why_it_ends(ranks)
+                    self._report_end(ranks)
                     self._end_ranks(ranks)
                     return
             except OSError:  # a rank has just exited
                 seen = {}
 
-    def _tell_what_raised(self, living: dict[int, int]) -> None:
+    def _report_raised(self, living: dict[int, int]) -> None:
         """Report an exception once if torchrun waits (30 seconds) for the other ranks."""
-        if self._told_raised or not living or living.keys() == rank_processes(self._folder).keys():
+        if self._has_reported_raised or not living or living.keys() == rank_processes(self._folder).keys():
             self._failed_since = 0.0
         elif not self._failed_since:
             self._failed_since = time.monotonic()
         elif time.monotonic() - self._failed_since >= _GRACE:
-            self._told_raised = True
+            self._has_reported_raised = True
             logs = [log for log in read_logs(self._folder) if log.started.rank not in living]
             raised = [(log.started.rank, item) for log in logs for item in log.entries if isinstance(item, RankRaised)]
             for rank, entry in raised[:1]:
@@ -174,14 +175,14 @@ class HangWatch:
                 where = f" at {failure.location}" if failure.location else ""
                 self._tell(f"{failure.message}{where}; torchrun waits for {format_ranks(living)} to end")
 
-    def _tell_what_is_stopped(self, living: dict[int, int]) -> None:
-        stopped = {rank: pid for rank, pid in living.items() if is_stopped(pid)}
-        if stopped and not self._told_stopped:
-            self._told_stopped = True
+    def _report_stopped(self, living: dict[int, int]) -> None:
+        stopped = {rank: pid for rank, pid in living.items() if living_ranks.is_stopped(pid)}
+        if stopped and not self._has_reported_stopped:
+            self._has_reported_stopped = True
             who, pids = f"{format_ranks(stopped)} {agreeing('was', [*stopped])}", " ".join(map(str, stopped.values()))
             self._tell(f"{who} stopped by a signal; `kill -CONT {pids}` ends that")
 
-    def _tell_why_it_ends(self, living: Collection[int]) -> None:
+    def _report_end(self, living: Collection[int]) -> None:
         """Report why the script is ended, before the launcher prints about the signal."""
         why = "all ranks wait for each other"
         if self.unended is not None:
@@ -190,9 +191,7 @@ class HangWatch:
             why = f"{format_ranks(living)} waits for a rank that does not arrive"
         self._tell(f"{why}; ending the script")
 
-    def _cannot_get_on(
-        self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool
-    ) -> bool:
+    def _are_hung(self, ranks: dict[int, int], facts: dict[int, RankFacts], seconds: float, are_all_here: bool) -> bool:
         """Set `hang`, `unended`, or `_stuck` (other nodes may make progress) if the ranks hang."""
         if not all(state.may_wait for state in facts.values()):
             return False
@@ -203,7 +202,9 @@ class HangWatch:
             for rank, pid in ranks.items()
             if facts[rank].is_idle
             and logs[rank].has_left
-            and ((logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or gloo_wants_gil(pid))
+            and (
+                (logs[rank].has_ended and has_no_python_left(stacks.get(rank, ""))) or living_ranks.gloo_wants_gil(pid)
+            )
         }
         waiting = {rank: stacks.get(rank, "") for rank in ranks if rank not in unended}
         elsewhere = [rank for rank, stack in waiting.items() if not facts[rank].waits(own_stack(stack))]
@@ -252,9 +253,9 @@ class HangWatch:
         """Return True if a rank waits for a deadlocked data loader worker."""
         if region_of(own_stack(stack)) != WORKERS:
             return False
-        locked = locked_children(pid)
+        locked = living_ranks.locked_children(pid)
         self._over.wait(_LOCKED if locked else 0.0)
-        return bool(locked.items() & locked_children(pid).items())
+        return bool(locked.items() & living_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
         """Return True if the main thread waits for threads that wait for other ranks, or have failed."""
@@ -263,9 +264,9 @@ class HangWatch:
             return False
         if not all(waits_for_others(thread) or lock_waited_for(thread) for thread in threads):
             return False
-        before = switches(f"{pid}/task/{pid}")
+        before = living_ranks.switches(f"{pid}/task/{pid}")
         self._over.wait(_LOCKED)
-        return switches(f"{pid}/task/{pid}") == before
+        return living_ranks.switches(f"{pid}/task/{pid}") == before
 
     def _end_ranks(self, ranks: dict[int, int]) -> None:
         """End the ranks; kill ranks blocked in C++, which never handle SIGTERM."""
@@ -273,18 +274,18 @@ class HangWatch:
             if self._over.is_set():
                 return
             self._end()
-        while living := {rank: pid for rank, pid in ranks.items() if lives(pid)}:
+        while living := {rank: pid for rank, pid in ranks.items() if living_ranks.lives(pid)}:
             before = {pid: processor_seconds(pid) for pid in living.values()}
             if is_over := self._over.wait(_GRACE):  # the launcher ended before the ranks
                 time.sleep(_INTERVAL)
             for pid in living.values():
-                if lives(pid) and is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
+                if living_ranks.lives(pid) and living_ranks.is_idle(before[pid] or 0.0, processor_seconds(pid), _GRACE):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             if is_over:
                 return
 
-    def _part_now(self, living: Collection[int]) -> bool:
+    def _diverge_now(self, living: Collection[int]) -> bool:
         """Return True if a live rank's last collective is the first mismatch."""
         logs = comparable_logs(read_logs(self._folder))
         previous = [log[:-1] if rank in living else log for rank, log in enumerate(logs)]
@@ -314,19 +315,21 @@ class _MeetingWatch:
 
     def in_vain(self, now: float, timeout: float) -> tuple[Joining, ...]:
         """Return the processes that have waited in vain for `timeout` seconds, or ()."""
-        notes = tuple(note for note in _notes(self._folder, SUFFIX) if lives(note.pid))
+        notes = tuple(note for note in _notes(self._folder, SUFFIX) if living_ranks.lives(note.pid))
         if self._before.keys() != {note.pid for note in notes}:
             self._begin(notes, now)
         if not notes or now - self._since < timeout:
             return ()
         seconds = now - self._since
-        waiting = all(is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes)
+        waiting = all(
+            living_ranks.is_idle(self._before[note.pid], processor_seconds(note.pid), seconds) for note in notes
+        )
         self._begin(notes, now)
         needed = max(note.started or note.world_size for note in notes)
         missing = needed - len(notes)
         if missing > 0 and all(note.started for note in notes):
             pids = {note.pid for note in notes}
-            missing = sum(pid not in pids and lives(pid) for pid in children_of(os.getpid()))
+            missing = sum(pid not in pids and living_ranks.lives(pid) for pid in living_ranks.children_of(os.getpid()))
         return notes if waiting and needed > 0 >= missing else ()
 
     def _begin(self, notes: tuple[Joining, ...], now: float) -> None:

@@ -8,6 +8,7 @@ are known to mismatch those of other ranks.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from ddpcheck.findings.stacks import BACKWARD, Frame, pickles, region_of, waits_
 from ddpcheck.record.rank.environment import STACK_SIGNAL
 from ddpcheck.stream.held_file import HEAD_SIZE, is_held, is_inside
 from ddpcheck.stream.rank_log import rank_processes, read_logs
-from ddpcheck.worlds.deadlock import processor_seconds, status_value
-from ddpcheck.worlds.waiting import ask_for_stacks
+from ddpcheck.worlds.deadlock import processor_seconds
+from ddpcheck.worlds.starting import ask_for_stacks
 
 _SHARE = 0.02  # fraction of a core that a waiting rank may use
 _FOR_STACKS = 1.0  # seconds
 _QUIET = 0.05  # seconds without new stack output
+_LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
 _NO_INTERPRETER = "Current thread, in which the interpreter has ended"
 
 
@@ -35,12 +37,12 @@ class RankFacts:
     spins: bool = False  # waiting ranks may use processor time: not under gloo
     others_idle: bool = True  # threads except the main thread used almost no processor time
     is_inside: bool = False  # the log shows the main thread in a collective or waiting for one
-    parted: bool = False  # the last collectives of the ranks are known to mismatch
+    diverged: bool = False  # the last collectives of the ranks are known to mismatch
 
     @property
     def may_wait(self) -> bool:
         """Return True if the rank may be waiting, judged without its stack."""
-        return self.is_idle or (self.spins and (self.parted or (self.is_inside and self.others_idle)))
+        return self.is_idle or (self.spins and (self.diverged or (self.is_inside and self.others_idle)))
 
     def waits(self, stack: Sequence[Frame]) -> bool:
         """Return True if the rank with this stack waits for other ranks."""
@@ -51,7 +53,7 @@ class RankFacts:
         if self.is_idle:
             return waits_for_others(stack)
         at_wait = waits_for_others(stack) or waits_for_result(stack) or region_of(stack) == BACKWARD
-        return self.parted and at_wait and not pickles(stack)
+        return self.diverged and at_wait and not pickles(stack)
 
 
 class LivingRanks:
@@ -74,7 +76,7 @@ class LivingRanks:
         return rank_processes(self._folder), max(sizes, default=1)
 
     def facts(
-        self, ranks: dict[int, int], before: dict[int, Used], seconds: float, *, parted: bool = False
+        self, ranks: dict[int, int], before: dict[int, Used], seconds: float, *, diverged: bool = False
     ) -> dict[int, RankFacts]:
         """Return the state of the ranks, given processor times `before`, `seconds` ago."""
         spinning = {log.started.rank for log in read_logs(self._folder) if log.started.backend != "gloo"}
@@ -86,7 +88,7 @@ class LivingRanks:
                 previous.without_main_thread, processor_seconds(pid, exclude_main_thread=True), seconds
             )
             inside = is_inside(next(self._folder.glob(f"*-{rank}-*-{pid}.calls")))
-            facts[rank] = RankFacts(idle, spins, others, inside, parted)
+            facts[rank] = RankFacts(idle, spins, others, inside, diverged)
         return facts
 
     def progress(self) -> dict[str, bytes]:
@@ -146,3 +148,54 @@ def is_idle(before: float, now: float | None, seconds: float) -> bool:
 def _catches_signal(pid: int) -> bool:
     """Return True if a process handles the stack signal (interpreter not finalized)."""
     return bool(int(status_value(str(pid), "SigCgt") or "0", 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+def gloo_wants_gil(pid: int) -> bool:
+    """Return True if a gloo thread waits for the GIL (wakes every 5 ms)."""
+    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
+    before = [switches(f"{pid}/task/{thread}") for thread in threads]
+    time.sleep(_FOR_GIL)
+    after = [switches(f"{pid}/task/{thread}") for thread in threads]
+    return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
+
+
+_GLOO = "pt_gloo_runloop"  # name of a thread
+_FOR_GIL = 0.5  # seconds, up to 100 wakeups
+_LOOKS_FOR_GIL = 10
+
+
+def switches(task: str) -> int:
+    """Return the number of voluntary context switches of a thread."""
+    return int(status_value(task, "voluntary_ctxt_switches") or 0)
+
+
+def status_value(task: str, name: str) -> str:
+    """Return a field of /proc/<task>/status, or '' if missing."""
+    lines = _read(f"{task}/status").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
+
+
+def _read(file: str) -> str:
+    with open(f"/proc/{file}", encoding="utf-8", errors="replace") as stream:
+        return stream.read().strip()
+
+
+def locked_children(pid: int) -> dict[int, int]:
+    """Return children blocked on a lock: pid -> voluntary context switches.
+
+    Excludes a child with any thread that computes, sleeps, reads or waits for the network.
+    """
+    children = {}
+    for child in children_of(pid):
+        threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
+        wchans = {thread: _read(f"{thread}/wchan") for thread in threads}
+        main_wchan = wchans.get(f"{child}/task/{child}", "")
+        if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
+            children[child] = sum(map(switches, threads))
+    return children
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of the child processes, possibly including just exited children."""
+    pid_lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
+    return [int(child) for children in pid_lists for child in children.split()]

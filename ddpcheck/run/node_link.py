@@ -24,7 +24,7 @@ import msgspec
 
 from ddpcheck.stream.rank_log import LARGEST_PART, FilePart, ReceivedFolder, parts_of
 from ddpcheck.worlds.launchers.store import LauncherStore, connect
-from ddpcheck.worlds.waiting import wait_until
+from ddpcheck.worlds.starting import wait_until
 
 WAIT = 30.0  # seconds that a node waits for a silent node
 _WHEN_INTERRUPTED = 5.0  # seconds; a scheduler soon sends SIGKILL
@@ -39,23 +39,23 @@ Standing = Literal["on", "stuck", "ended"]
 _encode = msgspec.msgpack.encode
 
 
-class NodeState(msgspec.Struct, frozen=True):
+class NodeState(msgspec.Struct):
     """Published state of a node."""
 
-    beat: int  # counter of updates
-    standing: Standing  # "on": running, or unknown; "stuck": all ranks wait in vain; "ended": all ranks have ended
-    ranks: tuple[int, ...]  # ranks of the node that joined the process group
-    world_size: int  # size of the process group; 0 before joining
-    has_left: bool  # True if the node no longer waits for the first node
+    beat: int = 0  # number of updates
+    standing: Standing = "on"  # or unknown; "stuck": all ranks wait in vain; "ended": all ranks have ended
+    ranks: tuple[int, ...] = ()  # ranks of the node that joined the process group
+    world_size: int = 0  # size of the process group; 0 before joining
+    has_left: bool = False  # True if the node no longer waits for the first node
 
 
-class FirstState(msgspec.Struct, frozen=True):
+class FirstState(msgspec.Struct):
     """Published state of the first node."""
 
-    beat: int  # counter of updates
-    ends: bool  # True if each node must end its ranks because the job hangs
-    collects: bool  # True if the ranks of the first node have ended, and logs of other nodes are collected
-    exit_code: int | None  # exit code of the report; None before the report
+    beat: int = 0  # number of updates; 0: none received
+    ends: bool = False  # True if each node must end its ranks because the job hangs
+    collects: bool = False  # True if the ranks of the first node have ended, and logs of other nodes are collected
+    exit_code: int | None = None  # exit code of the report; None before the report
 
 
 class NodeEnd(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 @dataclass
-class _Other:
+class _Node:
     folder: Path
     state: NodeState | None = None
     ending: bytes | None = None
@@ -101,16 +101,14 @@ class NodeLink:
         self._reset()
 
     def _reset(self) -> None:
-        self._gone = self._has_met = False
-        self._standing: tuple[Standing, tuple[int, ...], int] = ("on", (), 0)
-        self._first: FirstState | None = None
+        self._gone = self._is_linked = False
+        self._state = NodeState()
+        self._first = FirstState()
         self._first_at = time.monotonic()
-        self._others: dict[int, _Other] = {}
-        self._ends = self._collects = self._has_left = False
-        self._exit_code: int | None = None
+        self._nodes: dict[int, _Node] = {}
         self._parts: Iterator[FilePart | NodeEnd] = iter(())
         self._sends = self._has_sent = False
-        self._put = self._taken = self._beat = 0
+        self._put = self._taken = 0
         self._taken_at = 0.0
 
     # Called by the launching process
@@ -125,8 +123,8 @@ class NodeLink:
         with contextlib.suppress(AttributeError, RuntimeError):  # an etcd or file store, or no more threads
             host, port = meeting.address
             if number == 0:
-                self._others = {index: _Other(self._folder / f"node{index}") for index in range(1, size)}
-            for node in self._others.values():
+                self._nodes = {index: _Node(self._folder / f"node{index}") for index in range(1, size)}
+            for node in self._nodes.values():
                 shutil.rmtree(node.folder, ignore_errors=True)  # from an earlier start
             arguments = (self._over, meeting, host, port)
             self._thread = threading.Thread(target=self._run, args=arguments, name="ddpcheck-nodes", daemon=True)
@@ -139,39 +137,38 @@ class NodeLink:
 
     def stands(self, standing: Standing, ranks: tuple[int, ...], world_size: int) -> None:
         """Set the state of the ranks of this node."""
-        self._standing = (standing, ranks, world_size)
+        self._state.world_size, self._state.ranks, self._state.standing = world_size, ranks, standing
 
     def must_end(self) -> bool:
         """Return True if the first node, or a stuck second node without a first, ends the ranks of this node."""
         if self.number:
-            is_last = self.size == 2 and (self._gone or self._exit_code_of_first() is not None)
-            return (self._first is not None and self._first.ends) or (is_last and self._standing[0] == "stuck")
-        self._ends = self._ends or self._no_rank_gets_on()
-        return self._ends
+            is_last = self.size == 2 and (self._gone or self._first.exit_code is not None)
+            return self._first.ends or (is_last and self._state.standing == "stuck")
+        self._first.ends = self._first.ends or self._is_job_hung()
+        return self._first.ends
 
     def collect(self, *, interrupted: bool) -> dict[int, bytes]:
         """Collect logs on the first node; return the encoded `Ending` of other nodes."""
         since, wait = time.monotonic(), min(WAIT, _WHEN_INTERRUPTED) if interrupted else WAIT
-        self.stands("ended", *self._standing[1:])
-        self._collects = True
+        self._state.standing = "ended"
+        self._first.collects = True
         with contextlib.suppress(KeyboardInterrupt):
             while not self._gone and any(
-                not node.is_done and time.monotonic() - max(since, node.part_at) < wait
-                for node in self._others.values()
+                not node.is_done and time.monotonic() - max(since, node.part_at) < wait for node in self._nodes.values()
             ):
                 self.must_end()
                 time.sleep(_BUSY)
         why = "the store of torchrun's agents has ended" if self._gone else f"they have not come within {wait:g} s"
-        for node in self._others.values():
+        for node in self._nodes.values():
             if node.ending is None:
                 node.refused = node.refused or why
                 shutil.rmtree(node.folder, ignore_errors=True)  # incomplete logs would be misleading
-        return {number: node.ending for number, node in self._others.items() if node.ending is not None}
+        return {number: node.ending for number, node in self._nodes.items() if node.ending is not None}
 
     @property
     def refused(self) -> dict[int, str]:
         """Return the reason by node for logs that were not accepted."""
-        return {number: node.refused for number, node in self._others.items() if node.refused}
+        return {number: node.refused for number, node in self._nodes.items() if node.refused}
 
     def hand_over(self, ending: bytes) -> int | None:
         """Send the logs to the first node; return the report's exit code.
@@ -180,21 +177,20 @@ class NodeLink:
         """
         since = time.monotonic()
         self._parts, self._sends = chain(parts_of(self._folder), [NodeEnd(ending)]), True
-        while not self._gone and self._exit_code_of_first() is None:
+        while not self._gone and self._first.exit_code is None:
             now = time.monotonic()
-            collects = self._first is not None and self._first.collects
-            wait = WAIT if self._has_met else _FRESH  # the first node may be under torchrun itself
-            if now - (self._first_at if collects else max(since, self._taken_at)) > wait:
+            wait = WAIT if self._is_linked else _FRESH  # the first node may be under torchrun itself
+            if now - (self._first_at if self._first.collects else max(since, self._taken_at)) > wait:
                 break
             time.sleep(_BUSY)
-        self._has_left = True
+        self._state.has_left = True
         self.close()
-        return (self._exit_code_of_first() or 0) if self._has_sent else None
+        return (self._first.exit_code or 0) if self._has_sent else None
 
     def finish(self, exit_code: int) -> None:
         """Send the exit code of the report to other nodes; close the link."""
-        self._exit_code = exit_code
-        wait_until(lambda: self._gone or not any(node.listens for node in self._others.values()), _FAREWELL, _BUSY)
+        self._first.exit_code = exit_code
+        wait_until(lambda: self._gone or not any(node.listens for node in self._nodes.values()), _FAREWELL, _BUSY)
         self.close()
 
     def close(self) -> None:
@@ -204,14 +200,10 @@ class NodeLink:
             self._thread.join(_FAREWELL)
             self._thread = None
 
-    def _exit_code_of_first(self) -> int | None:
-        return None if self._first is None else self._first.exit_code
-
-    def _no_rank_gets_on(self) -> bool:
+    def _is_job_hung(self) -> bool:
         """Return True if all ranks of the job are stuck or have ended."""
-        standing, own_ranks, world_size = self._standing
-        standings, ranks = {standing}, {*own_ranks}
-        for node in self._others.values():
+        standings, ranks, world_size = {self._state.standing}, {*self._state.ranks}, self._state.world_size
+        for node in self._nodes.values():
             if node.state is None:
                 return False
             quiet = time.monotonic() - node.heard_at
@@ -231,12 +223,12 @@ class NodeLink:
             while store is not None:
                 is_last = over.is_set()
                 if self.number:
-                    self._turn_of_other(store)
+                    self._turn_of_later(store)
                 else:
                     self._turn_of_first(store)
                 if is_last:
                     return
-                over.wait(_BUSY if self._sends or self._collects else _LOOK)
+                over.wait(_BUSY if self._sends or (self.number == 0 and self._first.collects) else _LOOK)
         except Exception:  # StoreGoneError if the store has ended; errors of torch if unreachable
             self._gone = True
 
@@ -251,14 +243,14 @@ class NodeLink:
             if over.wait(_LOOK):
                 return None
         name, _, host_name = meeting.claimed("run").partition(" ")
-        self._has_met = True
+        self._is_linked = True
         self.host = "".join(filter(str.isprintable, host_name))[:80]
         return LauncherStore(connect(host, port, WAIT), f"ddpcheck/{name}")
 
     def _turn_of_first(self, store: LauncherStore) -> None:
-        self._beat += 1
-        store.put("first", _encode(FirstState(self._beat, self._ends, self._collects, self._exit_code)))
-        for number, node in self._others.items():
+        self._first.beat += 1
+        store.put("first", _encode(self._first))
+        for number, node in self._nodes.items():
             if not node.is_done:
                 try:
                     self._take(store, number, node)
@@ -270,25 +262,25 @@ class NodeLink:
                     if node.state is None or state.beat != node.state.beat:
                         node.state, node.heard_at = state, time.monotonic()
 
-    def _take(self, store: LauncherStore, number: int, other: _Other) -> None:
+    def _take(self, store: LauncherStore, number: int, node: _Node) -> None:
         for _ in range(_AHEAD):
-            if other.is_done or not store.has(name := f"part/{number}/{other.parts}"):
+            if node.is_done or not store.has(name := f"part/{number}/{node.parts}"):
                 return
             part = _decoded(store.get(name), FilePart | NodeEnd)
             if isinstance(part, NodeEnd):
-                other.ending = part.ending
+                node.ending = part.ending
             else:
-                other.logs = other.logs or ReceivedFolder(other.folder)
-                other.logs.take(part)
+                node.logs = node.logs or ReceivedFolder(node.folder)
+                node.logs.take(part)
             store.remove(name)
-            other.parts, other.part_at = other.parts + 1, time.monotonic()
+            node.parts, node.part_at = node.parts + 1, time.monotonic()
 
-    def _turn_of_other(self, store: LauncherStore) -> None:
-        self._beat += 1
-        store.put(f"state/{self.number}", _encode(NodeState(self._beat, *self._standing, self._has_left)))
+    def _turn_of_later(self, store: LauncherStore) -> None:
+        self._state.beat += 1
+        store.put(f"state/{self.number}", _encode(self._state))
         if store.has("first"):
             state = _decoded(store.get("first"), FirstState)
-            if self._first is None or state.beat != self._first.beat:
+            if state.beat != self._first.beat:
                 self._first, self._first_at = state, time.monotonic()
         while self._taken < self._put and not store.has(f"part/{self.number}/{self._taken}"):
             self._taken, self._taken_at = self._taken + 1, time.monotonic()

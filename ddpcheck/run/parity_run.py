@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from ddpcheck.findings.evidence.parity import IN_TURN, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.stacks import program_lines
@@ -130,14 +131,9 @@ class ParityRuns:
             is_noise=measures_noise,
             as_rank=as_rank,
         )
-        os.environ.clear()
-        os.environ.update(environment_for(RunOptions(str(folder), 0, options), self._environ))
-        os.environ[VARIABLE] = "1"
-        try:
+        environ = environment_for(RunOptions(str(folder), 0, options), self._environ) | {VARIABLE: "1"}
+        with mock.patch.dict(os.environ, environ, clear=True):
             ending = self._run(_single_options(self._args, folder), folder, limit=self._limit)
-        finally:
-            os.environ.clear()
-            os.environ.update(self._environ)
         # Standard output first, then standard error.
         paths = sorted(folder.glob("output/**/std*.log"), reverse=True)
         output = "".join(path.read_text(errors="replace")[-_MOST_OUTPUT:] for path in paths)

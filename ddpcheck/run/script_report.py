@@ -176,18 +176,14 @@ def _world(facts: ScriptFacts, ending: Ending, notes_of_others: Sequence[str]) -
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 
-def _goes_on(ending: Ending) -> CheckResult:
-    activities = "; ".join(told_together(ending.doing.items()))
-    if ending.hang is None:
-        return CheckResult("script", "skipped", detail=f"it is still running: {activities}")
-    waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
-    return CheckResult("script", "error", detail=f"{waited}: {activities}")
-
-
 def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckResult]:
     """Return the check line of a script that is still running or has ended early."""
     if ending.doing:
-        return [_goes_on(ending)]
+        activities = "; ".join(told_together(ending.doing.items()))
+        if ending.hang is None:
+            return [CheckResult("script", "skipped", detail=f"it is still running: {activities}")]
+        waited = f"its ranks wait for each other, without progress for {ending.hang.seconds:.0f} s"
+        return [CheckResult("script", "error", detail=f"{waited}: {activities}")]
     why = _why_ended(ranks, ending)
     return [CheckResult("script", "error", detail=why)] if why else []
 

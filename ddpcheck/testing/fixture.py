@@ -13,7 +13,7 @@ from ddpcheck.findings.deprecation import renamed
 from ddpcheck.findings.errors import DDPCheckError, RankError, UsageError, WrongTypeError
 from ddpcheck.report.settings import Settings
 from ddpcheck.testing import marks, rank_side
-from ddpcheck.testing.leases import Lent, Ranks, Record, WorldLease
+from ddpcheck.testing.leases import Ranks, Record, TestWorld, WorldLease
 from ddpcheck.testing.outcome import REPORT_FOLDER, TestOutcome, keep_report
 from ddpcheck.worlds import validation
 
@@ -22,8 +22,19 @@ if TYPE_CHECKING:
     from ddpcheck.recipe.recipe import Recipe
 
 __getattr__ = renamed(__name__, DdpWorld="DDPWorld")
-_OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
-_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "suppress")
+_WORLD_OPTIONS = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
+_SETTINGS = (
+    "world_size",
+    "backend",
+    "device",
+    "steps",
+    "timeout",
+    "seed",
+    "preload",
+    "select",
+    "ignore",
+    "suppress",
+)
 
 
 class DDPWorld:
@@ -52,13 +63,13 @@ class DDPWorld:
         """
         __tracebackhide__ = True
         try:
-            marks.check_options(options, "ddp_world", _OF_WORLD)
+            marks.check_options(options, "ddp_world", _WORLD_OPTIONS)
         except UsageError as error:
             raise error.with_traceback(None) from None
         return DDPWorld(self._session_ranks, self._record, self._settings, {**self._lease.options, **options})
 
     @property
-    def world(self) -> Lent:
+    def world(self) -> TestWorld:
         """The `ddpcheck.World` behind this fixture.
 
         Fresh on first use and after a failure. On ranks started by torchrun, mpirun or srun, a `LaunchedWorld`.
@@ -87,13 +98,13 @@ class DDPWorld:
         try:
             results, verdict, failed = self._lease.run(rank_side.call, fn, args, kwargs, timeout=timeout)
         except DDPCheckError as error:
-            raise _better(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
+            raise _naming_argument(error, fn, args, kwargs).with_traceback(None) from None  # hide ddpcheck frames
         if verdict.how == "skipped":
             pytest.skip(verdict.headline)
         if verdict.how == "xfailed":
             pytest.xfail(verdict.headline)
         if verdict.how == "failed":
-            raise self._lease.explained(_said(verdict, failed), verdict).with_traceback(None) from None
+            raise self._lease.explained(_with_headline(verdict, failed), verdict).with_traceback(None) from None
         return list(results.values())
 
     def check(self, recipe: Recipe | str, **options: Any) -> Report:
@@ -106,15 +117,15 @@ class DDPWorld:
         __tracebackhide__ = True
         from ddpcheck.report.checking.check import check
 
-        preset = {name: getattr(self._settings, name) for name in _CHECKED}
-        preset |= {name: self._lease.options[name] for name in _CHECKED if name in self._lease.options}
+        preset = {name: getattr(self._settings, name) for name in _SETTINGS}
+        preset |= {name: self._lease.options[name] for name in _SETTINGS if name in self._lease.options}
         preset["backend"] = self._settings.backend  # `None`: chosen by the check
         report: Report
         try:
             report = self._session_ranks.once("ddp_world.check", lambda: check(recipe, **{**preset, **options}))
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
-        return self._good_enough(report)
+        return self._without_findings(report)
 
     def check_script(
         self,
@@ -149,9 +160,9 @@ class DDPWorld:
             )
         except DDPCheckError as error:
             raise error.with_traceback(None) from None
-        return self._good_enough(report)
+        return self._without_findings(report)
 
-    def _good_enough(self, report: Report) -> Report:
+    def _without_findings(self, report: Report) -> Report:
         __tracebackhide__ = True
         from ddpcheck.render import as_text
 
@@ -167,7 +178,7 @@ class DDPWorld:
         return report
 
 
-def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
+def _with_headline(verdict: TestOutcome, error: RankError | None) -> RankError:
     if error is not None and str(error) == verdict.headline:
         return error
     if error is None:
@@ -177,7 +188,7 @@ def _said(verdict: TestOutcome, error: RankError | None) -> RankError:
     return better
 
 
-def _better(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
+def _naming_argument(error: DDPCheckError, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DDPCheckError:
     """Return `error`, or a `UsageError` naming the argument that cannot be pickled."""
     if isinstance(error, UsageError):
         try:

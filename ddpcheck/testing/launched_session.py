@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -13,15 +18,15 @@ from ddpcheck.findings.errors import DDPCheckError, RankError, RankFailure, Usag
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import format_ranks
 from ddpcheck.report.settings import Settings
-from ddpcheck.testing import launched_ranks, marks
-from ddpcheck.testing.launched_ranks import LAUNCHED, PATIENCE, STARTUP
+from ddpcheck.testing import marks
+from ddpcheck.testing.leases import LAUNCHED, PATIENCE
 from ddpcheck.testing.outcome import as_pytest_shows, judge, to_raise
-from ddpcheck.testing.rank_context import RankArtifacts, add_coverage
-from ddpcheck.testing.rank_side import Ended
+from ddpcheck.testing.rank_side import Ended, RankArtifacts, add_coverage
 from ddpcheck.worlds import failures, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv, detect
 from ddpcheck.worlds.launchers.rank_group import RankGroup
 
+STARTUP = 120.0  # seconds to wait for ranks that should arrive at the same time
 Phase = Literal["setup", "call", "teardown"]
 _SHOWN = pytest.StashKey[tuple[str, Any]]()
 
@@ -49,7 +54,7 @@ class InStep:
     _options: Sequence[str]
     _settings: Settings = field(default_factory=Settings)
     _launched: RankGroup | None = None
-    _terminal: launched_ranks.Terminal | None = None
+    _terminal: Terminal | None = None
     _session: pytest.Session | None = None
     _uncollected: list[str] = field(default_factory=list)
     _going: bool = False
@@ -59,7 +64,7 @@ class InStep:
         """Buffer the terminal output of ranks other than 0."""
         self._session = session
         if self._launch.rank and self._config.pluginmanager.has_plugin("terminalreporter"):
-            self._terminal = launched_ranks.Terminal(self._config)
+            self._terminal = Terminal(self._config)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -88,7 +93,7 @@ class InStep:
         except DDPCheckError as error:
             raise pytest.UsageError(str(error)) from None
         if self._launch.rank:
-            launched_ranks.silence_files(self._config, self._launch.rank)
+            silence_files(self._config, self._launch.rank)
 
     def _may_be_ours(self, uncollected: str) -> bool:
         """Return True if an uncollected file mentions tests that need ranks."""
@@ -117,7 +122,7 @@ class InStep:
         factory = getattr(self._config, "_tmp_path_factory", None) if one_machine else None
         base = "" if factory is None else str(factory.getbasetemp())
         entries = launched.gather("the first test", (digest, base), timeout=STARTUP)
-        launched_ranks.share_temporary_folders(self._config, entries[0][1])
+        share_temporary_folders(self._config, entries[0][1])
         if len({digest for digest, _ in entries}) == 1:
             return ""
         lists = launched.gather("comparing tests", (tests, self._uncollected), timeout=STARTUP)
@@ -169,17 +174,17 @@ class InStep:
         return result
 
     def _agreed(
-        self, launched: RankGroup, item: pytest.Item, when: Phase, own: BaseException | None
+        self, launched: RankGroup, item: pytest.Item, when: Phase, local_error: BaseException | None
     ) -> BaseException | None:
-        """Return the common exception of this phase; `own`: this rank's exception."""
-        local_end = _phase_end(item, own, fell=launched.epoch.out_of_step is not None)
+        """Return the common exception of this phase; `local_error`: this rank's exception."""
+        local_end = _phase_end(item, local_error, fell=launched.epoch.out_of_step is not None)
         try:
             ends: list[_PhaseEnd] = launched.end(local_end, timeout=self._patience(item))
         except RankError as lost:
             item.session.shouldfail = str(lost)  # cannot synchronize: stop after this test
-            return own if own is not None else pytest.fail.Exception(str(lost), pytrace=False)
+            return local_error if local_error is not None else pytest.fail.Exception(str(lost), pytrace=False)
         if len({end.same_as for end in ends}) == 1:
-            return own
+            return local_error
         caused = any(end.reply is not None and not end.fell for end in ends)
         rank_failures = [_failure(rank, end, caused) for rank, end in enumerate(ends) if end.reply is not None]
         error = failures.error(rank_failures) if rank_failures else None
@@ -225,7 +230,7 @@ class InStep:
         plugin = self._config.pluginmanager.getplugin("_cov")
         if self._launched is None or plugin is None or getattr(plugin.cov_controller, "cov", None) is None:
             return
-        local_data = launched_ranks.give_up_coverage(plugin) if self._launch.rank else b""
+        local_data = give_up_coverage(plugin) if self._launch.rank else b""
         if self._going or self._launched.broken is not None:
             return
         self._launched.begin("the end of the session")
@@ -277,10 +282,9 @@ class _PhaseEnd:
 def _phase_end(item: pytest.Item, error: BaseException | None, *, fell: bool) -> _PhaseEnd:
     if error is None:
         return _PhaseEnd(Ended("passed"))
-    if isinstance(error, pytest.skip.Exception):
-        return _PhaseEnd(Ended("skipped", error.msg or ""))
-    if isinstance(error, pytest.xfail.Exception):
-        return _PhaseEnd(Ended("xfailed", error.msg or ""))
+    if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
+        how: Literal["skipped", "xfailed"] = "skipped" if isinstance(error, pytest.skip.Exception) else "xfailed"
+        return _PhaseEnd(Ended(how, error.msg or ""))
     output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
     return _PhaseEnd(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
 
@@ -324,3 +328,74 @@ def _say_difference(launcher: str, lists: Sequence[tuple[list[str], list[str]]])
         f"{start}test {index + 1} is {first} on rank 0, and {second} on {format_ranks(ranks)} ({reason}). "
         f"Every rank that {launcher} starts must be given the same options and see the same files."
     )
+
+
+# --- One process of several that run the same tests ------------------------------------------------------------------
+
+
+class Terminal:
+    """Terminal output of a rank, buffered until `show`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._writer: Any = config.get_terminal_writer()
+        self._file = self._writer._file
+        self._kept = io.StringIO()
+        self._writer._file = self._kept
+
+    def show(self) -> None:
+        """Write the buffered output and stop buffering."""
+        if self._writer._file is self._kept:
+            self._writer._file = self._file
+            self._file.write(self._kept.getvalue())
+            self._file.flush()
+
+
+def silence_files(config: pytest.Config, rank: int) -> None:
+    """Disable JUnit report and cache, and add the rank to the log file."""
+    with contextlib.suppress(ImportError):
+        from _pytest.junitxml import xml_key
+
+        if (xml := config.stash.get(xml_key, None)) is not None:
+            del config.stash[xml_key]
+            config.pluginmanager.unregister(xml)
+    if (cache := getattr(config, "cache", None)) is not None:
+        cache.set = lambda *_: None
+    logs: Any = config.pluginmanager.getplugin("logging-plugin")
+    if logs is not None and (path := config.getoption("log_file", None) or config.getini("log_file")):
+        logs.set_log_path(f"{path}.rank{rank}")
+
+
+def give_up_coverage(plugin: Any) -> bytes:
+    """Stop pytest-cov in this process and return the coverage data for rank 0."""
+    coverage = plugin.cov_controller.cov
+    coverage.stop()
+    cov_data = coverage.get_data()
+    data: bytes = cov_data.dumps()
+    cov_data.close()
+    Path(cov_data.data_filename()).unlink(missing_ok=True)  # the data is sent to rank 0 instead
+    plugin.cov_controller = None
+    plugin.options.cov_report, plugin.options.cov_fail_under = {}, None
+    return data
+
+
+def share_temporary_folders(config: pytest.Config, base: str) -> None:
+    """Share numbered temporary folders in `base` between all ranks."""
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None or not base:
+        return
+    numbers: Counter[tuple[str, bool]] = Counter()
+    lock = threading.Lock()
+
+    def mktemp(basename: str, numbered: bool = True) -> Path:
+        basename = factory._ensure_relative_to_basetemp(basename)
+        with lock:
+            numbers[basename.lower(), numbered] += 1
+            number = numbers[basename.lower(), numbered] - 1
+        path = Path(base, f"{basename}{number}" if numbered else basename)
+        if number and not numbered:
+            raise FileExistsError(f"{path} exists already")
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    factory._basetemp = Path(base)
+    factory.mktemp = mktemp

@@ -6,8 +6,9 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,43 +16,156 @@ import pytest
 from ddpcheck.findings.errors import RankError
 from ddpcheck.findings.report import Finding
 from ddpcheck.gather.collectives.collective_log import read_log
-from ddpcheck.harness import Watch, World
+from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.rules.collectives.diagnose import explain_by_mismatch
-from ddpcheck.testing.launched_ranks import LaunchedWorld, once
 from ddpcheck.testing.outcome import TestOutcome, judge, sections
-from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, add_coverage
-from ddpcheck.testing.rank_fixtures import RankFixture
-from ddpcheck.testing.rank_side import Ended
+from ddpcheck.testing.rank_fixtures import OnRank
+from ddpcheck.testing.rank_side import Ended, RankArtifacts, TestConditions, add_coverage
 from ddpcheck.testing.remote_pdb import PdbTerminal
 from ddpcheck.testing.world_pool import WorldPool
 from ddpcheck.trace.failures import FailureFacts
-from ddpcheck.worlds import validation, wire
+from ddpcheck.worlds import starting, validation, wire
 from ddpcheck.worlds.launchers.rank_group import RankGroup
+from ddpcheck.worlds.validation import WorldOptions
 
-Lent = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a launcher
+LAUNCHED = pytest.StashKey[RankGroup]()
+PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
+
+
+class LaunchedWorld:
+    """World of the first ranks of a session, each a process started by the launched process of the same rank.
+
+    Every launched process creates, runs and closes the world at the same points, even without a rank in the world. All
+    ranks run rank 0's function, arguments and test conditions; environment, working directory and import path come
+    from each launched process.
+    """
+
+    def __init__(self, session: RankGroup, options: Mapping[str, Any], watch: Watch) -> None:
+        """Reserve the first ranks, which start with the first run; options as in `WorldOptions`."""
+        self._world_options = WorldOptions(**options)
+        self.world_size = self._world_options.world_size
+        self.failed = False
+        self._session = session
+        self._options = options
+        self._watch = watch
+        self._world: World | None = None  # on rank 0
+        self._files: list[tuple[bytes, str]] = [(b"", "")] * self.world_size  # (attachment, output) by rank
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call rank 0's function and arguments on every rank; raises as `World.run`.
+
+        A failure raises the same error on every rank; also raises `UsageError` if there are too few ranks.
+        """
+        options, seconds = self._world_options, self._world_options.timeout if timeout is None else timeout
+        validation.check_seconds("timeout", seconds)
+        self.failed = True
+        call = f"run({options.world_size}, {options.backend}, {options.device}, {seconds:g})"
+        entries = self._session.gather("a run", (call, starting.process_context()), timeout=options.startup_timeout)
+        self._session.check_in_step([point for point, _ in entries])
+        contexts = [context for _, context in entries[: self.world_size]]
+        work = partial(self._run, contexts, fn, *args, timeout=seconds)
+        with self._session.working():  # report before the launcher kills all ranks after a crash
+            results, error, self._files = once(self._session, "the results of a run", work)
+            if error is not None:
+                self._session.why_not(range(self._session.world_size))
+                raise error
+        self.failed = False
+        return list(results)
+
+    def _run(
+        self, contexts: Sequence[wire.ProcessContext], fn: Callable[..., Any], *args: Any, timeout: float
+    ) -> tuple[list[Any], RankError | None, list[tuple[bytes, str]]]:
+        """Run `fn` on all ranks, called on rank 0; return results, error and files.
+
+        The files are (attachment, output) of each rank.
+        """
+        assert self._session.leader is not None
+        if self._world is None:
+            self._world = start_world(
+                **self._options, watch=self._poll_ranks, hosts=self._session.leader.first(contexts)
+            )
+        world, results, error = self._world, [], None
+        try:
+            results = world.run(fn, *args, timeout=timeout)
+        except RankError as raised:
+            error = raised
+        return results, error, [(world.attachment(rank), world.output(rank)) for rank in range(self.world_size)]
+
+    def _poll_ranks(self, world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
+        return self._watch(world, finished, running) or self._session.why_not(range(self._session.world_size))
+
+    def attachment(self, rank: int) -> bytes:
+        return self._files[rank][0]
+
+    def output(self, rank: int) -> str:
+        return self._files[rank][1]
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+
+
+def once(session: RankGroup, what: str, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0; return its result or raise on every rank."""
+    data = b""
+    if session.rank == 0:
+        with session.working():
+            try:
+                reply = (True, work())
+            except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
+                reply = (False, error)
+            data = _packed_reply(*reply)
+    succeeded, value = wire.loads(session.gather(what, data, timeout=PATIENCE)[0])
+    if not succeeded:
+        raise value
+    return value
+
+
+def _packed_reply(succeeded: bool, value: Any) -> bytes:
+    try:
+        wire.loads(data := wire.dumps((succeeded, value)))
+    except Exception as error:  # mostly exceptions with a custom `__init__`
+        reason = f"rank 0 raised {type(value).__qualname__}: {value}" if not succeeded else f"not picklable: {error}"
+        return wire.dumps((False, RankError(reason)))
+    return data
+
+
+TestWorld = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a launcher
 
 
 class Ranks:
-    """All ranks of a session."""
+    """All ranks of a session: worlds of a pool, or the ranks of a launcher."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, launched: RankGroup | None) -> None:
         is_worker = hasattr(config, "workerinput")
         self._pool = WorldPool()
+        self._launched = launched
         self._controller = os.getppid() if is_worker else None
         self.following: pytest.Item | None = None  # test after the current test
         self.next_options: Mapping[str, Any] | None = None  # of its world; `None` if it needs no fresh ranks
-        self.live = config.getoption("capture", "no") == "no" and not is_worker  # show output of running ranks (`-s`)
-        self.terminal = None if is_worker else PdbTerminal(config)  # for pdb
+        is_reporting = not is_worker and (launched is None or launched.rank == 0)
+        self.live = is_reporting and config.getoption("capture", "no") == "no"  # show output of running ranks (`-s`)
+        self.terminal = None if is_worker or launched is not None else PdbTerminal(config)  # for pdb
 
-    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
-        """Return a fresh world, or the shared world of the test's module."""
-        options = {**options, "watch": watch}
+    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> TestWorld:
+        """Return a fresh world, or the shared world of the test's module; skip the test if the launcher has too few."""
+        options = dict(options)
         owner = _module(item) if options.pop("reuse", "test") == "module" else None
-        return self._pool.acquire(owner=owner, following=self.next_options, **options)
+        if self._launched is None:
+            return self._pool.acquire(owner=owner, following=self.next_options, **{**options, "watch": watch})
+        options.pop("watch", None)
+        size, started = options["world_size"], self._launched.world_size
+        validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
+        if size > started:
+            reason = f"needs {size} ranks, {self._launched.launch.launcher} has started {started}"
+            raise pytest.skip.Exception(reason, _use_item_location=True)
+        return LaunchedWorld(self._launched, options, watch)
 
-    def release(self, world: Lent, *, broken: bool) -> None:
-        assert isinstance(world, World)
-        self._pool.release(world, broken=broken)
+    def release(self, world: TestWorld, *, broken: bool) -> None:
+        if isinstance(world, World):
+            self._pool.release(world, broken=broken)
+        else:
+            world.close()
 
     def drop(self, item: pytest.Item) -> None:
         """Discard the shared worlds of a test's module after a late failure."""
@@ -59,7 +173,7 @@ class Ranks:
 
     def once(self, what: str, work: Callable[[], Any]) -> Any:
         """Run `work`, which starts its own ranks, once; `what` describes the work."""
-        return work()
+        return work() if self._launched is None else once(self._launched, what, work)
 
     def check_controller(self) -> None:
         """Exit a pytest-xdist worker whose controller has been killed."""
@@ -76,33 +190,6 @@ class Ranks:
         self._pool.close()
 
 
-class JoinedRanks(Ranks):
-    """All ranks of a session started by a launcher."""
-
-    def __init__(self, config: pytest.Config, launched: RankGroup) -> None:
-        super().__init__(config)
-        self.terminal = None
-        self.live &= launched.rank == 0
-        self._launched = launched
-
-    def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> Lent:
-        """Return a world of the first ranks; skip the test if too few."""
-        launch, size = self._launched.launch, options["world_size"]
-        validation.check_count("world_size", size, validation.MAX_WORLD_SIZE)
-        if size > self._launched.world_size:
-            reason = f"needs {size} ranks, {launch.launcher} has started {self._launched.world_size}"
-            raise pytest.skip.Exception(reason, _use_item_location=True)
-        world_options = {name: value for name, value in options.items() if name not in ("reuse", "watch")}
-        return LaunchedWorld(self._launched, world_options, watch)
-
-    def release(self, world: Lent, *, broken: bool) -> None:
-        assert isinstance(world, LaunchedWorld)
-        world.close()
-
-    def once(self, what: str, work: Callable[[], Any]) -> Any:
-        return once(self._launched, what, work)
-
-
 def _module(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
@@ -113,7 +200,7 @@ class Record:
 
     item: pytest.Item
     seeds: Mapping[str, Any] = field(default_factory=dict)  # states of the random number generators at the start
-    setups: list[RankFixture] = field(default_factory=list)  # fixtures set up on the ranks
+    setups: list[OnRank] = field(default_factory=list)  # fixtures set up on the ranks
     leases: list[WorldLease] = field(default_factory=list)
     shown: Any = None  # report content that replaces the parent's traceback
     # error of `ddp_world.run`, and report sections shown beside the parent's traceback
@@ -123,7 +210,7 @@ class Record:
     quitting: bool = False  # user quit the debugger to end the session
     _warned: set[object] = field(default_factory=set)
 
-    def unpack(self, world: Lent) -> dict[int, RankArtifacts]:
+    def unpack(self, world: TestWorld) -> dict[int, RankArtifacts]:
         """Return the artifacts of the ranks; merge their coverage and re-issue their warnings."""
         ranks = range(world.world_size)
         artifacts: dict[int, RankArtifacts] = {rank: wire.loads(d) for rank in ranks if (d := world.attachment(rank))}
@@ -142,13 +229,13 @@ class Record:
                     warnings.warn_explicit(message, category, file, line)
         return artifacts
 
-    def add_section(self, what: str, rank: int, world: Lent, text: str) -> None:
+    def add_section(self, what: str, rank: int, world: TestWorld, text: str) -> None:
         """Add non-empty text of a rank to the report."""
         if text.strip():
             self.item.add_report_section("call", f"{what} of rank {rank} of {world.world_size}", text)
 
 
-def _mismatch(world: Lent, error: RankError | None) -> Finding | None:
+def _mismatch(world: TestWorld, error: RankError | None) -> Finding | None:
     """Return the DDP403 finding if mismatched collectives caused the failure, else `None`."""
     if error is None or not isinstance(world, World):
         return None
@@ -164,12 +251,12 @@ class WorldLease:
         self._record = record
         self.options = dict(options)
         self.attachment: dict[int, RankArtifacts] = {}  # of the last run, by rank
-        self._world: Lent | None = None
+        self._world: TestWorld | None = None
         self._output_offsets: list[int] = []  # characters of output already shown or kept, by rank
         record.leases.append(self)
 
     @property
-    def world(self) -> Lent:
+    def world(self) -> TestWorld:
         if self._world is not None and self._world.failed:
             self.close()
         if self._world is None:
@@ -212,7 +299,7 @@ class WorldLease:
         users: Watch | None = self.options.get("watch")
         return users(world, finished, running) if users is not None else None
 
-    def _show(self, world: Lent, *, last: bool) -> None:
+    def _show(self, world: TestWorld, *, last: bool) -> None:
         """Print new output of the ranks under `-s`, prefixed with the rank."""
         if self._session_ranks.live:
             for rank, text in self._new_output(world, up_to="" if last else "\n"):
@@ -220,7 +307,7 @@ class WorldLease:
                     sys.stdout.write(f"[rank {rank}] {line}\n")
             sys.stdout.flush()
 
-    def _new_output(self, world: Lent, up_to: str = "") -> Iterator[tuple[int, str]]:
+    def _new_output(self, world: TestWorld, up_to: str = "") -> Iterator[tuple[int, str]]:
         """Yield the new output of each rank, up to the last `up_to`."""
         for rank, start in enumerate(self._output_offsets):
             text = world.output(rank)[start:]

@@ -16,8 +16,7 @@ import pytest
 from ddpcheck.findings.errors import RankError, RankFailure, UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.wording import agreeing, format_ranks, phrase, told_together
-from ddpcheck.testing.rank_context import RankArtifacts
-from ddpcheck.testing.rank_side import Ended, text_of
+from ddpcheck.testing.rank_side import Ended, RankArtifacts, text_of
 
 REPORT_FOLDER = "--ddp-report"
 _LONGEST = 150
@@ -107,10 +106,10 @@ def to_raise(verdict: TestOutcome, error: RankError | None, expected: Any = None
 
 def _disagreement(ended: Mapping[int, Ended]) -> str:
     ordered = sorted(ended.items(), key=lambda pair: (pair[1].how == "passed", pair[0]))
-    return f"ranks disagree: {', '.join(told_together((rank, _said(outcome)) for rank, outcome in ordered))}"
+    return f"ranks disagree: {', '.join(told_together((rank, _describe_end(outcome)) for rank, outcome in ordered))}"
 
 
-def _said(ended: Ended) -> str:
+def _describe_end(ended: Ended) -> str:
     verb = "failed as expected" if ended.how == "xfailed" else ended.how
     return f"{verb} ({ended.reason})" if ended.reason else verb
 
@@ -122,7 +121,7 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
         place = f" at {failure.location}" if failure.location and failure.location not in failure.message else ""
         groups.setdefault((phrase(failure) + place, failure.stack), []).append(failure.rank)
     for rank, outcome in sorted(ended.items()):
-        groups.setdefault((_said(outcome), ""), []).append(rank)
+        groups.setdefault((_describe_end(outcome), ""), []).append(rank)
     return tuple(
         f"{format_ranks(ranks)} {agreeing(text, ranks)}" + (f"\n{stack}" if stack else "")
         for (text, stack), ranks in groups.items()

@@ -33,6 +33,9 @@ class OnRank:
     """Placeholder in the pytest process for a fixture value that each rank creates."""
 
     name: str
+    detail: Any = None  # capture class for `capsys` etc.; (param, name, nodeid) for `request`
+    find: Callable[[], Any] | None = None  # returns the fixture function of a user; `None` for other fixtures
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the fixture function
 
     def _refuse(self, *_: object) -> Any:
         raise UsageError(
@@ -52,21 +55,6 @@ class OnRank:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self.__dict__.values())
-
-
-@dataclass(frozen=True, eq=False)
-class Builtin(OnRank):
-    """Placeholder for a pytest fixture that is bound to its process."""
-
-    detail: Any = None  # capture class for `capsys` etc.; (param, name, nodeid) for `request`
-
-
-@dataclass(frozen=True, eq=False)
-class RankFixture(OnRank):
-    """Placeholder for a user fixture that depends on per-rank values."""
-
-    find: Callable[[], Any]  # returns the fixture function
-    arguments: dict[str, Any]
 
 
 def _function_in(module: str, name: str) -> Any:
@@ -102,22 +90,22 @@ _CAPTURES = {
 def converted(name: str, value: Any) -> Any:
     """Return a fixture value, or a placeholder if bound to the process."""
     if isinstance(value, pytest.MonkeyPatch):
-        return Builtin("monkeypatch")
+        return OnRank("monkeypatch")
     if isinstance(value, pytest.WarningsRecorder):
-        return Builtin("recwarn")
+        return OnRank("recwarn")
     if isinstance(value, pytest.LogCaptureFixture):
-        return Builtin("caplog")
+        return OnRank("caplog")
     if isinstance(value, pytest.CaptureFixture):
-        return Builtin(_CAPTURES.get(value.captureclass.__name__, "capsys"), value.captureclass)
+        return OnRank(_CAPTURES.get(value.captureclass.__name__, "capsys"), value.captureclass)
     if isinstance(value, pytest.FixtureRequest):
         node = value.node
-        return Builtin("request", (getattr(value, "param", None), getattr(node, "name", ""), node.nodeid))
+        return OnRank("request", (getattr(value, "param", None), getattr(node, "name", ""), node.nodeid))
     if name == "record_property":
-        return Builtin(name)
+        return OnRank(name)
     return value
 
 
-def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[RankFixture]) -> bytes:
+def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[OnRank]) -> bytes:
     """Pickle a test's function, arguments and fixtures together; shared objects stay shared.
 
     Raises:
@@ -128,7 +116,7 @@ def pack(test: str, arguments: Mapping[str, Any], function: Any, setups: list[Ra
     except Exception as error:
         fixtures: dict[str, Any] = {}
         for name, value in arguments.items():
-            fixtures |= value.arguments if isinstance(value, RankFixture) else {name: value}
+            fixtures |= value.arguments if isinstance(value, OnRank) and value.find is not None else {name: value}
         for name, value, reason in wire.unsendable(fixtures):
             advice = (
                 "it belongs to pytest's process: write a fixture that takes the values that the test needs from it."
@@ -166,34 +154,19 @@ class FixtureMaker:
         """Return the value, or the per-rank value if `value` is a placeholder."""
         if not isinstance(value, OnRank):
             return value
-        key: object = value if isinstance(value, RankFixture) or value.name == "request" else value.name
+        key: object = value if value.find is not None or value.name == "request" else value.name
         if key not in self._made:
             self._made[key] = self._fresh(value)
         return self._made[key]
 
     def _fresh(self, value: OnRank) -> Any:
-        if isinstance(value, Builtin):
+        if value.find is None:
             return self.teardown.enter_context(_BUILTIN[value.name](value.detail, self))
-        if not isinstance(value, RankFixture):
-            return _rank_values()[value.name]
         function = value.find()
         arguments = {name: self.make(inner) for name, inner in value.arguments.items()}
         if inspect.isgeneratorfunction(function):
             return self.teardown.enter_context(_generated(value.name, function(**arguments)))
         return function(**arguments)
-
-
-def _rank_values() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    context = this_rank.current()
-    return {
-        "rank": context.rank,
-        "world_size": context.world_size,
-        "device": torch.device(context.device),
-        "process_group": dist.group.WORLD,
-    }
 
 
 @contextlib.contextmanager
@@ -263,6 +236,10 @@ class RankRequest:
 
 
 _BUILTIN: Mapping[str, Callable[[Any, FixtureMaker], contextlib.AbstractContextManager[Any]]] = {
+    "rank": lambda _, __: contextlib.nullcontext(this_rank.current().rank),
+    "world_size": lambda _, __: contextlib.nullcontext(this_rank.current().world_size),
+    "device": lambda _, __: contextlib.nullcontext(sys.modules["torch"].device(this_rank.current().device)),
+    "process_group": lambda _, __: contextlib.nullcontext(sys.modules["torch.distributed"].group.WORLD),
     "monkeypatch": lambda _, __: pytest.MonkeyPatch.context(),
     "recwarn": _recwarn,
     **dict.fromkeys(_CAPTURES.values(), _captured),

@@ -1,4 +1,4 @@
-"""Execution of test code on a rank, with conditions, fixtures and attachment."""
+"""Execution of test code on a rank: conditions read in the pytest process, fixtures, outcome and artifacts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import functools
 import io
 import logging
 import os
+import random
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -21,14 +22,87 @@ from ddpcheck.findings.errors import DDPCheckError
 from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.gather.collectives.collective_log import log_path, record_collectives
 from ddpcheck.testing import remote_pdb
-from ddpcheck.testing.rank_context import RankArtifacts, TestConditions, measured
 from ddpcheck.testing.rank_fixtures import FixtureMaker
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds import wire
 from ddpcheck.worlds.assert_rewriting import explain_comparisons
-from ddpcheck.worlds.generators import set_generators
+from ddpcheck.worlds.rank_setup import changed_since, generators, set_generators
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMPARISONS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")
+
+
+def drawn_generators() -> dict[str, Any]:
+    """Draw from each generator and return the states, to detect later reseeding."""
+    random.random()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.random_sample()
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_rng_state"):
+        torch.rand(1)
+    return generators(thorough=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TestConditions:
+    """Conditions for test code on a rank."""
+
+    filters: tuple[Any, ...]  # `warnings.filters`
+    log_level: int
+    log_format: tuple[str, str]  # (log_format, log_date_format)
+    seeds: Mapping[str, Any]  # generator states changed since the test began
+    coverage: CoverageOptions | None
+    traceback: str  # --tb
+    show_locals: bool
+    full_trace: bool
+    verbosity: int
+    assert_verbosity: int
+    comparisons: Mapping[str, Any]  # ini options for assertion explanations
+    directory: str  # base of relative paths
+    debugger: bool  # terminal available: `breakpoint()` works
+    post_mortem: bool  # a failure opens the debugger
+
+    @classmethod
+    def of(cls, item: pytest.Item, *, since: Mapping[str, Any], debugger: bool) -> TestConditions:
+        config = item.config
+        per_test = config.getoption("cov_context", None) == "test"
+        return cls(
+            filters=tuple(warnings.filters),
+            log_level=logging.getLogger().level,
+            log_format=(str(_ini(config, "log_format") or ""), str(_ini(config, "log_date_format") or "")),
+            seeds=changed_since(since),
+            coverage=CoverageOptions.of_this_process(f"{item.nodeid}|run" if per_test else ""),
+            traceback=config.getoption("tbstyle", "auto"),
+            show_locals=bool(config.getoption("showlocals", False)),
+            full_trace=bool(config.getoption("fulltrace", False)),
+            verbosity=config.option.verbose,
+            assert_verbosity=config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
+            comparisons={name: value for name in _COMPARISONS if (value := _ini(config, name)) is not None},
+            directory=str(config.invocation_params.dir),
+            debugger=debugger,
+            post_mortem=debugger and bool(config.getoption("usepdb", False)),
+        )
+
+
+def _ini(config: pytest.Config, name: str) -> Any:
+    try:
+        return config.getoption(name, None) or config.getini(name)
+    except (KeyError, ValueError):  # logging plugin disabled, or option missing in this pytest
+        return None
+
+
+@dataclass(slots=True)
+class RankArtifacts:
+    """Artifacts of a test on a rank, besides the outcome."""
+
+    warnings: list[tuple[Warning, type[Warning], str, int]] = field(default_factory=list)  # last: file, line
+    log: str = ""
+    coverage: bytes = b""  # `CoverageData.dumps()`, b"" if not measured
+    properties: list[tuple[str, object]] = field(default_factory=list)  # from `record_property`
+    failure: Any = None  # representation by pytest
+    quitting: bool = False  # user quit the debugger to end the session
+
+
+# --- On a rank -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +118,14 @@ def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
     """Call a function passed to `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
-    with _under(conditions):
-        return _unless_it_ends(functools.partial(function, *args, **kwargs))
+    with _applied(conditions):
+        return _outcome_of(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
     """Run the body of a marked test, packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
-    with _under(conditions) as attachment:
-        result = _unless_it_ends(functools.partial(_with_fixtures, body, attachment))
+    with _applied(conditions) as attachment:
+        result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):
             return result
         if result is None:
@@ -71,18 +145,16 @@ def _with_fixtures(body: bytes, attachment: RankArtifacts) -> Any:
 
 
 @for_target
-def _unless_it_ends(run: Callable[[], Any]) -> Any:
+def _outcome_of(run: Callable[[], Any]) -> Any:
     """Return the result of `run`, or `Ended` on skip or xfail."""
     try:
         return run()
-    except pytest.skip.Exception as outcome:
-        return Ended("skipped", outcome.msg or "")
-    except pytest.xfail.Exception as outcome:
-        return Ended("xfailed", outcome.msg or "")
+    except (pytest.skip.Exception, pytest.xfail.Exception) as outcome:
+        return Ended("skipped" if isinstance(outcome, pytest.skip.Exception) else "xfailed", outcome.msg or "")
 
 
 @contextlib.contextmanager
-def _under(conditions: TestConditions) -> Iterator[RankArtifacts]:
+def _applied(conditions: TestConditions) -> Iterator[RankArtifacts]:
     attachment = RankArtifacts()
     log = io.StringIO()
     caught: list[warnings.WarningMessage] = []
@@ -186,19 +258,19 @@ def _logging(log: io.StringIO, conditions: TestConditions) -> Iterator[None]:
 def _as_pytest_shows(error: BaseException, conditions: TestConditions) -> Any:
     """Return pytest's picklable representation of an exception, or `None` for ddpcheck errors."""
     info = pytest.ExceptionInfo.from_exception(error)
-    if isinstance(error, DDPCheckError) and not _theirs(info):
+    if isinstance(error, DDPCheckError) and not _user_entries(info):
         return None
     try:
         repr_style = "long" if conditions.traceback == "auto" or conditions.full_trace else conditions.traceback
-        if not _theirs(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
+        if not _user_entries(info) or (isinstance(error, pytest.fail.Exception) and not error.pytrace):
             repr_style = "value"
         if repr_style == "native" and not conditions.full_trace:  # `tbfilter` is ignored by style "native"
-            info.traceback = _theirs(info)
+            info.traceback = _user_entries(info)
         longrepr = info.getrepr(
             showlocals=conditions.show_locals,
             style=repr_style,  # type: ignore[arg-type]
             abspath=os.getcwd() != conditions.directory,
-            tbfilter=False if conditions.full_trace else lambda info: _users(info, conditions.traceback),
+            tbfilter=False if conditions.full_trace else lambda info: _filter_traceback(info, conditions.traceback),
             funcargs=True,
             truncate_locals=conditions.verbosity <= 1,
             chain=True,
@@ -223,15 +295,87 @@ def text_of(shown: Any) -> str:
     return text.getvalue().strip("\n")
 
 
-def _users(info: pytest.ExceptionInfo[BaseException], style: str) -> Any:
+def _filter_traceback(info: pytest.ExceptionInfo[BaseException], style: str) -> Any:
     """Filter a traceback to user frames, as pytest's `Function._traceback_filter` does."""
     frames = info.traceback
-    shown = _theirs(info).filter(info) or frames
+    shown = _user_entries(info).filter(info) or frames
     if style == "auto" and len(shown) > 2:
         return type(frames)((shown[0], *(entry.with_repr_style("short") for entry in shown[1:-1]), shown[-1]))
     return shown
 
 
-def _theirs(info: pytest.ExceptionInfo[BaseException]) -> Any:
+def _user_entries(info: pytest.ExceptionInfo[BaseException]) -> Any:
     prefixes = (_PACKAGE, str(contextlib.__file__))  # fixtures run in context managers
     return type(info.traceback)(entry for entry in info.traceback if not str(entry.path).startswith(prefixes))
+
+
+# --- Coverage --------------------------------------------------------------------------------------------------------
+
+# No data files and no `coverage combine`, so this works under pytest-cov, with and without xdist, and under
+# `coverage run`. Public API of coverage.py only: `Coverage.current`, `get_option`, `CoverageData.dumps`, `update`
+# (https://coverage.readthedocs.io/en/latest/api_coverage.html).
+_COVERAGE_OPTIONS = (  # options of section `run`
+    *("branch", "concurrency", "core", "cover_pylib", "dynamic_context", "include", "omit"),
+    *("plugins", "relative_files", "source", "source_pkgs", "source_dirs", "timid"),
+)
+_NEEDLESS = ("no-data-collected", "module-not-imported", "module-not-measured", "already-imported")
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageOptions:
+    """Coverage settings of this process."""
+
+    options: Mapping[str, Any]  # coverage.py option name -> value
+    file: str | None  # config file, which includes plugin options
+    context: str  # coverage context, or '' for none
+
+    @classmethod
+    def of_this_process(cls, context: str) -> CoverageOptions | None:
+        current = _current_coverage()
+        if current is None:
+            return None
+        options = {}
+        for name in _COVERAGE_OPTIONS:
+            with contextlib.suppress(Exception):  # unknown in another version of coverage.py
+                options[f"run:{name}"] = current.get_option(f"run:{name}")
+        return cls(options, getattr(current.config, "config_file", None), context)
+
+
+@contextlib.contextmanager
+def measured(how: CoverageOptions | None, artifacts: RankArtifacts) -> Iterator[None]:
+    """Measure coverage of the block into `artifacts`; no-op if `how` is `None`."""
+    if how is None:
+        yield
+        return
+    import coverage
+
+    cov = coverage.Coverage(data_file=None, config_file=how.file or False, messages=False)
+    for name, value in how.options.items():
+        with contextlib.suppress(Exception):
+            cov.set_option(name, value)
+    cov.set_option("run:disable_warnings", list(_NEEDLESS))
+    cov.start()
+    try:
+        if how.context:
+            cov.switch_context(how.context)
+        yield
+    finally:
+        cov.stop()
+        artifacts.coverage = cov.get_data().dumps()
+
+
+def add_coverage(data: bytes) -> None:
+    """Merge the coverage data of a rank into this process."""
+    current = _current_coverage()
+    if current is None:
+        return
+    import coverage
+
+    rank_data = coverage.CoverageData(no_disk=True)
+    rank_data.loads(data)
+    current.get_data().update(rank_data)
+
+
+def _current_coverage() -> Any:
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None else None

@@ -49,9 +49,9 @@ class _Pdb(pdb.Pdb):
     """pdb that connects to the parent at each stop."""
 
     def __init__(self, heading: str) -> None:
-        self._unheard = io.StringIO()  # output while not connected
-        super().__init__(nosigint=True, readrc=False, stdout=self._unheard)
-        self._unheard.write(heading)
+        self._pending_output = io.StringIO()  # output while not connected
+        super().__init__(nosigint=True, readrc=False, stdout=self._pending_output)
+        self._pending_output.write(heading)
         self._calls = 0
         self.use_rawinput = False
 
@@ -59,16 +59,16 @@ class _Pdb(pdb.Pdb):
         context = this_rank.current()
         self.prompt = f"(rank {context.rank}) "
         self._calls += 1
-        place = context.directory / f"rank{context.rank}.{self._calls}.pdb"
+        path = context.directory / f"rank{context.rank}.{self._calls}.pdb"
         try:
-            with Listener(str(place), "AF_UNIX") as listener, listener.accept() as connection:
+            with Listener(str(path), "AF_UNIX") as listener, listener.accept() as connection:
                 terminal: Any = _Terminal(connection)
                 self.stdout = self.stdin = terminal
-                terminal.write(self._unheard.getvalue())
+                terminal.write(self._pending_output.getvalue())
                 with contextlib.redirect_stdout(terminal):
                     return super().interaction(*args, **kwargs)
         finally:
-            self.stdout = self._unheard = io.StringIO()
+            self.stdout = self._pending_output = io.StringIO()
 
 
 @contextlib.contextmanager
@@ -118,8 +118,8 @@ class PdbTerminal:
         """Serve debugger connections of the ranks until none is left."""
         deadline = time.monotonic()
         while True:
-            if (place := min(directory.glob("rank*.pdb"), key=_age, default=None)) is not None:
-                self._answer(place)
+            if (path := min(directory.glob("rank*.pdb"), key=_modified_at, default=None)) is not None:
+                self._answer(path)
                 deadline = time.monotonic() + _NEXT_WORD
             elif time.monotonic() >= deadline:
                 return
@@ -130,9 +130,9 @@ class PdbTerminal:
         """Forget the debugged rank at the end of a test."""
         self._rank = None
 
-    def _answer(self, place: Path) -> None:
-        rank = place.name.partition(".")[0]
-        with contextlib.suppress(OSError, EOFError), Client(str(place), "AF_UNIX") as connection:
+    def _answer(self, path: Path) -> None:
+        rank = path.name.partition(".")[0]
+        with contextlib.suppress(OSError, EOFError), Client(str(path), "AF_UNIX") as connection:
             if self._rank not in (None, rank):  # failed as well: debug only one rank per test
                 connection.send("continue\n")
                 while connection.poll(_ANSWER):
@@ -145,7 +145,7 @@ class PdbTerminal:
                         terminal.write(output)
                         terminal.flush()
                     else:  # empty at end of input: pdb quits
-                        connection.send(_typed().decode("utf-8", "replace"))
+                        connection.send(_read_line().decode("utf-8", "replace"))
 
     @contextlib.contextmanager
     def _terminal(self) -> Iterator[TextIO]:
@@ -158,7 +158,7 @@ class PdbTerminal:
                 self._capture.resume_global_capture()
 
 
-def _typed() -> bytes:
+def _read_line() -> bytes:
     """Read one line of standard input, without reading ahead."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):
@@ -166,7 +166,7 @@ def _typed() -> bytes:
     return line
 
 
-def _age(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

@@ -13,10 +13,8 @@ import pytest
 from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.testing import marks, rank_fixtures, rank_side
 from ddpcheck.testing.fixture import DDPWorld
-from ddpcheck.testing.launched_ranks import LAUNCHED
-from ddpcheck.testing.leases import JoinedRanks, Ranks, Record, WorldLease
+from ddpcheck.testing.leases import LAUNCHED, Ranks, Record, WorldLease
 from ddpcheck.testing.outcome import as_pytest_shows, to_raise
-from ddpcheck.testing.rank_context import drawn_generators
 from ddpcheck.worlds.launchers.detection import detect, require
 
 _RECORD = pytest.StashKey[Record]()
@@ -33,14 +31,14 @@ class Session:
         self._settings = marks.settings(config, options, **defaults)
         _refuse_wrong_start(config, self._settings.launcher)
         self._is_ours = is_ours
-        self._session_ranks = Ranks(config) if launched is None else JoinedRanks(config, launched)
+        self._session_ranks = Ranks(config, launched)
 
     def begin(self, item: pytest.Item, following: pytest.Item | None) -> None:
         """Prepare for a test that needs ranks; `following`: next test or `None`."""
         self._session_ranks.following = following
         self._session_ranks.next_options = None if following is None else self._fresh_ranks_of(following)
         item.stash[_RECORD] = record = Record(item)
-        record.seeds = drawn_generators()
+        record.seeds = rank_side.drawn_generators()
         if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
             _refuse(f"@pytest.mark.ddp works on test functions and on methods of plain classes, not on {item.nodeid}.")
 
@@ -54,7 +52,7 @@ class Session:
             return None
         return options if options.pop("reuse") == "test" else None
 
-    def fact(self, item: pytest.Item, name: str) -> Any:
+    def rank_value(self, item: pytest.Item, name: str) -> Any:
         """Return the placeholder for a per-rank fixture such as `rank`."""
         if "ddp_world" in getattr(item, "fixturenames", ()):
             _refuse(
@@ -68,21 +66,21 @@ class Session:
             )
         return rank_fixtures.OnRank(name)
 
-    def leave_to_ranks(
+    def defer_to_ranks(
         self, item: pytest.Item, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object:
-        """Return a `RankFixture` if a fixture depends on per-rank values, else `None`."""
+        """Return a placeholder if a fixture depends on per-rank values, else `None`."""
         arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, rank_fixtures.OnRank) for value in arguments.values()):
             return None
         find = rank_fixtures.picklable_getter(_bound(fixturedef, request))
         converted = {name: rank_fixtures.converted(name, value) for name, value in arguments.items()}
-        fixture = rank_fixtures.RankFixture(fixturedef.argname, find, converted)
+        fixture = rank_fixtures.OnRank(fixturedef.argname, find=find, arguments=converted)
         item.stash[_RECORD].setups.append(fixture)
         fixturedef.cached_result = (fixture, fixturedef.cache_key(request), None)  # type: ignore[arg-type]
         return fixture
 
-    def lend(self, item: pytest.Item) -> Iterator[DDPWorld]:
+    def open_world(self, item: pytest.Item) -> Iterator[DDPWorld]:
         record = item.stash[_RECORD]
         try:
             yield DDPWorld(self._session_ranks, record, self._settings, self._options(item))

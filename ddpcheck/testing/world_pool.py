@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -14,10 +13,10 @@ from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.harness import World, start_world
 from ddpcheck.worlds import starting, validation
 
-_EARLY = tuple(  # prefixes of variables read at the start of a process, thread pool or process group
+_START_VARIABLES = tuple(  # prefixes of variables read at the start of a process, thread pool or process group
     "ATEN_ C10_ CUDA_ GLOO_ GOMP_ KMP_ LD_ MALLOC_ MKL_ NCCL_ NVIDIA_ OMP_ OPENBLAS_ PYTHON PYTORCH_ TORCH".split()
 )
-_LATE = ("timeout", "startup_timeout", "env", "watch")  # options that can be changed on a running world
+_CHANGEABLE = ("timeout", "startup_timeout", "env", "watch")  # options that can be changed on a running world
 _PATIENCE = 1.0  # seconds to reset a process group; fresh ranks take less
 _CLOSING = 4  # maximum number of worlds closing at the same time
 
@@ -29,10 +28,10 @@ def _kind(options: Mapping[str, Any]) -> Kind:
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}
-    early_vars = frozenset(item for item in environment.items() if item[0].startswith(_EARLY))
-    fixed = {field.name: getattr(checked, field.name) for field in fields(checked) if field.name not in _LATE}
+    early_vars = frozenset(item for item in environment.items() if item[0].startswith(_START_VARIABLES))
+    fixed = {field.name: getattr(checked, field.name) for field in fields(checked) if field.name not in _CHANGEABLE}
     fixed["threads"] = checked.threads or validation.threads(checked.world_size)
-    return repr(fixed), early_vars, frozenset(name for name in env if name.startswith(_EARLY))
+    return repr(fixed), early_vars, frozenset(name for name in env if name.startswith(_START_VARIABLES))
 
 
 class WorldPool:
@@ -44,9 +43,8 @@ class WorldPool:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._spare: tuple[Kind, World] | None = None
-        self._leased: dict[World, tuple[Hashable, Kind] | None] = {}  # key in `_idle` of shared worlds
-        self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # shared worlds by (owner, kind)
+        self._leased: dict[World, tuple[Hashable, Kind]] = {}  # key in `_idle`
+        self._idle: dict[tuple[Hashable, Kind], list[World]] = {}  # by (owner, kind); the spare has owner `None`
         self._closing: deque[World] = deque()
 
     def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
@@ -57,16 +55,22 @@ class WorldPool:
         `following`, the options of the next lease; `None` for no spare, since every start takes CPU time.
         """
         self._enter()
-        kind = _kind(options)
-        key = None if owner is None else (owner, kind)
-        idle = [] if key is None else self._idle.setdefault(key, [])
+        key = owner, _kind(options)
+        idle = self._idle.setdefault(key, [])
+        spares = self._idle.get((None, key[1]), [])
         world = None
-        while idle and world is None:
-            candidate = idle.pop()
-            world = self._updated(candidate, candidate.wait_ready(_PATIENCE), options)
-        world = world or self._prepared(kind, options) or start_world(**options)
+        while world is None and (idle or spares):
+            must_be_ready = owner is not None and bool(idle)  # a spare may still start
+            candidate = (idle or spares).pop()
+            with contextlib.suppress(DDPCheckError):
+                if candidate.wait_ready(_PATIENCE) if must_be_ready else candidate.usable:
+                    candidate.update_options(**{name: options[name] for name in _CHANGEABLE if name in options})
+                    world = candidate
+            if world is None:
+                self._begin_close(candidate)
+        world = world or start_world(**options)
         self._leased[world] = key
-        if key is None:
+        if owner is None:
             self._prepare(following)
         return world
 
@@ -77,7 +81,7 @@ class WorldPool:
         """
         self._enter()
         key = self._leased.pop(world, None)
-        if key is None or broken or key not in self._idle:
+        if key is None or key[0] is None or broken or key not in self._idle:
             self._begin_close(world)
             return
         try:
@@ -90,49 +94,32 @@ class WorldPool:
     def end(self, owner: Hashable) -> None:
         """Close the idle worlds of an owner now; worlds in use are closed when released."""
         self._enter()
-        for key in [key for key in self._idle if key[0] == owner]:
-            for world in self._idle.pop(key):
-                self._begin_close(world)
+        self._close_idle(lambda key: key[0] == owner)
 
     def close(self) -> None:
         """Close every world, including leased worlds, and wait until all ranks have exited."""
         self._enter()
-        self._prepare(None)
-        for world in itertools.chain(self._leased, *self._idle.values()):
+        self._close_idle(lambda key: True)
+        for world in self._leased:
             self._begin_close(world)
         self._leased.clear()
-        self._idle.clear()
         while self._closing:
             self._closing.popleft().close()
-
-    def _prepared(self, kind: Kind, options: Mapping[str, Any]) -> World | None:
-        """Return the spare if of this kind, updated to these options."""
-        if self._spare is None or self._spare[0] != kind:
-            return None
-        (_, world), self._spare = self._spare, None
-        return self._updated(world, world.usable, options)
-
-    def _updated(self, world: World, usable: bool, options: Mapping[str, Any]) -> World | None:
-        if usable:
-            try:
-                world.update_options(**{name: options[name] for name in _LATE if name in options})
-                return world
-            except DDPCheckError:
-                pass
-        self._begin_close(world)
-        return None
 
     def _prepare(self, options: Mapping[str, Any] | None) -> None:
         """Start a spare world with these options and close any other spare."""
         kind = None
         with contextlib.suppress(UsageError):  # reported by the test that needs the world
             kind = None if options is None else _kind(options)
-        if self._spare is not None and self._spare[0] != kind:
-            self._begin_close(self._spare[1])
-            self._spare = None
-        if options is not None and kind is not None and self._spare is None:
+        self._close_idle(lambda key: key[0] is None and key[1] != kind)
+        if options is not None and kind is not None and not self._idle.get((None, kind)):
             with contextlib.suppress(DDPCheckError):
-                self._spare = kind, start_world(**options, ahead=True)
+                self._idle[None, kind] = [start_world(**options, ahead=True)]
+
+    def _close_idle(self, is_closed: Callable[[tuple[Hashable, Kind]], bool]) -> None:
+        for key in list(filter(is_closed, self._idle)):
+            for world in self._idle.pop(key):
+                self._begin_close(world)
 
     def _begin_close(self, world: World) -> None:
         world.begin_close()

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal
 
@@ -22,20 +21,17 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For the environment of a rank: inductor then compiles in it, and starts no processes that would outlive it."""
 
 
-@dataclass(slots=True)
-class _Compiling:
-    asked: bool = False  # code outside of torch has called torch.compile
-    eager: bool = False  # run compiled code eagerly
-    times: Any = field(default_factory=lambda: SimpleNamespace(compiled=0.0, compiles_since=0.0))  # a rank's `Slots`
-
-
-_state = _Compiling()
-_kept = contextlib.ExitStack()  # contexts for the life of the process; an unreferenced context would exit at once
+_state = SimpleNamespace(
+    asked=False,  # code outside of torch has called torch.compile
+    eager=False,  # run compiled code eagerly
+    times=SimpleNamespace(compiled=0.0, compiles_since=0.0),  # a rank's `Slots`
+)
+_contexts = contextlib.ExitStack()  # contexts for the life of the process; an unreferenced context would exit at once
 
 
 def is_asked_for() -> bool:
     """Return True if user code has called `torch.compile`, or may have before `watch_compiling`."""
-    return _state.asked
+    return bool(_state.asked)
 
 
 def watch_compiling(times: Any) -> None:
@@ -49,15 +45,15 @@ def watch_compiling(times: Any) -> None:
     @functools.wraps(original)
     @passes_on
     def compile(*args: Any, **kwargs: Any) -> Any:
-        is_internal = _is_of_torch(sys._getframe(1), torch)
+        is_internal = _is_internal_call(sys._getframe(1), torch)
         _state.asked |= not is_internal
-        _begun()
+        _compile_started()
         try:  # the first call imports the compiler, which takes seconds
-            _settle()
+            _apply_to_dynamo()
             compiled = original(*args, **kwargs)
         finally:
-            _ended()
-        return _compiled_all_the_same(compiled) if is_internal else compiled
+            _compile_ended()
+        return _run_compiled(compiled) if is_internal else compiled
 
     torch.compile = compile
 
@@ -70,12 +66,12 @@ def forget_time() -> None:
 def run_as_written() -> None:
     """Run compiled code eagerly in this process from now on."""
     if not _state.eager:  # TorchScript's profiling executor changes to code with different rounding later
-        _kept.enter_context(sys.modules["torch"].jit.optimized_execution(False))
+        _contexts.enter_context(sys.modules["torch"].jit.optimized_execution(False))
     _state.eager = True
     if "torch._dynamo" in sys.modules:  # a preloaded module may hold compiled functions
         backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})  # private to torch
         _state.asked |= any(map(callable, backends.values()))  # torch itself leaves a None there
-        _settle()
+        _apply_to_dynamo()
 
 
 @contextlib.contextmanager
@@ -89,7 +85,7 @@ def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
         yield
 
 
-def _settle() -> None:
+def _apply_to_dynamo() -> None:
     """Register the timing callbacks and apply the eager stance; repeatable, for `torch._dynamo.reset`."""
     import torch
     import torch._dynamo
@@ -97,31 +93,31 @@ def _settle() -> None:
     with contextlib.suppress(ImportError, AttributeError):  # private to torch: if missing, no timing
         from torch._dynamo.callback import callback_handler
 
-        if _begun not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(_begun)
-            callback_handler.register_end_callback(_ended)
+        if _compile_started not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(_compile_started)
+            callback_handler.register_end_callback(_compile_ended)
     if _state.eager and not torch.compiler.is_compiling():
         with contextlib.suppress(AttributeError, RuntimeError):  # needs torch 2.6; fails during a compilation
             torch.compiler.set_stance("force_eager")
 
 
-def _begun(_arguments: Any = None) -> None:
+def _compile_started(_arguments: Any = None) -> None:
     _state.times.compiles_since = time.monotonic()
 
 
-def _ended(_arguments: Any = None) -> None:
+def _compile_ended(_arguments: Any = None) -> None:
     _state.times.compiled += time.monotonic() - _state.times.compiles_since
     _state.times.compiles_since = 0.0
 
 
-def _is_of_torch(caller: FrameType, torch: Any) -> bool:
+def _is_internal_call(caller: FrameType, torch: Any) -> bool:
     """Return True for internal calls of torch, such as control flow and flex attention."""
     file = caller.f_code.co_filename
     is_wrapper = caller.f_code.co_name in ("compile", "fn")  # `Module.compile`, and `torch.compile` as a decorator
     return file.startswith(os.path.dirname(torch.__file__) + os.sep) and not is_wrapper
 
 
-def _compiled_all_the_same(function: Callable[..., Any]) -> Callable[..., Any]:
+def _run_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     @passes_on
     def run(*args: Any, **kwargs: Any) -> Any:

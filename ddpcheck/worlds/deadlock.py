@@ -22,7 +22,6 @@ _SECONDS = 3.0  # without activity before a deadlock is reported
 _QUIET = 1.0  # seconds without activity before stacks are dumped, which disturbs ranks
 _SHARE = 0.02  # of a core: waiting gloo threads and stores poll every 10 ms
 _GLANCES = 10  # samples per runnable thread: a waiting thread sleeps in some, even if cores are busy
-_LOCAL_SOCKET = "__skb_wait_for_more_packets"  # kernel function in which a torch thread of each worker waits
 _BETWEEN = 0.003  # seconds between samples
 
 
@@ -121,54 +120,3 @@ def _ticks(task: str) -> int:
     """Return the CPU time of a process or thread in clock ticks."""
     fields = process_stat(task)
     return int(fields[11]) + int(fields[12])
-
-
-def gloo_wants_gil(pid: int) -> bool:
-    """Return True if a gloo thread waits for the GIL (wakes every 5 ms)."""
-    threads = [thread for thread in os.listdir(f"/proc/{pid}/task") if _read(f"{pid}/task/{thread}/comm") == _GLOO]
-    before = [switches(f"{pid}/task/{thread}") for thread in threads]
-    time.sleep(_FOR_GIL)
-    after = [switches(f"{pid}/task/{thread}") for thread in threads]
-    return any(late - early >= _LOOKS_FOR_GIL for early, late in zip(before, after, strict=True))
-
-
-_GLOO = "pt_gloo_runloop"  # name of a thread
-_FOR_GIL = 0.5  # seconds, up to 100 wakeups
-_LOOKS_FOR_GIL = 10
-
-
-def switches(task: str) -> int:
-    """Return the number of voluntary context switches of a thread."""
-    return int(status_value(task, "voluntary_ctxt_switches") or 0)
-
-
-def status_value(task: str, name: str) -> str:
-    """Return a field of /proc/<task>/status, or '' if missing."""
-    lines = _read(f"{task}/status").splitlines()
-    return next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "")
-
-
-def _read(file: str) -> str:
-    with open(f"/proc/{file}", encoding="utf-8", errors="replace") as stream:
-        return stream.read().strip()
-
-
-def locked_children(pid: int) -> dict[int, int]:
-    """Return children blocked on a lock: pid -> voluntary context switches.
-
-    Excludes a child with any thread that computes, sleeps, reads or waits for the network.
-    """
-    children = {}
-    for child in children_of(pid):
-        threads = [f"{child}/task/{thread}" for thread in os.listdir(f"/proc/{child}/task")]
-        wchans = {thread: _read(f"{thread}/wchan") for thread in threads}
-        main_wchan = wchans.get(f"{child}/task/{child}", "")
-        if "futex" in main_wchan and all("futex" in wchan or wchan == _LOCAL_SOCKET for wchan in wchans.values()):
-            children[child] = sum(map(switches, threads))
-    return children
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the pids of the child processes, possibly including just exited children."""
-    pid_lists = (_read(f"{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task"))
-    return [int(child) for children in pid_lists for child in children.split()]

@@ -38,7 +38,7 @@ from ddpcheck.findings.wording import (
 )
 from ddpcheck.worlds import wire
 
-_FELL = re.compile(
+_LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote (process|peer).*(exit|clos)|"
     r"ncclRemoteError|peer (closed|disconnected)|socket (closed|timeout)|recvValue failed|store.*(closed|failed)",
     re.IGNORECASE,
@@ -68,7 +68,11 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
             cause = shortened(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
         if cause and not noticed and (cause_location := exception_location(root)) not in (None, where):
             noticed = f"raised in the handling of {_first_line(cause)}, at {cause_location}"
-    bug = as_bug(error, place) if is_ours(error) and not _FELL.search(f"{name} {text}") else None
+    bug = as_bug(error, place) if is_ours(error) and not _LOST_CONNECTION.search(f"{name} {text}") else None
+    exception = None
+    with contextlib.suppress(Exception):
+        wire.loads(data := wire.dumps(error))  # a custom __init__ often breaks unpickling only
+        exception = data
     return {
         "when": when,
         "kind": "exited" if isinstance(error, SystemExit) else "raised",
@@ -83,7 +87,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "location": str(where or ""),
         "noticed": noticed,
         "cause": cause,
-        "exception": _pickled(error),
+        "exception": exception,
     }
 
 
@@ -103,14 +107,6 @@ def _format(error: BaseException) -> str:
         return format_traceback(error) + "\n"
     except Exception as problem:
         return f"(the traceback of a {type(error).__qualname__} cannot be shown: {problem!r})\n"
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        wire.loads(data := wire.dumps(error))  # a custom __init__ often breaks unpickling only
-        return data
-    except Exception:
-        return None
 
 
 def raised(rank: int, reply: dict[str, Any]) -> RankFailure:
@@ -227,7 +223,7 @@ def looks_fallen(failure: RankFailure) -> bool:
 
 def has_lost_another(text: str) -> bool:
     """Return True if an exception text reports a lost connection to a rank."""
-    return bool(_FELL.search(text))
+    return bool(_LOST_CONNECTION.search(text))
 
 
 def error(failures: Sequence[RankFailure]) -> RankError:

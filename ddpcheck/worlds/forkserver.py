@@ -26,10 +26,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from ddpcheck.worlds import preloading, wire
 from ddpcheck.worlds import rank as rank_module
+from ddpcheck.worlds import rank_setup, wire
 
 _MAX_PACKET = 1 << 16
 _TICK = 0.4
@@ -43,19 +43,15 @@ _HUGE_PAGE = 2 << 20
 _PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "cloudpickle")
 
 
-class _Order(NamedTuple):
-    """Request to fork ranks, one socket each; `ahead` defers until imports are done."""
-
-    world: int
-    preload: tuple[str, ...]
-    ahead: bool
-    fds: list[int]
-
-
 @dataclass
 class _World:
+    """World to fork once the sockets of all its ranks are here."""
+
     notify: socket.socket
     awaited: list[int]  # ranks not forked yet
+    preload: tuple[str, ...]
+    ahead: bool  # do not fork before all deferred modules are imported
+    fds: list[int]  # sockets of the ranks to fork
     outbox: wire.Outbox = field(default_factory=wire.Outbox)
 
     def tell(self, message: object) -> None:
@@ -70,8 +66,8 @@ class Server:
     `_interrupted` sets a timer, whose SIGALRM handler runs `_attend`, one pass of the server's loop. The handler can
     run between any two bytecodes of foreign code, so it must not touch state of the import: it does not import, does
     not fork (the child would inherit a half-imported module), takes no import or logging lock, and writes to no
-    standard stream. Fork requests are queued in `_orders` for the main loop. The handler rearms the timer only at its
-    end, so that it never interrupts itself.
+    standard stream. The main loop forks the ranks later. The handler rearms the timer only at its end, so that it never
+    interrupts itself.
 
     Rejected: a second thread, since a multi-threaded process cannot be forked safely (the child would inherit locked
     locks); imports in a forked child, since the modules must be in this process; interruptible imports.
@@ -89,7 +85,6 @@ class Server:
         self._directories: list[str] = []  # of all worlds; removed by the parent unless it dies
         self._complete = False  # all modules that a rank may need are imported
         self._importing = False
-        self._orders: list[_Order] = []
         self._ahead = False  # a world was created ahead of use at least once
         self._libc = ctypes.CDLL(None)
 
@@ -114,9 +109,9 @@ class Server:
         collapsing would double the memory until they exit. Worlds created ahead of use always keep ranks alive, so
         there the work does not wait.
         """
-        if not self._broken and not os.environ.get(preloading.ONLY_WHAT_IS_ASKED_FOR):
-            for name in preloading.DDP:
-                preloading.import_named(name)  # a failure is reported by the rank that needs the module
+        if not self._broken and not os.environ.get(rank_setup.NO_PRELOAD):
+            for name in rank_setup.DDP_MODULES:
+                rank_setup.import_named(name)  # a failure is reported by the rank that needs the module
                 yield True
         gc.collect()
         gc.freeze()
@@ -144,9 +139,8 @@ class Server:
             selector.register(wake_read, selectors.EVENT_READ)
             ready: list[Any] = []
             while self._attend(self._sock in ready):
-                while order := next((entry for entry in self._orders if self._complete or not entry.ahead), None):
-                    self._orders.remove(order)
-                    self._open(order)
+                while number := next(filter(self._can_fork, self._worlds), None):
+                    self._open(number)
                 ready = [key.fileobj for key, _ in selector.select(0 if has_chores else _TICK)]
                 if wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -158,10 +152,10 @@ class Server:
                         has_chores = next(chores, None)
         self._end()
 
-    def _attend(self, asked: bool) -> bool:
-        """Reap ranks, receive a request if `asked`; return False to stop."""
+    def _attend(self, has_request: bool) -> bool:
+        """Reap ranks, receive a request if `has_request`; return False to stop."""
         self._reap()
-        if os.getppid() != self._parent or (asked and not self._receive()):
+        if os.getppid() != self._parent or (has_request and not self._receive()):
             return False
         for number, world in list(self._worlds.items()):
             world.outbox.send(world.notify)
@@ -178,7 +172,7 @@ class Server:
             has_request = bool(select.select([self._sock], [], [], 0)[0])
             if not self._attend(has_request):
                 self._end()
-                preloading.clean_up()
+                rank_setup.clean_up()
                 os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, _LOOK)  # last, so that the handler never interrupts itself
 
@@ -206,31 +200,35 @@ class Server:
         if request["operation"] == "open":
             notify = socket.socket(fileno=fds.pop(0))
             notify.setblocking(False)
-            self._worlds[request["world"]] = _World(notify, request["ranks"])
+            self._worlds[request["world"]] = _World(notify, request["ranks"], request["preload"], request["ahead"], fds)
             self._directories = [*filter(os.path.exists, self._directories), request["directory"]]
-        self._orders.append(_Order(request["world"], request["preload"], request["ahead"], fds))
-        self._ahead = self._ahead or request["ahead"]
+            self._ahead = self._ahead or request["ahead"]
+        else:
+            self._worlds[request["world"]].fds += fds
         return True
 
-    def _open(self, order: _Order) -> None:
-        refusal = self._import_named(order.preload)
-        world = self._worlds.get(order.world)
-        if world is not None and refusal:
+    def _can_fork(self, number: int) -> bool:
+        world = self._worlds[number]
+        return 0 < len(world.awaited) == len(world.fds) and (self._complete or not world.ahead)
+
+    def _open(self, number: int) -> None:
+        world = self._worlds[number]
+        if refusal := self._import_named(world.preload):
             world.awaited.clear()
             world.tell(("refused", refusal, bool(self._fork_unsafe_reason)))
-        elif world is not None and world.awaited:
-            world.tell(("forked", self._fork_all(order, world)))
-        for fd in order.fds:
+        else:
+            world.tell(("forked", self._fork_all(number, world)))
+        for fd in world.fds:
             os.close(fd)
-        if world is not None:
-            self._drop_if_over(order.world)
+        world.fds.clear()
+        self._drop_if_over(number)
 
     def _import_named(self, names: tuple[str, ...]) -> str:
         """Import the user's preload modules once; return an error message, or ''."""
         for name in names:
             if name not in self._import_errors:
                 with self._interrupted():
-                    self._import_errors[name] = preloading.import_named(name)
+                    self._import_errors[name] = rank_setup.import_named(name)
                 gc.freeze()
                 count = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 1
                 if count > 1:  # fork copies only one thread, but also locks held by the others
@@ -243,11 +241,11 @@ class Server:
                 return self._import_errors[name]
         return self._fork_unsafe_reason
 
-    def _fork_all(self, order: _Order, world: _World) -> list[tuple[int, int]]:
+    def _fork_all(self, number: int, world: _World) -> list[tuple[int, int]]:
         sys.path_importer_cache.clear()  # each rank clears it, and freeing shared pages costs milliseconds
         gc.freeze()  # otherwise garbage collection in a rank would copy every page
         forked = []
-        for fd in order.fds:
+        for fd in world.fds:
             try:
                 if self._broken:
                     raise ImportError(self._broken)
@@ -257,12 +255,12 @@ class Server:
                 world.tell(("error", f"{type(error).__name__}: {error}"))
                 break
             if pid == 0:
-                self._become_rank(fd, order.fds)
-            self._ranks[pid] = (order.world, world.awaited.pop(0))
+                self._become_rank(fd)
+            self._ranks[pid] = (number, world.awaited.pop(0))
             forked.append((self._ranks[pid][1], pid))
         return forked
 
-    def _become_rank(self, own: int, siblings: list[int]) -> NoReturn:
+    def _become_rank(self, rank_fd: int) -> NoReturn:
         try:
             os.setsid()
             self._libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -276,11 +274,11 @@ class Server:
             self._selector.close()
             for sock in (*self._wake, self._sock, *(world.notify for world in self._worlds.values())):
                 sock.close()
-            for fd in (*siblings, *(fd for order in self._orders for fd in order.fds)):
-                if fd != own:
+            for fd in itertools.chain.from_iterable(world.fds for world in self._worlds.values()):
+                if fd != rank_fd:
                     os.close(fd)
             gc.enable()
-            rank_module.main(socket.socket(fileno=own))
+            rank_module.main(socket.socket(fileno=rank_fd))
         finally:
             os._exit(70)
 

@@ -24,8 +24,7 @@ from ddpcheck.findings.tracebacks import for_target
 from ddpcheck.stream.held_file import mapped_file
 from ddpcheck.worlds import compilation, failures, wire
 from ddpcheck.worlds.assert_rewriting import rewrite_on_import
-from ddpcheck.worlds.preloading import import_named
-from ddpcheck.worlds.rank_setup import choose_device, join_group, redirect_output, take_over
+from ddpcheck.worlds.rank_setup import choose_device, import_named, join_group, redirect_output, take_over
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def main(sock: socket.socket) -> NoReturn:
     code = 0
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until faulthandler has its file
-        _live(sock)
+        _serve(sock)
     except BaseException:  # a bug of ddpcheck: show the traceback in `World.output`
         traceback.print_exc()
         code = 70
@@ -152,7 +151,7 @@ def _watch_parent(parent: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _live(sock: socket.socket) -> None:
+def _serve(sock: socket.socket) -> None:
     message = wire.receive(sock)
     if message is None or message[0] != "config":
         return
@@ -187,7 +186,7 @@ def _answer(sock: socket.socket, run: int, payload: bytes) -> bytes:
     _task = _Task(sock, run)
     pid = os.getpid()
     try:
-        data = _perform(payload)
+        data = _run_task(payload)
     except BaseException as error:  # pytest.skip and pytest.fail derive from BaseException
         announced = _task.failure
         reply = wire.pack(("failure", run, announced[1] if announced and announced[0] is error else describe(error)))
@@ -224,7 +223,7 @@ _task: _Task | None = None
 
 
 @for_target
-def _perform(payload: bytes) -> bytes:
+def _run_task(payload: bytes) -> bytes:
     try:
         function, args, kwargs = wire.loads(payload)  # packed by `worlds.validation.pack_task`
     except Exception as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.worlds import starting, wire
-from ddpcheck.worlds.waiting import ask_for_stacks, file_size
+from ddpcheck.worlds.starting import ask_for_stacks, file_size
 
 _LAST_WORDS = 0.5  # seconds for a stack dump
 _FROM_AFAR = 2.0  # seconds for a stack dump from another machine
@@ -48,14 +48,14 @@ class RankProcesses:
         self.ranks: list[Rank] = []
         self.run = 0  # number of the current run; replies to earlier runs are dropped
         self.group_resets = 0  # process group resets requested so far
-        self.born = time.monotonic()  # time of the last start, reset or context update
+        self.started_at = time.monotonic()  # time of the last start, reset or context update
         self.error = ""  # why the ranks cannot continue, or ''
         self.refused = False  # `error` is caused by the options of the world
         self.one_machine = one_machine  # all rank processes are on this machine
         self._directory = directory
         self._launches: list[starting.StartedRanks] = []  # one per hash seed and start method
         self._selector = selectors.DefaultSelector()
-        self.sent_off = False  # exit has been requested
+        self.exit_requested = False  # exit has been requested
 
     def start(
         self,
@@ -106,11 +106,6 @@ class RankProcesses:
         return bool(self.error) or has_failure or any(rank.ended is not None for rank in self.ranks)
 
     @property
-    def has_lost_one(self) -> bool:
-        """True if a rank has disconnected and its exit is not reported yet."""
-        return any(not rank.connected and rank.ended is None for rank in self.ranks)
-
-    @property
     def gone(self) -> bool:
         """True if the exit of every rank is reported."""
         return all(rank.ended is not None for rank in self.ranks)
@@ -119,12 +114,12 @@ class RankProcesses:
         """Send the ranks a new environment, working directory and import path."""
         self._post_all("context", context)
         if not self.ready:
-            self.born = time.monotonic()
+            self.started_at = time.monotonic()
 
     def reset_process_group(self) -> None:
         """Ask the ranks to replace their process group, without waiting."""
         self.group_resets += 1
-        self.born = time.monotonic()
+        self.started_at = time.monotonic()
         for rank in self.ranks:
             rank.ready = None
         self._post_all("reset_process_group")
@@ -226,9 +221,9 @@ class RankProcesses:
 
     def request_exit(self, idle: bool) -> None:
         """Request exit if `idle` and ready, else kill; does not wait."""
-        if self.sent_off:
+        if self.exit_requested:
             return
-        self.sent_off = True
+        self.exit_requested = True
         self.poll(0)
         if idle and self.ready:
             self._post_all("close")

@@ -1,30 +1,62 @@
-"""Setup of a rank: output, environment, seeds, device, process group. Imports torch only inside functions."""
+"""Setup of a rank: imports, output, environment, random states, device, process group.
+
+Imports torch only inside functions.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ipaddress
 import os
 import random
+import shutil
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from fcntl import ioctl
 from pathlib import Path
+from typing import Any
 
 from ddpcheck.findings.errors import DDPCheckError, UsageError
 from ddpcheck.worlds import compilation, wire
 
+DDP_MODULES = (
+    "torch._dynamo",  # imported by the first DDP instance: most of a second per rank
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+    "torch.distributed._functional_collectives",  # imported by each rank when collectives are logged
+    "torch.utils.serialization",  # imported by the first torch.save or torch.load
+    "ddpcheck.recipe.recipe",
+    "ddpcheck.gather.autograd.autograd_graph",
+    "ddpcheck.findings.source_lines",
+    "ddpcheck.gather.state.module_description",
+    "ddpcheck.anomalous",
+    "ddpcheck.consistency",
+    "ddpcheck.rules.loss.single_process",
+    "ddpcheck.gather.collectives.collective_log",
+    "ddpcheck.gather.phases.single_process",
+    "ddpcheck.gather.phases.local_step",
+    "ddpcheck.gather.phases.ddp_step",
+)
+"""Modules that ranks with DDP import. The fork server imports them when it has time.
 
-def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
+`World(preload=...)` names them for ranks that need them at once: these are forked after the import.
+"""
+
+NO_PRELOAD = "_DDPCHECK_NO_PRELOAD"
+"""Environment variable for our tests: a fork server then imports nothing by itself."""
+
+
+def gloo_interface(one_machine: bool, local_address: str, master_addresses: Iterable[str]) -> str:
     """Return the value for `GLOO_SOCKET_IFNAME`, or '' if gloo's default works.
 
     By default gloo binds to the address of this machine's hostname. On one machine the hostname may not resolve; on
-    several machines it must not resolve to the loopback interface, as is common. `own` is this machine's address on
-    the route to rank 0, `master` the address under which each rank reaches rank 0's machine, which may be this machine.
+    several machines it must not resolve to the loopback interface, as is common. `local_address` is the address on
+    the route to rank 0, `master_addresses` are the addresses of rank 0's machine as seen by each rank.
     """
     if one_machine:
         with contextlib.suppress(OSError):
@@ -36,7 +68,7 @@ def gloo_interface(one_machine: bool, own: str, master: Iterable[str]) -> str:
         addresses = []
     if not all(map(_leads_nowhere, addresses)):
         return ""
-    names = (_interface_of(address) for address in (own, *master) if not _leads_nowhere(address))
+    names = (_interface_of(address) for address in (local_address, *master_addresses) if not _leads_nowhere(address))
     return next(filter(None, names), "")
 
 
@@ -115,6 +147,44 @@ def seed() -> None:
     sys.modules["torch"].default_generator.seed()
 
 
+def generators(*, thorough: bool) -> dict[str, Any]:
+    """Return the states of torch's generators; `thorough` adds Python's and numpy's."""
+    torch, numpy, states = sys.modules.get("torch"), sys.modules.get("numpy.random"), dict[str, Any]()
+    if torch is not None and hasattr(torch, "get_rng_state"):  # False while torch is being imported
+        states["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+    if thorough:
+        states["random"] = random.getstate()
+        if numpy is not None:
+            states["numpy"] = numpy.get_state()
+    return states
+
+
+def changed_since(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states that differ from `before`, except the GPU's."""
+    now = generators(thorough=True)
+    return {name: now[name] for name in now if name != "cuda" and _spelled(now[name]) != _spelled(before.get(name))}
+
+
+def _spelled(state: Any) -> str:
+    return str(state.tolist() if hasattr(state, "tolist") else state)
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Restore the states returned by `generators`."""
+    if "torch" in states:
+        sys.modules["torch"].set_rng_state(states["torch"])
+    if "cuda" in states:
+        sys.modules["torch"].cuda.set_rng_state(states["cuda"])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
 def choose_device(device: str, backend: str, rank: int, world_size: int) -> tuple[str, bool]:
     """Set the device of a rank; return (device, True if shared), or raise `UsageError`.
 
@@ -155,3 +225,44 @@ def join_group(config: wire.RankConfig, store: str) -> None:
         world_size=config.world_size,
         timeout=timedelta(days=1),  # the parent enforces the real timeout
     )
+
+
+# --- Imports before ranks start --------------------------------------------------------------------------------------
+
+
+def import_named(name: str) -> str:
+    """Import the module `name`; return an error message, or ''."""
+    try:
+        if sys.modules.get(name) is not None:
+            return ""
+        if name == "torch._dynamo" and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            _import_dynamo()
+        else:
+            importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if name in DDP_MODULES and isinstance(error, ModuleNotFoundError) and error.name == name:
+            return ""  # missing in some versions of torch
+        lines = str(error).strip().splitlines()
+        message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return f"preload: the module {name!r} cannot be imported: {message}"
+    return ""
+
+
+def _import_dynamo() -> None:
+    """Import `torch._dynamo` and remove the cache directory created on import."""
+    global _scratch
+    _scratch = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddpcheck-")
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        clean_up()
+
+
+_scratch = ""
+
+
+def clean_up() -> None:
+    """Remove the scratch directory of an import, also before an early exit."""
+    if _scratch:
+        shutil.rmtree(_scratch, ignore_errors=True)

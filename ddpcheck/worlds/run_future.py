@@ -55,7 +55,7 @@ class RunFuture(Generic[Result]):
         self._started = time.monotonic()
         self._failed_at: float | None = None
         self._next_watch = self._started + _TICK
-        self._next_look = self._got_on = self._started
+        self._next_look = self._progressed_at = self._started
         self._turns: list[int] = []  # number of position updates per rank
         self._results: list[Result] | None = None
         self._error: BaseException | None = None
@@ -72,7 +72,7 @@ class RunFuture(Generic[Result]):
 
     def done(self) -> bool:
         """Return True if `result` would return or raise immediately."""
-        self._go_on(block=False)
+        self._run_until_complete(block=False)
         return self.complete
 
     def result(self) -> list[Result]:
@@ -82,13 +82,13 @@ class RunFuture(Generic[Result]):
             RankError: A rank failed.
             HangError: A rank did not finish in time.
         """
-        self._go_on(block=True)
+        self._run_until_complete(block=True)
         if self._error is not None:
             raise self._error
         assert self._results is not None
         return self._results
 
-    def _go_on(self, block: bool) -> None:
+    def _run_until_complete(self, block: bool) -> None:
         if not self.complete and self._world.closed:
             self._error = DDPCheckError("The world was closed before its run had finished.")
         wait = 0.0
@@ -115,12 +115,13 @@ class RunFuture(Generic[Result]):
         if failed or self._processes.error:
             if self._failed_at is None:
                 self._failed_at = now
-            grace = self._failed_at + (_LOST if self._processes.has_lost_one else _GRACE) - now
+            is_exit_awaited = any(not rank.connected and rank.ended is None for rank in ranks)
+            grace = self._failed_at + (_LOST if is_exit_awaited else _GRACE) - now
             return grace if running and not self._processes.error and grace > 0 else self._fail(None)
         if now >= self._next_look:  # by our clock: a rank's clock may differ
             turns = [slots.turns for slots in self._slots()]
             if turns != self._turns:
-                self._turns, self._got_on = turns, now
+                self._turns, self._progressed_at = turns, now
             self._next_look = now + _LOOK
         deadline, headline = self._deadline()
         if now >= deadline:  # extend by torch.compile time; read the files only here
@@ -148,14 +149,14 @@ class RunFuture(Generic[Result]):
         started = self._started
         for rank in self._processes.ranks:
             if rank.ready is None:
-                seconds, born = self._world.startup_timeout, self._processes.born
+                seconds, start = self._world.startup_timeout, self._processes.started_at
                 oldest, reason = self._processes.server_owes
-                deadline = max(min(born, oldest) + seconds, born + min(seconds, _LAST_CHANCE)) + self._allowed
+                deadline = max(min(start, oldest) + seconds, start + min(seconds, _LAST_CHANCE)) + self._allowed
                 return deadline, f"{{ranks}} did not start within {seconds:g} s{reason}"
             started = max(started, rank.ready)
-        deadline, got_on = started + self._timeout + self._allowed, self._got_on + self._timeout
-        if got_on > deadline + _FIRST:  # progress extends the deadline by `timeout`
-            return got_on, f"{{ranks}} made no progress for {self._timeout:g} s"
+        deadline, progress_deadline = started + self._timeout + self._allowed, self._progressed_at + self._timeout
+        if progress_deadline > deadline + _FIRST:  # progress extends the deadline by `timeout`
+            return progress_deadline, f"{{ranks}} made no progress for {self._timeout:g} s"
         return deadline, f"{{ranks}} did not finish within {self._timeout:g} s"
 
     def _settle(self) -> None:

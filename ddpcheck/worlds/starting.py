@@ -1,4 +1,4 @@
-"""Start of ranks from the parent: by fork (milliseconds), or by exec (an import of torch) if a fork is unsafe."""
+"""Start, signals and waits of ranks: by fork (milliseconds), or by exec (an import of torch) if a fork is unsafe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SINGLE_THREADED = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs without NVML forbids a later fork
 }
 _UNLESS_SET = {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads would take cores from other ranks
-_IN_TESTS = (  # preloaded if imported here: saves each rank of a test tens of milliseconds
+_TEST_MODULES = (  # preloaded if imported here: saves each rank of a test tens of milliseconds
     "pytest",
     "_pytest.assertion.rewrite",
     "_pytest.assertion.util",
@@ -39,7 +39,7 @@ _IN_TESTS = (  # preloaded if imported here: saves each rank of a test tens of m
     "coverage",
     "ddpcheck.testing.rank_side",
 )
-_FORGOTTEN = ("TORCH_DISTRIBUTED_DEBUG",)  # not inherited: DETAIL adds extra collectives
+_NOT_INHERITED = ("TORCH_DISTRIBUTED_DEBUG",)  # not inherited: DETAIL adds extra collectives
 
 # Under a launcher each rank has its own hash seed, so the order of a set of strings differs between ranks. Two fixed
 # seeds keep the verdict deterministic: of all pairs below 400, the pair under which most pairs of common module names
@@ -87,27 +87,27 @@ def import_path() -> tuple[str, ...]:
 
 def inherited_environment() -> dict[str, str]:
     """Return our environment without the variables that ranks must not inherit."""
-    return {key: value for key, value in os.environ.items() if key not in _FORGOTTEN}
+    return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
 
 
-def process_context(asked_for: Mapping[str, str] | None = None) -> wire.ProcessContext:
-    """Return the state of this process for ranks, updated with `asked_for`."""
-    asked_for = asked_for or {}
+def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessContext:
+    """Return the state of this process for ranks, updated with `variables`."""
+    variables = variables or {}
     return wire.ProcessContext(
-        environment={**inherited_environment(), **asked_for},
-        explicit=frozenset(asked_for),
+        environment={**inherited_environment(), **variables},
+        explicit=frozenset(variables),
         cwd=os.getcwd(),
         path=import_path(),
         argv=tuple(sys.argv),
     )
 
 
-def hash_seeds(world_size: int, *, own: bool) -> list[str]:
-    """Return `PYTHONHASHSEED` per rank; with `own`, odd ranks differ unless set by the user."""
+def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
+    """Return `PYTHONHASHSEED` per rank; with `differ`, odd ranks get another one unless set by the user."""
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     if hash_seed not in ("", "random"):
         return [hash_seed] * world_size
-    return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if own else 0] for rank in range(world_size)]
+    return [_HASH_SEEDS[rank % len(_HASH_SEEDS) if differ else 0] for rank in range(world_size)]
 
 
 def _popen(
@@ -131,17 +131,45 @@ def _popen(
     )
 
 
+def wait_until(holds: Callable[[], object], seconds: float, pause: float = 0.01) -> None:
+    """Poll a condition until true, for at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(pause)
+
+
+def ask_for_stacks(files: Sequence[Path], ask: Callable[[], object], seconds: float, quiet: float) -> None:
+    """Request stack dumps and wait until no file grows for `quiet` seconds."""
+    for file in files:
+        if file_size(file):
+            os.truncate(file, 0)
+    ask()
+    deadline = time.monotonic() + seconds
+    before, sizes = [-1], [0]
+    while (sizes != before or not all(sizes)) and time.monotonic() < deadline:
+        time.sleep(quiet)
+        before, sizes = sizes, [file_size(file) for file in files]
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if missing."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 # --- By fork -------------------------------------------------------------------------------------------------------
 
 
 class _ForkServer:
     def __init__(self, hash_seed: str) -> None:
         self.hash_seed = hash_seed
-        self.asked_at: float | None = None  # time of the oldest unanswered request
+        self.requested_at: float | None = None  # time of the oldest unanswered request
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # closed with the server
         self._sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        modules = json.dumps([name for name in _IN_TESTS if name in sys.modules])
+        modules = json.dumps([name for name in _TEST_MODULES if name in sys.modules])
         environment = {**_UNLESS_SET, **inherited_environment(), **_SINGLE_THREADED, "PYTHONHASHSEED": hash_seed}
         with child_sock:
             self.process = _popen(
@@ -206,6 +234,7 @@ def server_pids() -> list[int]:
     return [server.process.pid for server in _servers.values() if server.alive]
 
 
+@atexit.register
 def shut_down() -> None:
     """Stop the fork servers and all their ranks."""
     with _server_lock:
@@ -224,7 +253,6 @@ def _after_fork() -> None:
     _servers.clear()
 
 
-atexit.register(shut_down)
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -256,26 +284,25 @@ class ForkedRanks:
         self.channel: socket.socket | None = self._socket
 
     def _open(self, directory: str, notify: int, fds: Sequence[int], preload: Sequence[str], ahead: bool) -> None:
-        more_request = {"operation": "more", "world": self._number, "preload": tuple(preload), "ahead": ahead}
-        request = {**more_request, "operation": "open", "directory": directory, "ranks": list(self._awaited)}
-        self._server.send(request, [notify, *fds[: wire.MAX_FDS]])
+        options = {"directory": directory, "ranks": list(self._awaited), "preload": tuple(preload), "ahead": ahead}
+        self._server.send({"operation": "open", "world": self._number, **options}, [notify, *fds[: wire.MAX_FDS]])
         for start in range(wire.MAX_FDS, len(fds), wire.MAX_FDS):
-            self._server.send(more_request, fds[start : start + wire.MAX_FDS])
-        self._server.asked_at = self._server.asked_at or time.monotonic()
+            self._server.send({"operation": "more", "world": self._number}, fds[start : start + wire.MAX_FDS])
+        self._server.requested_at = self._server.requested_at or time.monotonic()
 
     @property
     def server_owes(self) -> tuple[float, str]:
         """Time and description of the oldest unanswered request, or (inf, '')."""
-        if None not in self._awaited.values() or self._server.asked_at is None:
+        if None not in self._awaited.values() or self._server.requested_at is None:
             return math.inf, ""
-        return self._server.asked_at, f", since {self._server} still imports {self._imports}"
+        return self._server.requested_at, f", since {self._server} still imports {self._imports}"
 
     def events(self) -> list[Event]:
         if self.over:
             return []
         events, alive = self._inbox.drain(self._socket)
         for kind, data, *rest in events:
-            self._server.asked_at = None
+            self._server.requested_at = None
             if kind == "forked":
                 self._awaited.update(data)
             elif kind == "exit":

@@ -130,17 +130,15 @@ class Inbox:
             connected = True
         except OSError:
             pass
-        return list(self._messages()), connected
-
-    def _messages(self) -> Iterator[Any]:
+        messages = []
         while len(self._data) >= _HEADER.size:
             end = _HEADER.size + _HEADER.unpack_from(self._data)[0]
             if len(self._data) < end:
-                return
+                break
             with memoryview(self._data) as view, view[_HEADER.size : end] as body:
-                message = pickle.loads(body)
+                messages.append(pickle.loads(body))
             del self._data[:end]
-            yield message
+        return messages, connected
 
 
 # --- Functions and values that travel ------------------------------------------------------------------------
@@ -214,7 +212,7 @@ def importable(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if name == "__main__" or file is None or sys.modules.get(name) is not module:
         return True  # built in, or handled by cloudpickle
-    if name.startswith(_OURS) and file.startswith(_HOME):
+    if name.startswith(_PACKAGE) and file.startswith(_HOME):
         return True  # skip the search of sys.path, which each rank would repeat
     key = (name, file, tuple(sys.path))
     if key not in _importable_cache:
@@ -222,7 +220,7 @@ def importable(module: types.ModuleType) -> bool:
     return _importable_cache[key]
 
 
-_OURS = __name__.partition(".")[0] + "."
+_PACKAGE = __name__.partition(".")[0] + "."
 _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _importable_cache: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 

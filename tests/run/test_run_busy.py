@@ -87,7 +87,7 @@ IN_BACKWARD = f'  File "/x/site-packages/spin.py", line 9 in wait\n{BACKWARD}'
 
 IDLE, BUSY = RankFacts(is_idle=True), RankFacts(is_idle=False, spins=True)
 INSIDE = RankFacts(is_idle=False, spins=True, is_inside=True)
-PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, parted=True)
+PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, diverged=True)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ PARTED = RankFacts(is_idle=False, spins=True, others_idle=False, parted=True)
         (PARTED, IN_BACKWARD, True),
         (PARTED, TOKENISES, False),
         (PARTED, PICKLES, False),
-        (RankFacts(is_idle=False, parted=True), BACKWARD, False),  # with gloo: it computes
+        (RankFacts(is_idle=False, diverged=True), BACKWARD, False),  # with gloo: it computes
     ],
 )
 def test_what_tells_a_rank_that_waits_from_one_that_works(facts: RankFacts, stack: str, waits: bool) -> None:

@@ -18,11 +18,10 @@ from ddpcheck.findings.stacks import has_no_python_left
 from ddpcheck.run import hang_watch, living_ranks
 from ddpcheck.run.ending import Ending
 from ddpcheck.run.hang_watch import Hang, HangWatch, Unended
-from ddpcheck.run.living_ranks import RankFacts, is_stopped, lives
+from ddpcheck.run.living_ranks import RankFacts, gloo_wants_gil, is_stopped, lives
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.entries import GroupDestroyed, ProgramEnded, RankRaised, RankStarted
 from ddpcheck.stream.rank_log import RankLog, read_logs
-from ddpcheck.worlds.deadlock import gloo_wants_gil
 from ddpcheck.worlds.failures import described
 from tests.forked_run import run_forked
 from tests.run.test_run import DDPCHECK, ROOT, run
@@ -50,7 +49,7 @@ def watched(
     watch.stop()
     stacks: Mapping[int, str] = {number: stack for number, (_, stack, _) in enumerate(ranks)}
     monkeypatch.setattr(watch._ranks, "stacks", lambda _: stacks)
-    monkeypatch.setattr(hang_watch, "gloo_wants_gil", lambda pid: ranks[pid][2])
+    monkeypatch.setattr(living_ranks, "gloo_wants_gil", lambda pid: ranks[pid][2])
     facts = {number: RankFacts(is_idle=True) for number in range(len(ranks))}
     watch._cannot_get_on({number: number for number in facts}, facts, 60.0, not world_size)
     return watch

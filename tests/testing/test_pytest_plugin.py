@@ -16,7 +16,7 @@ from ddpcheck.findings.errors import UsageError  # noqa: E402
 from ddpcheck.findings.report import Report  # noqa: E402
 from ddpcheck.render.page.page import data_in  # noqa: E402
 from ddpcheck.testing.outcome import file_name, keep_report  # noqa: E402
-from ddpcheck.worlds.preloading import ONLY_WHAT_IS_ASKED_FOR  # noqa: E402
+from ddpcheck.worlds.rank_setup import NO_PRELOAD  # noqa: E402
 from tests.tiers import share  # noqa: E402
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
@@ -32,7 +32,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     def run(source: str, *arguments: str, apart: bool = False) -> pytest.RunResult:
         pytester.makepyfile(source)
         if "-n" in arguments:  # for the servers of its workers
-            monkeypatch.setenv(ONLY_WHAT_IS_ASKED_FOR, "1")
+            monkeypatch.setenv(NO_PRELOAD, "1")
         # Hypothesis is not used in there, and its plugin imports all of it, a second of work, to say so.
         command = ("-p", "ddpcheck.pytest_plugin", "-p", "no:hypothesispytest", "--color=no", *arguments)
         if apart:

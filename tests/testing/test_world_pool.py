@@ -50,7 +50,7 @@ def variable(name: str) -> str | None:
 
 
 def spare(pool: WorldPool) -> World | None:
-    return pool._spare[1] if pool._spare else None
+    return next((worlds[0] for (owner, _), worlds in pool._idle.items() if owner is None and worlds), None)
 
 
 def use(pool: WorldPool, **options: Any) -> list[int]:
@@ -182,7 +182,7 @@ def test_a_spare_is_of_the_next_lease_alone(pool: WorldPool) -> None:
     assert (other := spare(pool)) is not None and other.world_size == 3
     pool.release(pool.acquire(world_size=1, following={"world_size": -1}))
     assert spare(pool) is None, "the test that asks for it is told"
-    assert prepared.closed or prepared._processes.sent_off
+    assert prepared.closed or prepared._processes.exit_requested
 
 
 def test_options_that_make_no_sense_are_refused_as_by_a_world(pool: WorldPool) -> None:

@@ -27,7 +27,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.harness import start_world
 from ddpcheck.worlds.launchers import store as loopback
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
-from ddpcheck.worlds.launchers.leader import places
+from ddpcheck.worlds.launchers.leader import local_fields
 from ddpcheck.worlds.launchers.rendezvous import Hello, gather, join
 from ddpcheck.worlds.wire import ProcessContext
 from tests.attached_program import run
@@ -448,7 +448,7 @@ def test_a_rank_is_told_with_whom_it_shares_a_machine_and_its_gpus(
         local = machines[:rank].count(machine)
         launch = LauncherEnv("torchrun", rank, len(machines), local, None, "", "", 0)
         hellos.append(Hello(launch, machine, 1, "", "", around, 0.0))
-    assert [tuple(place.values()) for place in places(hellos)] == expected
+    assert [tuple(place.values()) for place in local_fields(hellos)] == expected
 
 
 @pytest.mark.smoke

@@ -17,7 +17,7 @@ import pytest
 
 from ddpcheck.findings.errors import DDPCheckError, HangError, RankError, UsageError
 from ddpcheck.harness import World, start_world
-from ddpcheck.worlds import preloading
+from ddpcheck.worlds import rank_setup
 from tests.tiers import share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -839,7 +839,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, end: tuple[str, signal.Sign
     method, number = end
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), preloading.ONLY_WHAT_IS_ASKED_FOR: "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), rank_setup.NO_PRELOAD: "1"}
     command = [sys.executable, str(script), method]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -922,7 +922,7 @@ def test_ranks_may_have_hash_seeds_of_their_own_as_under_a_launcher(
 @pytest.mark.exhaustive
 def test_a_hash_seed_of_the_user_is_that_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "5")
-    monkeypatch.setenv(preloading.ONLY_WHAT_IS_ASKED_FOR, "1")  # for a server that nobody else uses
+    monkeypatch.setenv(rank_setup.NO_PRELOAD, "1")  # for a server that nobody else uses
     with start_world(2, hash_seeds=True) as world:
         one, other = world.run(ordered_set, NAMES)
     assert one == other

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpcheck.harness import World
-from ddpcheck.worlds import preloading
+from ddpcheck.worlds import rank_setup
 from ddpcheck.worlds.starting import shut_down
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -31,7 +31,7 @@ def in_huge_pages(pid: int) -> int:
 
 @pytest.mark.slow
 def test_a_server_that_goes_on_importing_and_tidying_up_leaves_ranks_the_pages_that_they_share() -> None:
-    last = preloading.DDP[-1]
+    last = rank_setup.DDP_MODULES[-1]
 
     def look() -> tuple[int, bool]:  # local, so that it travels by value
         return len(gc.get_objects()), last in sys.modules

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.worlds.generators import generators, set_generators
+from ddpcheck.worlds.rank_setup import generators, set_generators
 
 
 def seed_everything(seed: int) -> None:

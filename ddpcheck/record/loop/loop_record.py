@@ -31,7 +31,7 @@ from ddpcheck.record.recording import Followers
 from ddpcheck.record.source.source_scope import assignment_in_program
 from ddpcheck.stream.ledger import Ledger
 from ddpcheck.worlds.compilation import stance
-from ddpcheck.worlds.generators import generators, set_generators
+from ddpcheck.worlds.rank_setup import generators, set_generators
 
 FORWARDS = (LoopEvent("forward"), LoopEvent("forward", synchronises=True))
 BACKWARD, STEP, ZEROED = LoopEvent("backward"), LoopEvent("step"), LoopEvent("zero_grad")

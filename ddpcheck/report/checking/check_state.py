@@ -32,7 +32,7 @@ from ddpcheck.findings.wording import Names
 from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.report import calls
 from ddpcheck.trace.check_context import group_by_step
-from ddpcheck.worlds import preloading
+from ddpcheck.worlds import rank_setup
 from ddpcheck.worlds.launchers.leader import Leader
 
 Item = TypeVar("Item")
@@ -68,7 +68,7 @@ class CheckOptions:
         **more: Any,
     ) -> World:
         """Start a world of training ranks with the required modules preloaded."""
-        preload = (*preloading.DDP, *calls.MODULES, *self.preload)
+        preload = (*rank_setup.DDP_MODULES, *calls.MODULES, *self.preload)
         options = {"backend": self.backend, "device": self.device, "timeout": self.timeout, "preload": preload, **more}
         return make(self.world_size, **options, hash_seeds=hash_seeds, watch=watch, hosts=hosts)
 

@@ -92,8 +92,8 @@ def assert_parity(
     from ddpcheck.report.checking.check import check
 
     _refuse_on_a_rank()
-    _refuse(_tolerance_error(rtol, atol), "assert_parity")
-    select, ignore = _several(select), _several(ignore)
+    _raise_if_error(_tolerance_error(rtol, atol), "assert_parity")
+    select, ignore = _as_tuple(select), _as_tuple(ignore)
     for pattern in (*select, *ignore):
         matching_rules(pattern)
     report = check(
@@ -108,7 +108,7 @@ def assert_parity(
     )
     tolerance = None if rtol is None or atol is None else (rtol, atol)
     if message := messages.parity_failure_message(report, select=select, ignore=ignore, tolerance=tolerance):
-        raise FindingsError(_final(message, msg), detail=as_text(report))
+        raise FindingsError(_with_msg(message, msg), detail=as_text(report))
     return report
 
 
@@ -162,7 +162,7 @@ def assert_same_on_all_ranks(
     options = messages.CompareOptions(rtol or 0.0, atol or 0.0, equal_nan, check_device, check_stride)
     message = _difference_between_ranks(value, options, _tolerance_error(rtol, atol), group, name, timeout)
     if message:
-        raise AssertionError(_final(message, msg))
+        raise AssertionError(_with_msg(message, msg))
 
 
 def assert_no_anomalous_params(
@@ -207,24 +207,24 @@ def assert_no_anomalous_params(
     if group is None:
         group = getattr(model, "process_group", None) if hasattr(model, "reducer") else None
     ranks = _ranks_of(group, label)
-    result = _attempt("the graph of the loss", anomalies_of, loss, model, _several(ignore), replay)
+    result = _attempt("the graph of the loss", anomalies_of, loss, model, _as_tuple(ignore), replay)
     by_rank = {ranks[0]: result}
     if len(ranks) > 1:
         with _exchange(label, group, "anomalous", timeout) as exchange:
             by_rank = dict(zip(ranks, exchange.all_gather("detail", result), strict=True))
-    _refuse(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), label)
+    _raise_if_error(messages.first_error({rank: error for rank, (_, error) in by_rank.items()}), label)
     message = messages.anomalies_message({rank: anomalies or [] for rank, (anomalies, _) in by_rank.items()})
     if message:
-        raise AssertionError(_final(message, msg))
+        raise AssertionError(_with_msg(message, msg))
 
 
-def _final(message: str, msg: Message) -> str:
+def _with_msg(message: str, msg: Message) -> str:
     if callable(msg):
         return msg(message)
     return message if msg is None else msg
 
 
-def _several(names: Sequence[str]) -> Sequence[str]:
+def _as_tuple(names: Sequence[str]) -> Sequence[str]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -260,7 +260,7 @@ def _attempt(what: str, function: Callable[..., Result], *args: Any, **kwargs: A
         return None, f"{what} cannot be read ({reason})"
 
 
-def _refuse(error: str, what: str) -> None:
+def _raise_if_error(error: str, what: str) -> None:
     __tracebackhide__ = True
     if error:
         raise (BugError if BUG in error else UsageError)(f"{what}: {error}")
@@ -323,13 +323,13 @@ def _difference_between_ranks(
     mismatches: list[messages.Mismatch] = []
     by_rank, equal = {ranks[0]: local_values}, True
     if len(ranks) == 1:
-        _refuse(local_values.error, label)
+        _raise_if_error(local_values.error, label)
     else:
         with _exchange(label, group, "same", timeout) as exchange:
             equal = len(set(exchange.all_gather("digest", digest_of(replace(local_values, location=""))))) == 1
             gathered = [local_values] * len(ranks) if equal else exchange.all_gather("detail", values(canonical=True))
             by_rank = dict(zip(ranks, gathered, strict=True))
-            _refuse(messages.usage_error(by_rank), label)
+            _raise_if_error(messages.usage_error(by_rank), label)
             mismatches = measured(messages.differences(by_rank), items or (), options, group, exchange)
     if equal and messages.holds_nothing(local_values):
         return (

@@ -148,11 +148,11 @@ def _walk(value: Any, path: str, inside: tuple[int, ...]) -> Iterator[Item]:
         try:
             tensor = torch.from_numpy(value.copy()) if getattr(value, "ndim", 0) else torch.tensor(value.item())
         except Exception as error:
-            raise UsageError(f"{_place(path)} is a numpy value that torch does not take: {error}") from None
+            raise UsageError(f"{_item_at(path)} is a numpy value that torch does not take: {error}") from None
         yield from _walk_tensor(tensor, path)
     else:
         if id(value) in inside:
-            raise UsageError(f"{_place(path)} contains itself")
+            raise UsageError(f"{_item_at(path)} contains itself")
         entries, kind = _entries(value, path)
         yield path, kind, len(entries)
         for key, entry in entries:
@@ -165,7 +165,7 @@ def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
         for key in value:
             if not all(isinstance(part, _KEYS) for part in (key if isinstance(key, tuple) else (key,))):
                 raise UsageError(
-                    f"{_place(path)} has a key of type {type(key).__name__}, which other ranks cannot be asked for; "
+                    f"{_item_at(path)} has a key of type {type(key).__name__}, which other ranks cannot be asked for; "
                     "use strings or numbers (optimizer.state_dict() and not optimizer.state)"
                 )
         return sorted(((f"[{key!r}]", value[key]) for key in value), key=lambda entry: entry[0]), "mapping"
@@ -177,26 +177,26 @@ def _entries(value: Any, path: str) -> tuple[list[tuple[str, Any]], str]:
     if isinstance(value, Sequence | Iterator) or type(value).__name__ == "deque":
         return [(f"[{index}]", entry) for index, entry in enumerate(value)], "sequence"
     raise UsageError(
-        f"{_place(path)} is of type {type(value).__qualname__}, which cannot be compared across ranks; pass tensors, "
+        f"{_item_at(path)} is of type {type(value).__qualname__}, which cannot be compared across ranks; pass tensors, "
         "numbers, strings, None, modules, or lists, tuples, dicts and dataclasses of them"
     )
 
 
-def _place(path: str) -> str:
+def _item_at(path: str) -> str:
     return f"item {path.removeprefix('.')}" if path else "the argument"
 
 
 def _walk_tensor(tensor: torch.Tensor, path: str) -> Iterator[Item]:
     """Yield the tensor, and its dense parts if not dense."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        raise UsageError(f"{_place(path)} is lazy and has no values yet; run a forward pass first")
+        raise UsageError(f"{_item_at(path)} is lazy and has no values yet; run a forward pass first")
     if type(tensor).__module__.startswith("torch.distributed"):
         raise UsageError(
-            f"{_place(path)} is a {type(tensor).__name__}, of which each rank holds a part; pass .full_tensor() or "
+            f"{_item_at(path)} is a {type(tensor).__name__}, of which each rank holds a part; pass .full_tensor() or "
             ".to_local()"
         )
     if tensor.is_meta:
-        raise UsageError(f"{_place(path)} is on the meta device and has no values")
+        raise UsageError(f"{_item_at(path)} is on the meta device and has no values")
     tensor = tensor.detach()
     yield path, "tensor", tensor
     if tensor.is_quantized:

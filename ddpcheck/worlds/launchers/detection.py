@@ -145,7 +145,7 @@ def require(environ: Mapping[str, str] = os.environ, launcher: str | None = None
             "No launcher has started this process: start it with torchrun, mpirun or srun, or set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         )
-    present, (accepted, missing, advice) = _spoken(environ), LAUNCHERS[launcher]
+    present, (accepted, missing, advice) = _launchers_present(environ), LAUNCHERS[launcher]
     for names in present:
         if names in accepted:
             return _launch(names, environ)
@@ -162,13 +162,13 @@ def _read(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Return the launcher environment or `None`; raise if variables are invalid."""
     if environ.get(NO_LAUNCH, str(os.getpid())) != str(os.getpid()):
         return None
-    names = next(iter(_spoken(environ)), None)
+    names = next(iter(_launchers_present(environ)), None)
     if names is None or (names is _SLURM and "SLURM_PTY_PORT" in environ):  # interactive step
         return None
     return _launch(names, environ)
 
 
-def _spoken(environ: Mapping[str, str]) -> list[_Names]:
+def _launchers_present(environ: Mapping[str, str]) -> list[_Names]:
     """Return the launchers whose variables are set, innermost first."""
     is_set = {
         _TORCHRUN: "TORCHELASTIC_RUN_ID" in environ,
@@ -211,7 +211,7 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
     needs_port = address and names is not _SLURM  # SLURM's port is derived from the job id
     port = _number(environ, "MASTER_PORT", names) if needs_port or "MASTER_PORT" in environ else 0
     if not address and names in (_TORCHRUN, _PLAIN):
-        raise UsageError(f"{_said(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
+        raise UsageError(f"{_started_by(names)} but MASTER_ADDR is not set; export it, and MASTER_PORT.")
     return LauncherEnv(
         names.launcher,
         rank,
@@ -230,13 +230,13 @@ def _launch(names: _Names, environ: Mapping[str, str]) -> LauncherEnv:
 def _number(environ: Mapping[str, str], name: str, names: _Names) -> int:
     text = environ.get(name)
     if text is None:
-        raise UsageError(f"{_said(names)} but {name} is not set; export it, or start the ranks with torchrun.")
+        raise UsageError(f"{_started_by(names)} but {name} is not set; export it, or start the ranks with torchrun.")
     if not text.isascii() or not text.isdigit():
         raise UsageError(f"{name} must be a whole number, got {text!r}.")
     return int(text)
 
 
-def _said(names: _Names) -> str:
+def _started_by(names: _Names) -> str:
     if names is _PLAIN:
         return "RANK or WORLD_SIZE say that a launcher has started this process,"
     return f"{names.launcher} has started this process,"

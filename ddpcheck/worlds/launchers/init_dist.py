@@ -27,8 +27,8 @@ from ddpcheck.worlds.launchers.detection import LAUNCHERS, LauncherEnv, require
 from ddpcheck.worlds.launchers.rendezvous import this_machine
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, open_store
 from ddpcheck.worlds.rank_setup import gloo_interface, route
+from ddpcheck.worlds.starting import wait_until
 from ddpcheck.worlds.validation import check_choice, check_count, check_seconds
-from ddpcheck.worlds.waiting import wait_until
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,11 +75,11 @@ def master_only(function: Callable[P, R]) -> Callable[P, R | None]:
 _PATIENCE = 600.0  # seconds: machines of one job may come up minutes apart
 _PAUSE = 0.05
 _LAST_WORD = 1.0
-_GIVEN_UP = "given up"
-_OURS = ("store", "rank", "world_size", "init_method")
+_FAILED = "given up"
+_RESERVED = ("store", "rank", "world_size", "init_method")
 
-_set: dict[str, str] = {}  # variables set by this module, not by a launcher
-_kept: list[LauncherStore] = []  # stores at an address that the next process group may reuse
+_set_variables: dict[str, str] = {}  # variables set by this module, not by a launcher
+_open_stores: list[LauncherStore] = []  # stores at an address that the next process group may reuse
 
 
 def init_dist(
@@ -126,13 +126,13 @@ def init_dist(
         check_seconds("timeout", seconds)
     if port is not None:
         check_count("port", port, 65535)
-    if reserved := [name for name in _OURS if name in options]:
+    if reserved := [name for name in _RESERVED if name in options]:
         raise UsageError(f"init_dist sees to {', '.join(reserved)} itself; leave that out.")
     _check_options(options)
     if dist.is_initialized():
         uses_gpu = torch.cuda.is_initialized() or "nccl" in str(dist.get_backend_config())
         return torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
-    environ = {name: value for name, value in os.environ.items() if _set.get(name) != value}
+    environ = {name: value for name, value in os.environ.items() if _set_variables.get(name) != value}
     if port is not None:
         environ["MASTER_PORT"] = str(port)
     try:
@@ -161,38 +161,40 @@ def _check_options(options: dict[str, Any]) -> None:
     if any(param.kind is param.VAR_KEYWORD for param in params.values()):
         return
     if unknown := [name for name in options if name not in params]:
-        accepted = [name for name in params if name not in (*_OURS, "backend", "timeout") and name[0] != "_"]
+        accepted = [name for name in params if name not in (*_RESERVED, "backend", "timeout") and name[0] != "_"]
         raise UsageError(
             f"init_dist takes no argument {', '.join(unknown)}; besides launcher, backend, timeout and port it takes "
             f"the arguments of torch.distributed.init_process_group: {', '.join(accepted)}."
         )
 
 
-def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, options: dict[str, Any]) -> torch.device:
-    store, met = open_store(launch, seconds, as_told=as_told)
+def _join(
+    launch: LauncherEnv, requested: str, seconds: float, uses_port: bool, options: dict[str, Any]
+) -> torch.device:
+    store, close_file = open_store(launch, seconds, uses_port=uses_port)
     meeting = _Meeting(store, launch, seconds)
     try:
         address, port = store.address
         local_address, master = route(address, port)
         machine = this_machine()
-        seat = (machine, launch.local_rank, _visible_gpus(machine), asked, master)
-        replies = map(json.loads, meeting.gather("call init_dist", json.dumps(seat), met))
-        seats = [RankDevices(host, local, tuple(gpus), *others) for host, local, gpus, *others in replies]
-        if launch.rank == 0 and not launch.agent and (as_told or not launch.one_machine):
-            _kept.append(store)  # an early rank of the next group could connect to a store that is closing
-        backend = choose_backend(seats)
-        index = choose_gpus(seats)[launch.rank]
+        devices = (machine, launch.local_rank, _visible_gpus(machine), requested, master)
+        replies = map(json.loads, meeting.gather("call init_dist", json.dumps(devices), close_file))
+        all_devices = [RankDevices(host, local, tuple(gpus), *others) for host, local, gpus, *others in replies]
+        if launch.rank == 0 and not launch.agent and (uses_port or not launch.one_machine):
+            _open_stores.append(store)  # an early rank of the next group could connect to a store that is closing
+        backend = choose_backend(all_devices)
+        index = choose_gpus(all_devices)[launch.rank]
         if index is not None:
             torch.cuda.set_device(index)
         values = {
             "RANK": str(launch.rank),
             "WORLD_SIZE": str(launch.world_size),
-            "LOCAL_RANK": str(local_ranks(seats)[launch.rank]),
-            "LOCAL_WORLD_SIZE": str(launch.local_world_size or [peer.machine for peer in seats].count(machine)),
+            "LOCAL_RANK": str(local_ranks(all_devices)[launch.rank]),
+            "LOCAL_WORLD_SIZE": str(launch.local_world_size or [peer.machine for peer in all_devices].count(machine)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
-        interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in seats])
+        interface = gloo_interface(launch.one_machine, local_address, [peer.master for peer in all_devices])
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             values["GLOO_SOCKET_IFNAME"] = interface
         _set_up(meeting, backend, values, options)
@@ -200,7 +202,7 @@ def _join(launch: LauncherEnv, asked: str, seconds: float, as_told: bool, option
         meeting.leave(_LAST_WORD)
         raise
     finally:
-        met()
+        close_file()
     meeting.leave(seconds)
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
@@ -226,7 +228,7 @@ def _set_up(meeting: _Meeting, backend: str, values: dict[str, str], options: di
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
-    _set.update({name: value for name, value in values.items() if before[name] != value})
+    _set_variables.update({name: value for name, value in values.items() if before[name] != value})
 
 
 def _visible_gpus(machine: str) -> list[str]:
@@ -253,40 +255,43 @@ class RankDevices:
     master: str = ""  # IPv4 address used to reach rank 0's machine, or '' if unknown
 
 
-def local_ranks(seats: Sequence[RankDevices]) -> list[int]:
+def local_ranks(all_devices: Sequence[RankDevices]) -> list[int]:
     """Return the local ranks, counted per machine if not set."""
     counted: Counter[str] = Counter()
     ranks = []
-    for seat in seats:
-        ranks.append(counted[seat.machine] if seat.local_rank is None else seat.local_rank)
-        counted[seat.machine] += 1
+    for devices in all_devices:
+        ranks.append(counted[devices.machine] if devices.local_rank is None else devices.local_rank)
+        counted[devices.machine] += 1
     return ranks
 
 
-def choose_gpus(seats: Sequence[RankDevices]) -> list[int | None]:
+def choose_gpus(all_devices: Sequence[RankDevices]) -> list[int | None]:
     """Return the index of each rank's GPU among its visible GPUs, or `None`.
 
     Ranks with the same visible GPUs take them in order of local rank, round-robin if there are more ranks than GPUs.
     A rank with a single visible GPU, for example under SLURM, takes that GPU.
     """
     taken: Counter[tuple[str, ...]] = Counter()
-    chosen: list[int | None] = [None] * len(seats)
-    for _, rank in sorted(zip(local_ranks(seats), range(len(seats)), strict=True)):
-        if gpus := seats[rank].gpus:
+    chosen: list[int | None] = [None] * len(all_devices)
+    for _, rank in sorted(zip(local_ranks(all_devices), range(len(all_devices)), strict=True)):
+        if gpus := all_devices[rank].gpus:
             chosen[rank] = taken[gpus] % len(gpus)
             taken[gpus] += 1
     return chosen
 
 
-def choose_backend(seats: Sequence[RankDevices]) -> str:
+def choose_backend(all_devices: Sequence[RankDevices]) -> str:
     """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`; may raise `UsageError`."""
-    by_backend = {seat.backend: rank for rank, seat in reversed([*enumerate(seats)])}
+    by_backend = {devices.backend: rank for rank, devices in reversed([*enumerate(all_devices)])}
     if len(by_backend) > 1:
         text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
         raise UsageError(f"The ranks were asked for different backends: {text}; pass the same on every rank.")
     (backend,) = by_backend
-    without = [rank for rank, seat in enumerate(seats) if not seat.gpus]
-    names = ["" if index is None else seat.gpus[index] for seat, index in zip(seats, choose_gpus(seats), strict=True)]
+    without = [rank for rank, devices in enumerate(all_devices) if not devices.gpus]
+    names = [
+        "" if index is None else devices.gpus[index]
+        for devices, index in zip(all_devices, choose_gpus(all_devices), strict=True)
+    ]
     shared = [rank for rank, name in enumerate(names) if name and names.count(name) > 1]
     if "nccl" in backend:
         if without:
@@ -312,17 +317,17 @@ class _Meeting:
         self.store, self.launch, self._seconds = store, launch, seconds
         self._deadline = time.monotonic() + seconds
 
-    def gather(self, what: str, data: str = "", met: Callable[[], None] = lambda: None) -> list[str]:
+    def gather(self, what: str, data: str = "", close_file: Callable[[], None] = lambda: None) -> list[str]:
         """Wait for all ranks and return their data in rank order; raises for late, failed and lost ranks.
 
-        Rank 0 calls `met` when all ranks have arrived, before any rank can continue or start another attempt.
+        Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue or start another attempt.
         """
         keys = [f"{what}/{rank}" for rank in range(self.launch.world_size)]
         try:
             self.store.put(keys[self.launch.rank], data.encode())
             if self.launch.rank == 0:
                 self._wait(dict(enumerate(keys)), keys, what)
-                met()
+                close_file()
                 self.store.put(what, json.dumps([self.store.get(name).decode() for name in keys]).encode())
             self._wait({0: what}, keys, what)
             return list(json.loads(self.store.get(what)))
@@ -336,8 +341,8 @@ class _Meeting:
         """Wait for all keys in `names`; on timeout report ranks missing in `keys`."""
 
         def check(_missing: list[int]) -> None:
-            if self.store.has(_GIVEN_UP):
-                is_late, reason = json.loads(self.store.get(_GIVEN_UP))
+            if self.store.has(_FAILED):
+                is_late, reason = json.loads(self.store.get(_FAILED))
                 raise HangError(reason) if is_late else DDPCheckError(reason)
 
         if not self.store.wait_for(names, self._deadline, check, longest=_PAUSE):
@@ -354,7 +359,7 @@ class _Meeting:
     def give_up(self, error: DDPCheckError, cause: Exception | None = None) -> NoReturn:
         """Raise an error on this rank and on all other ranks."""
         with contextlib.suppress(StoreGoneError):
-            self.store.put(_GIVEN_UP, json.dumps([isinstance(error, HangError), str(error)]).encode())
+            self.store.put(_FAILED, json.dumps([isinstance(error, HangError), str(error)]).encode())
         raise error from cause
 
     def leave(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Leader on rank 0 of a world with one rank per launched process (follower).
+"""World with one rank per launched process: the leader on rank 0, and the followers on the other ranks.
 
 A follower starts a rank, relays messages between the rank and rank 0, and reports its exit. A rank that is killed,
 exits or hangs thus affects no launched process, and a `World` is independent of rank locations.
@@ -7,7 +7,7 @@ Messages are tuples. To a follower: `("open", world, method, rank, directory, ha
 `("bytes", world, data)`, `("signal", world, number)`, `("close", world)` and `("bye",)`. From a follower:
 `("bytes", world, data)`, `("file", world, name, offset, data)`, `("event", world, event)` and `("over", world)`.
 
-This module is light: it imports torch only if the ranks are on several machines.
+This module is light: the leader imports torch only if the ranks are on several machines.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import contextlib
 import copy
 import itertools
 import os
+import selectors
+import shutil
+import signal
 import socket
 import threading
 import time
@@ -27,18 +30,24 @@ from typing import TYPE_CHECKING, Any
 from ddpcheck.findings.replace import replace
 from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.launchers.detection import LauncherEnv
-from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather
+from ddpcheck.worlds.launchers.rendezvous import PATIENCE, Hello, Joined, gather, join
 from ddpcheck.worlds.launchers.store import LauncherStore
+from ddpcheck.worlds.starting import ask_for_stacks, wait_until
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _CHUNK = 1 << 18
 _FAREWELL = 5.0  # seconds for the followers to exit
+_TICK = 0.1
+_POLL = 0.01  # seconds between polls of ranks without a channel
+_DEATH = 2.0
+_DUMP = 1.5  # seconds for a stack dump; the leader waits slightly longer
+_STUCK = 60.0  # seconds without the leader reading from the socket
 _numbers = itertools.count(1)  # of worlds
 
 
-def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
+def local_fields(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     """Return the `RankConfig` fields local_rank, local_world_size and sharing of each rank. Pure.
 
     Launchers that bind a GPU to each process, such as `srun --gpus-per-task=1`, hide the other GPUs.
@@ -46,10 +55,10 @@ def places(hellos: Sequence[Hello]) -> list[dict[str, Any]]:
     rows = []
     for hello in hellos:
         peers = [peer for peer in hellos if peer.machine == hello.machine]
-        alike = [peer for peer in peers if _visible(peer) == _visible(hello)]
+        gpu_peers = [peer for peer in peers if _visible(peer) == _visible(hello)]
         local, size = hello.launch.local_rank, hello.launch.local_world_size
         local = peers.index(hello) if local is None else local
-        sharing = alike.index(hello), len(alike)
+        sharing = gpu_peers.index(hello), len(gpu_peers)
         rows.append({"local_rank": local, "local_world_size": min(size or len(peers), len(hellos)), "sharing": sharing})
     return rows
 
@@ -76,23 +85,23 @@ class Leader:
         """
         self.world_size = launch.world_size
         self.launcher = launch.launcher
-        own_hello, joined = gather(launch, timeout, store)
-        self._followers = {connection[1].launch.rank: _Follower(connection, on_lost) for connection in joined}
+        leader_hello, joined = gather(launch, timeout, store)
+        self._followers = {connection[1].launch.rank: _FollowerLink(connection, on_lost) for connection in joined}
         self.one_machine = all(welcome.shared for _, _, welcome in joined)  # this machine
-        self._hellos = [own_hello, *(hello for _, hello, _ in joined)]
+        self._hellos = [leader_hello, *(hello for _, hello, _ in joined)]
         self._stores: dict[str, TCPStore] = {}  # by the directory of the world
-        self._place()
+        self._assign()
 
-    def _place(self) -> None:
-        self._places = places(self._hellos)
-        self.sharing = self._places[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
+    def _assign(self) -> None:
+        self._local_fields = local_fields(self._hellos)
+        self.sharing = self._local_fields[0]["sharing"][1]  # number of ranks that see the same GPUs as rank 0
 
     def first(self, contexts: Sequence[wire.ProcessContext]) -> Leader:
         """Return a leader for the first `len(contexts)` ranks, with their current contexts."""
         leader = copy.copy(self)
         leader.world_size = len(contexts)
         leader._hellos = [replace(hello, context=item) for hello, item in zip(self._hellos, contexts, strict=False)]
-        leader._place()
+        leader._assign()
         return leader
 
     def settle(self, config: wire.RankConfig) -> wire.RankConfig:
@@ -100,7 +109,7 @@ class Leader:
         hello = self._hellos[config.rank]
         store = None if self.one_machine else (hello.master or "localhost", self._store_port(config.directory))
         masters = tuple(dict.fromkeys(peer.master for peer in self._hellos))
-        config = replace(config, store=store, masters=masters, **self._places[config.rank])
+        config = replace(config, store=store, masters=masters, **self._local_fields[config.rank])
         if config.rank == 0:
             return config
         remote, local = hello.context, config.context
@@ -134,7 +143,7 @@ class Leader:
         self._stores.clear()
 
 
-class _Follower:
+class _FollowerLink:
     def __init__(self, joined: Joined, on_lost: Callable[[int, int | None], object]) -> None:
         self._sock, hello, welcome = joined
         self._on_lost = partial(on_lost, hello.launch.rank, hello.pid if welcome.shared else None)
@@ -185,7 +194,7 @@ class RemoteRanks:
     """One rank of a world, started by a follower."""
 
     def __init__(
-        self, follower: _Follower, method: str | None, directory: str, fds: Mapping[int, int], *options: Any
+        self, follower: _FollowerLink, method: str | None, directory: str, fds: Mapping[int, int], *options: Any
     ) -> None:
         ((self._rank, descriptor),) = fds.items()
         self._follower = follower
@@ -253,3 +262,185 @@ class RemoteRanks:
         self._sender.join(2.0)
         for sock in (self._end, self._notify, self._notified):
             sock.close()
+
+
+# --- Follower -----------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """Connection of this process to the leader, with the ranks started for it."""
+
+    def __init__(self, launch: LauncherEnv, *, timeout: float = PATIENCE, store: LauncherStore | None = None) -> None:
+        """Connect to the leader; arguments and exceptions as in `join`."""
+        self.sock, self.welcome = join(launch, timeout, store)
+        self.sock.setblocking(False)
+        self._inbox = wire.Inbox()
+        self._hosted: dict[int, _Hosted] = {}
+
+    def serve(self) -> bool:
+        """Serve requests until the leader is gone; return True after a regular "bye"."""
+        try:
+            with self.sock:
+                while True:
+                    self._wait()
+                    messages, alive = self._inbox.drain(self.sock)
+                    for message in messages:
+                        if message[0] == "bye":
+                            return True
+                        self._handle(*message)
+                    if not alive:
+                        return False
+                    for number, hosted in list(self._hosted.items()):
+                        if hosted.attend():
+                            self._drop(number)
+        except ConnectionError:
+            return False
+        finally:
+            for hosted in self._hosted.values():
+                with contextlib.suppress(OSError):
+                    hosted.end()
+
+    def _wait(self) -> None:
+        asking = any(hosted.launch.channel is None for hosted in self._hosted.values())
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.sock, selectors.EVENT_READ)
+            for hosted in self._hosted.values():
+                hosted.register(selector)
+            selector.select(_POLL if asking else _TICK)
+
+    def _handle(self, kind: str, number: int, *rest: Any) -> None:
+        if kind == "open":
+            self._hosted[number] = _Hosted(self, number, *rest)
+        elif (hosted := self._hosted.get(number)) is not None:
+            if kind == "bytes":
+                hosted.post(rest[0])
+            elif kind == "signal":
+                hosted.signal(rest[0])
+            elif kind == "close":
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        self._hosted.pop(number).end()
+        self.tell("over", number)
+
+    def tell(self, *message: Any) -> None:
+        """Send a message to the leader, blocking; raise `OSError` if disconnected."""
+        data = memoryview(wire.pack(message))
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.sock, selectors.EVENT_WRITE)
+            while data:
+                try:
+                    data = data[self.sock.send(data) :]
+                except BlockingIOError:
+                    if not ready.select(_STUCK):
+                        raise ConnectionAbortedError("the leader does not listen") from None
+
+
+class _Hosted:
+    """One rank of one world, started by this process."""
+
+    def __init__(self, follower: Follower, number: int, method: str, rank: int, directory: str, *options: Any) -> None:
+        """Start the rank; `options`: hash seed, preload and ahead, as for a `Starter`."""
+        self._follower = follower
+        self._number = number
+        self._rank = rank
+        self._directory = Path(directory)
+        self._shared = follower.welcome.shared
+        self._sent: dict[str, bytes] = {}  # file name -> content already sent to the leader
+        self._outbox = wire.Outbox()
+        self._inbox = wire.Inbox()
+        self._is_drained = self._exited = False
+        if not self._shared:
+            self._directory.mkdir(mode=0o700)
+        self._sock, rank_sock = socket.socketpair()
+        self._sock.setblocking(False)
+        # The fork server removes the directory if this process dies; the leader removes its own.
+        scratch = "" if self._shared and method == "fork" else directory
+        with rank_sock:
+            self.launch = starting.STARTERS[method](scratch, {rank: rank_sock.fileno()}, *options)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        if not self._is_drained:
+            writes = selectors.EVENT_WRITE if self._outbox else 0
+            selector.register(self._sock, selectors.EVENT_READ | writes)
+        if self.launch.channel is not None:
+            selector.register(self.launch.channel, selectors.EVENT_READ)
+
+    # --- Requests of the leader ----------------------------------------------------------------------------------
+
+    def post(self, data: bytes) -> None:
+        self._outbox.send(self._sock, data)
+
+    def signal(self, number: int) -> None:
+        """Signal the rank; send the dump after SIGUSR1 if on another machine."""
+        if self._shared or number != signal.SIGUSR1:
+            self.launch.signal([self._rank], number)
+            return
+        stack = self._directory / f"rank{self._rank}.stack"
+        ask_for_stacks([stack], lambda: self.launch.signal([self._rank], number), _DUMP, _POLL)
+        self._sent.pop(stack.name, None)  # the leader has truncated its copy
+        self._send_file(stack.name)
+
+    # --- Reports to the leader ---------------------------------------------------------------------------------------
+
+    def attend(self) -> bool:
+        """Send files, messages and events to the leader; return True at the end."""
+        self._outbox.send(self._sock)
+        self._send_files()
+        self._forward_messages()
+        for event in self.launch.events():
+            if event[0] == "exit":
+                self._send_files()
+                self._forward_messages()  # its last messages before its exit
+                self._exited = True
+                event = (*event[:3], event[3] + self._follower.welcome.offset)
+            elif event[0] == "forked" and not self._shared:
+                event = ("forked", [(rank, -pid) for rank, pid in event[1]])  # not a pid of the leader's machine
+            self._follower.tell("event", self._number, event)
+        return self.launch.over or (self.launch.channel is None and self._exited)
+
+    def _forward_messages(self) -> None:
+        if self._is_drained:
+            return
+        messages, alive = self._inbox.drain(self._sock)
+        if messages:
+            self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(item)) for item in messages))
+        self._is_drained = not alive
+
+    def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Convert the times in a message of a rank to the leader's clock."""
+        kind, first, second = message
+        offset = self._follower.welcome.offset
+        if kind == "ready":
+            return kind, first + offset, second
+        return message if kind == "result" else (kind, first, {**second, "when": second["when"] + offset})
+
+    def _send_files(self) -> None:
+        if not self._shared:
+            for kind in ("slots", "out", "attachment"):
+                self._send_file(f"rank{self._rank}.{kind}")
+            self._send_file(f"collectives-{self._rank}.log")
+
+    def _send_file(self, name: str) -> None:
+        """Send the changes of a file to the leader."""
+        try:
+            data = (self._directory / name).read_bytes()
+        except OSError:
+            return
+        before = self._sent.get(name, b"")
+        offset = len(before) if data.startswith(before) else 0
+        if data != before:
+            self._sent[name] = data
+            self._follower.tell("file", self._number, name, offset, data[offset:])
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Kill the rank if alive, and remove its files."""
+        if not self._exited:
+            self.launch.signal([self._rank], signal.SIGKILL)
+            wait_until(lambda: any(event[0] == "exit" for event in self.launch.events()), _DEATH)
+        self._sock.close()
+        self.launch.close()
+        if not self._shared:
+            shutil.rmtree(self._directory, ignore_errors=True)

@@ -23,11 +23,10 @@ from typing import Any
 from ddpcheck.findings.errors import DDPCheckError, HangError, RankError
 from ddpcheck.findings.wording import agreeing, format_ranks
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
-from ddpcheck.worlds.launchers.follower import Follower
-from ddpcheck.worlds.launchers.leader import Leader
+from ddpcheck.worlds.launchers.leader import Follower, Leader
 from ddpcheck.worlds.launchers.rendezvous import how_it_ended
 from ddpcheck.worlds.launchers.store import StoreGoneError, open_store
-from ddpcheck.worlds.waiting import wait_until
+from ddpcheck.worlds.starting import wait_until
 from ddpcheck.worlds.wire import NO_LAUNCH
 
 _AFTERMATH = 0.5  # seconds to learn why the launcher terminates this process
@@ -71,14 +70,14 @@ class RankGroup:
         self._owner = os.getpid()
         self._written: list[str] = []  # keys written by the last two `gather` calls
         self._busy = False
-        self._left = self._announced = False
+        self._has_left = self._announced = False
         self._released = threading.Event()
         self._following: Callable[[], bool] = lambda: False  # True while the follower thread runs
-        self.store, met = open_store(launch, timeout)
+        self.store, close_file = open_store(launch, timeout)
         try:
             self.gather("the start of the session", None, timeout=timeout)
         finally:
-            met()  # late ranks have timed out
+            close_file()  # late ranks have timed out
         threading.Thread(target=self._watch_launcher, args=(os.getppid(),), daemon=True).start()
         if self.rank == 0:
             self.leader = Leader(launch, timeout=timeout, store=self.store, on_lost=self._note_lost)
@@ -88,7 +87,7 @@ class RankGroup:
             thread.start()
             self._following = thread.is_alive
             if not launch.agent:  # torch prints a long error per request to a dead store
-                self.store.kept = self._following
+                self.store.is_alive = self._following
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_terminate)
         os.environ[NO_LAUNCH] = str(self._owner)
@@ -104,7 +103,7 @@ class RankGroup:
                 self.store.put(f"gone/{rank}", self.gone[rank].encode())
 
     def _follow(self, follower: Follower) -> None:
-        if not follower.serve() and not self._left:
+        if not follower.serve() and not self._has_left:
             self.gone[0] = how_it_ended(0, follower.welcome.pid if follower.welcome.shared else None)
 
     def _watch_launcher(self, launcher: int) -> None:
@@ -218,7 +217,7 @@ class RankGroup:
     def _check(self) -> None:
         if self._owner != os.getpid():
             raise DDPCheckError("The session of a launcher's ranks belongs to the process that joined it.")
-        if self._left:
+        if self._has_left:
             raise DDPCheckError("This rank has left the session.")
         if self.broken is not None:
             raise RankError(self.broken)
@@ -237,8 +236,8 @@ class RankGroup:
                     self.gone[rank] = self.store.get(f"gone/{rank}").decode()
             if gone := [self.gone[rank] for rank in ranks if rank in self.gone and not came(rank)]:
                 return self.mark_broken("; ".join(gone) + ".")
-            if left_ranks := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
-                reasons = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in left_ranks]
+            if exited_ranks := [rank for rank in ranks if self.store.has(f"left/{rank}") and not came(rank)]:
+                reasons = [f"rank {rank} has left ({self.store.get(f'left/{rank}').decode()})" for rank in exited_ranks]
                 return self.mark_broken("; ".join(reasons) + ".")
         except StoreGoneError:
             return str(self._lost_store())
@@ -277,9 +276,9 @@ class RankGroup:
         other ranks wait for rank 0 until the timeout. If rank 0 owns the store, it first waits for the announcements
         of the other ranks, which may still read the last gathered values. `reason` as in `announce`.
         """
-        if self._left or self._owner != os.getpid():
+        if self._has_left or self._owner != os.getpid():
             return
-        self._left = True
+        self._has_left = True
         awaited = self._following if self.rank else self._any_reads
         if self.rank == 0 and (self.launch.agent or self._announced or self.broken is not None):
             timeout = 0.0  # rank 0 does not own the store, or the ranks do not end together

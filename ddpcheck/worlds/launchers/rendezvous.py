@@ -25,7 +25,7 @@ from ddpcheck.worlds import starting, wire
 from ddpcheck.worlds.failures import died
 from ddpcheck.worlds.launchers.detection import BY_HAND, LauncherEnv
 from ddpcheck.worlds.launchers.store import LauncherStore, StoreGoneError, look_up, meeting_point, open_store, publish
-from ddpcheck.worlds.waiting import wait_until
+from ddpcheck.worlds.starting import wait_until
 
 _DEATH = 0.1  # seconds from closed connections to the exit of a process
 _POLL = 0.005
@@ -74,8 +74,10 @@ class Hello:
     @classmethod
     def of(cls, launch: LauncherEnv, master: str = "") -> Hello:
         """Return the message of this process."""
-        context = starting.process_context()
-        return cls(launch, _machine(), os.getpid(), tempfile.gettempdir(), master, context, time.monotonic())
+        machine, context = this_machine(), starting.process_context()
+        with contextlib.suppress(OSError):
+            machine = " ".join([machine, *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "mnt"))])
+        return cls(launch, machine, os.getpid(), tempfile.gettempdir(), master, context, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,6 @@ class Welcome:
     shared: bool  # on the same machine as the leader
     offset: float  # leader's clock minus this process's clock, in seconds
     pid: int  # of the leader
-
-
-def _machine() -> str:
-    try:
-        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "mnt")]
-    except OSError:
-        spaces = []
-    return " ".join([this_machine(), *spaces])
 
 
 def _file(launch: LauncherEnv, store: LauncherStore | None) -> Path | None:
@@ -111,18 +105,18 @@ Joined = tuple[socket.socket, Hello, Welcome]  # the leader's side of a connecti
 def gather(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[Hello, list[Joined]]:
-    """Accept one connection per rank; return own `Hello` and connections by rank.
+    """Accept one connection per rank; return the leader's `Hello` and connections by rank.
 
     `store` is an existing store shared by all ranks. Raises `UsageError` without a rendezvous address, and `HangError`
     if some ranks did not connect in time.
     """
     deadline = time.monotonic() + timeout
-    own_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
+    leader_hello, token, path = Hello.of(launch), secrets.token_hex(_HALF), _file(launch, store)
     joined: dict[int, Joined] = {}
     with contextlib.ExitStack() as meeting, contextlib.ExitStack() as undo:
         if path is None and store is None:
-            store, met = open_store(launch, timeout)
-            meeting.callback(met)
+            store, close_file = open_store(launch, timeout)
+            meeting.callback(close_file)
         server = meeting.enter_context(_listen(_LOOPBACK if launch.one_machine else ""))
         port = server.getsockname()[1]
         if path is not None:
@@ -141,19 +135,19 @@ def gather(
                     f"{format_ranks(missing).capitalize()} of {launch.world_size} did not show up within {timeout:g} "
                     f"s, although {reason}; start every rank with the same command, or use --launcher off."
                 ) from None
-            hello = _admitted(sock, token.encode(), launch)
+            hello = _accept_follower(sock, token.encode(), launch)
             if hello is None or hello.launch.rank not in missing:
                 sock.close()
                 continue
             undo.callback(sock.close)
-            shared = hello.machine == own_hello.machine
+            shared = hello.machine == leader_hello.machine
             offset = 0.0 if shared else time.monotonic() - hello.clock
             joined[hello.launch.rank] = sock, hello, Welcome(shared, offset, os.getpid())
         for sock, _, welcome in joined.values():
             sock.sendall(wire.pack(welcome))
             sock.settimeout(None)
         undo.pop_all()
-    return own_hello, [joined[rank] for rank in sorted(joined)]
+    return leader_hello, [joined[rank] for rank in sorted(joined)]
 
 
 def _listen(address: str) -> socket.socket:
@@ -163,14 +157,14 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), backlog=128)
 
 
-def _admitted(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
+def _accept_follower(sock: socket.socket, token: bytes, launch: LauncherEnv) -> Hello | None:
     sock.settimeout(_HANDSHAKE)
     try:
         if not hmac.compare_digest(wire.read(sock, _HALF) or b"", token[:_HALF]):
             return None
         sock.sendall(token[_HALF:])
         hello = wire.receive(sock)
-        _stay_connected(sock)
+        _set_keepalive(sock)
     except OSError:
         return None
     return hello if isinstance(hello, Hello) and hello.launch.world_size == launch.world_size else None
@@ -193,13 +187,13 @@ def join(
     address = _LOOPBACK if launch.one_machine or store is None else store.address[0]
     while time.monotonic() < deadline:
         port, token = read_address()
-        if port and (sock := _introduced(address, port, token.encode(), launch)) is not None:
+        if port and (sock := _authenticate(address, port, token.encode(), launch)) is not None:
             sock.settimeout(max(1.0, deadline - time.monotonic()))
             with contextlib.suppress(OSError):
                 welcome = wire.receive(sock)
                 if isinstance(welcome, Welcome):
                     sock.settimeout(None)
-                    _stay_connected(sock)
+                    _set_keepalive(sock)
                     return sock, welcome
             sock.close()
         time.sleep(_PAUSE)
@@ -219,7 +213,7 @@ def _read_from(store: LauncherStore) -> tuple[int, str]:
     return int(port), token
 
 
-def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> socket.socket | None:
+def _authenticate(address: str, port: int, token: bytes, launch: LauncherEnv) -> socket.socket | None:
     try:
         sock = socket.create_connection((address, port), _HANDSHAKE)
     except OSError:
@@ -234,7 +228,7 @@ def _introduced(address: str, port: int, token: bytes, launch: LauncherEnv) -> s
     return None
 
 
-def _stay_connected(sock: socket.socket) -> None:
+def _set_keepalive(sock: socket.socket) -> None:
     """Set keepalive options to detect a lost machine within 30 s."""
     os.register_at_fork(after_in_child=sock.close)  # otherwise a fork would keep the connection open
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

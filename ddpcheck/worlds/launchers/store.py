@@ -47,7 +47,7 @@ class LauncherStore:
         from torch._C._distributed_c10d import PrefixStore
 
         self.store = PrefixStore(prefix, store)  # also used to initialize process groups
-        self.kept: Callable[[], bool] = lambda: True  # the server process of the store is alive
+        self.is_alive: Callable[[], bool] = lambda: True  # the server process of the store is alive
         self._over = False
 
     @property
@@ -108,7 +108,7 @@ class LauncherStore:
         return []
 
     def _ask(self, method: str, *arguments: object) -> Any:
-        if self._over or not self.kept():  # torch prints a long error per request
+        if self._over or not self.is_alive():  # torch prints a long error per request
             raise StoreGoneError("the store has ended")
         try:
             return getattr(self.store, method)(*arguments)
@@ -118,26 +118,26 @@ class LauncherStore:
 
 
 def open_store(
-    launch: LauncherEnv, timeout: float, *, as_told: bool = False
+    launch: LauncherEnv, timeout: float, *, uses_port: bool = False
 ) -> tuple[LauncherStore, Callable[[], None]]:
     """Open the store of a launch; return (store, callback for full attendance).
 
-    `as_told` uses the port of the launch even on one machine, where a rendezvous file would do. Raises `UsageError`
+    `uses_port` uses the port of the launch even on one machine, where a rendezvous file would do. Raises `UsageError`
     without a rendezvous address, and `DDPCheckError` if the store cannot be created or reached.
     """
     deadline = time.monotonic() + timeout
-    launch = _placed(launch, as_told)
-    by_file = launch.one_machine and launch.launcher != "torchrun" and launch.job and not as_told
+    launch = _with_address(launch, uses_port)
+    by_file = launch.one_machine and launch.launcher != "torchrun" and launch.job and not uses_port
     path = meeting_point(launch.job)
 
-    def met() -> None:
+    def close_file() -> None:
         if by_file and launch.rank == 0:
             path.unlink(missing_ok=True)
 
     if by_file and launch.rank == 0:
-        store = _keep_on_loopback(path, timeout)
+        store = _create_on_loopback(path, timeout)
     elif by_file:
-        store = _find_on_loopback(path, launch, deadline)
+        store = _join_on_loopback(path, launch, deadline)
     elif launch.address:
         store = _at_address(launch, timeout)
     elif launch.one_machine:
@@ -159,11 +159,11 @@ def open_store(
         raise DDPCheckError(
             f"The store of rank 0 ended when rank {launch.rank} arrived; see the output of rank 0."
         ) from error
-    return LauncherStore(store, f"ddpcheck/{job}/{number}"), met
+    return LauncherStore(store, f"ddpcheck/{job}/{number}"), close_file
 
 
-def _placed(launch: LauncherEnv, as_told: bool) -> LauncherEnv:
-    if as_told and launch.one_machine and not launch.address:
+def _with_address(launch: LauncherEnv, uses_port: bool) -> LauncherEnv:
+    if uses_port and launch.one_machine and not launch.address:
         return replace(launch, address="127.0.0.1")
     if launch.launcher != "srun" or launch.one_machine:
         return launch
@@ -245,7 +245,7 @@ def look_up(path: Path) -> tuple[int, str]:
         return 0, ""
 
 
-def _keep_on_loopback(path: Path, timeout: float) -> Store:
+def _create_on_loopback(path: Path, timeout: float) -> Store:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = connect("127.0.0.1", port, timeout, keep=True, listener=listener.detach())
@@ -255,7 +255,7 @@ def _keep_on_loopback(path: Path, timeout: float) -> Store:
     return store
 
 
-def _find_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store:
+def _join_on_loopback(path: Path, launch: LauncherEnv, deadline: float) -> Store:
     from torch.distributed import DistError
 
     while (seconds_left := deadline - time.monotonic()) > 0:
