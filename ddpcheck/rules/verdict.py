@@ -14,9 +14,9 @@ from ddpcheck.findings.report import CheckStatus, Finding, Severity
 from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
+from ddpcheck.trace.replicas import OF_BUFFERS
 
 Facts = TypeVar("Facts")
-OF_BUFFERS = ("DDP214", "DDP215")  # no effect on the gradients of a step
 Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
 

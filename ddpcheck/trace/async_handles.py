@@ -15,7 +15,7 @@ from ddpcheck.trace.view import View
 class AsyncHandles(View):
     """Handles that are freed unused or waited for, and tensors that are written too early."""
 
-    check: ClassVar[str] = "collectives"
+    checks: ClassVar[tuple[str, ...]] = ("collectives",)
     needs_all_ranks: ClassVar[bool] = False
     dropped: Sequence[Sequence[WorkDropped]]
     used: Sequence[Sequence[WorkUsed]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -27,7 +27,7 @@ def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
 class Compilations(View):
     """Compilations of ranks that all train one replicated model."""
 
-    check: ClassVar[str] = "loop"
+    checks: ClassVar[tuple[str, ...]] = ("loop",)
     compiled: CompilationsByRank
     steps: int  # number of steps of the wrapper with the most steps
 
@@ -41,7 +41,6 @@ class Compilations(View):
         """Functions that every rank compiled for training."""
         return trained_functions(self.compiled)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        num_functions = len(self.functions)
-        text = f"no compilation that depends on the rank, in {counted(num_functions, 'function')}"
-        return text if num_functions else "", ""
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        if functions := self.functions:
+            yield f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
@@ -257,7 +257,7 @@ class WrapperSamples(NamedTuple):
 class Data(View):
     """Samples of a script: by rank, in order of time, if not said otherwise."""
 
-    check: ClassVar[str] = "data"
+    checks: ClassVar[tuple[str, ...]] = ("data",)
     groups: Sequence[LoaderGroup]  # by group of ranks that train together
     passes: Sequence[Sequence[LoaderPass]]
     draws: Sequence[Sequence[StepDraw]]  # of ranks with different samples
@@ -310,7 +310,7 @@ class Data(View):
         trained = [first for rank_passes in self.passes for first in [p for p in rank_passes if p.trains][:1]]
         return len(trained) == len(self.passes) and (are_disjoint_shares(trained) or are_repeated_on_ranks(trained))
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         num_passes = sum(entry.trains for entry in self.passes[0])
         subjects = {
             f"the samples of {counted(num_passes, 'pass')} over loaders": num_passes,
@@ -318,8 +318,8 @@ class Data(View):
             counted(len(self.tables[0]), "table"): self.tables[0],
             "the gradients before they are averaged": self.compares_gradients,
         }
-        compared = ", ".join(words for words, present in subjects.items() if present)
-        return (f"no fault in {compared}" if compared else ""), ""
+        if compared := ", ".join(words for words, present in subjects.items() if present):
+            yield f"no fault in {compared}"
 
 
 def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:

@@ -27,7 +27,7 @@ _MOST_RUNS = 1024  # recording limit, reached only without a regular pace
 class Loop(View):
     """Events of the training loop, by rank in order of time."""
 
-    check: ClassVar[str] = "loop"
+    checks: ClassVar[tuple[str, ...]] = ("loop",)
     world_size: int
     zeroed: Sequence[Sequence[GradientsZeroed]] = ()  # gradients zeroed before any step used them
     reduced_in_place: Sequence[Sequence[ReducedInPlace]] = ()  # collectives on tensors that backward needs
@@ -66,7 +66,7 @@ class Loop(View):
 class GradientChanges(View):
     """Clips and other changes of gradients by the script, by rank in order of time."""
 
-    check: ClassVar[str] = "optimizers"
+    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
     clips: Clips = ()
     between_backwards: Sequence[Sequence[GradientsChanged]] = ()
     steps: Sequence[Sequence[Steps]] = ()  # by optimizer

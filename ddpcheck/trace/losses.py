@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
@@ -21,7 +21,7 @@ from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import against_average
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, used_by
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
 Passes = Sequence[Sequence[LossDifferentiated]]  # backward passes, each by rank
@@ -46,7 +46,7 @@ class Losses(View):
     If several ranks compute one model together, of one rank per model.
     """
 
-    check: ClassVar[str] = "loss"
+    checks: ClassVar[tuple[str, ...]] = ("loss",)
     by_rank: LossesByRank
     parts: Sequence[Sequence[OwnPartPutBack]] = ()
     constants: Sequence[Sequence[GatheredConstant]] = ()
@@ -124,16 +124,19 @@ class Losses(View):
         """Check if losses on gathered features have terms of the features themselves."""
         return all(part.besides for by_rank in self.own_parts for part in by_rank)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in self.by_rank]
         passes = min(map(len, averaged))
         if passes < FEWEST_PASSES:
-            return "", ""
+            return
+        summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
         if not all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms):
             summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-            return f"{summary}; not compared with a single process", ""
-        summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
-        return (summary, "") if self.is_for_sums else ("", summary)
+            yield f"{summary}; not compared with a single process"
+        elif self.is_for_sums:
+            yield summary
+        else:
+            raise NotRecorded(summary)
 
 
 def _are_rescaled(rank: WatchedRank) -> bool:

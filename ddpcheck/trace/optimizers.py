@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -12,7 +12,7 @@ from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
 LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
 
@@ -41,7 +41,7 @@ def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -
 class OptimizerStates(View):
     """State of optimizers before their steps, and the files that the ranks load."""
 
-    check: ClassVar[str] = "optimizers"
+    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
     steps: Sequence[Sequence[Steps]]  # by optimizer
     uses: Sequence[Sequence[FileUsed]]  # by rank
 
@@ -51,15 +51,10 @@ class OptimizerStates(View):
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizers(View):
+class Optimizers(ScriptView):
     """Options, pace, gradients and schedules of optimizers."""
 
-    check: ClassVar[str] = "optimizers"
-    facts: ScriptFacts
-
-    @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls(facts)
+    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
 
     @property
     def first_steps(self) -> list[Steps]:
@@ -67,7 +62,7 @@ class Optimizers(View):
         firsts = [first_steps(rank) for rank in self.facts.ranks]
         return list(zip(*firsts, strict=True)) if len({len(steps) for steps in firsts}) == 1 else []
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         facts, optimizers = self.facts, self.facts.optimizers
         steps = [rank_steps for opt in optimizers for rank_steps in opt.steps]
         compared = "options" if any(map(any_gradient_differs, steps)) else "options, state and gradients"
@@ -76,15 +71,17 @@ class Optimizers(View):
         scope = f"of {counted(len(optimizers), 'optimizer')} match between ranks in {counted(len(steps), 'step')}"
         averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
         differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
-        lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
-        return f"{compared} {scope}" if steps else "", lacking
+        if steps:
+            yield f"{compared} {scope}"
+        if reason := f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched:
+            raise NotRecorded(reason)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParameters(View):
     """Parameters of wrappers with gradients, and those that optimizers hold."""
 
-    check: ClassVar[str] = "optimizers"
+    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
     made: Location | None = None  # the line of an optimizer
@@ -106,7 +103,7 @@ class OptimizedParameters(View):
 class Metrics(View):
     """Metrics by which schedules and callbacks of replicated optimizers decide."""
 
-    check: ClassVar[str] = "optimizers"
+    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
     uses: Sequence[Sequence[MetricUsed]]  # by rank, in order of time
 
     @classmethod

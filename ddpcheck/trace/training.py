@@ -26,7 +26,7 @@ class TrainedWrapper:
 class Training(View):
     """Loaders and wrappers of a script, without judgement."""
 
-    check: ClassVar[str] = "loop"
+    checks: ClassVar[tuple[str, ...]] = ("loop",)
     world_size: int
     passes: Sequence[Sequence[LoaderPass]] = ()  # over data loaders, by rank, in order of time
     wrappers: Sequence[TrainedWrapper] = ()

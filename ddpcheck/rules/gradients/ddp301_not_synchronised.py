@@ -16,7 +16,7 @@ Line: The line that changes averaged gradients differently on each rank: a clip,
     that registers the communication hook, else the line that creates the first parameter. For a model split over
     ranks: the line that splits it, or seeds it differently.
 Checks: report reducer; run replicas, optimizers
-Repeats: compare_groups, compare_hand_split, GradientChanges, Optimizers
+Repeats: ModelParts, HandSplit, GradientChanges, Optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
 Example:

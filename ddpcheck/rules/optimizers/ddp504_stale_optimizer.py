@@ -12,7 +12,7 @@ Ignore: If code other than an optimizer updates the parameters.
 Line: The line that constructs the optimizer; in `ddpcheck report`, the line that constructs the parameter. For a
     custom optimizer that does not change a parameter: the call of its step.
 Checks: report reducer; run replicas, optimizers
-Repeats: compare_groups, OptimizedParameters
+Repeats: ModelParts, OptimizedParameters
 Explains: quietly DDP214 DDP306 if of a copy
 Example:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
