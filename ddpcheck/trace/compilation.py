@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.trace.replicas import common_values
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
 
@@ -19,8 +20,7 @@ def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
     """Return the functions that every rank compiled for training."""
     trained = [[entry for entry in entries if entry.trains] for entries in compiled]
     by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
-    common = [key for key in (by_rank[0] if by_rank else ()) if all(key in groups for groups in by_rank)]
-    return [[groups[key] for groups in by_rank] for key in common]
+    return list(common_values(by_rank).values())
 
 
 @dataclass(frozen=True, slots=True)

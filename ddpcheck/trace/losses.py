@@ -20,6 +20,7 @@ from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import against_average
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
+from ddpcheck.trace.replicas import aligned
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, used_by
 from ddpcheck.trace.view import NotRecorded, View
 
@@ -76,9 +77,7 @@ class Losses(View):
     def passes(self) -> list[Passes]:
         """Backward passes whose gradients DDP averages, of each loss that has enough (by the line of backward)."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
-        common = sorted(set.intersection(*map(set, indexed)))
-        by_rank = ([by_pass[key] for by_pass in indexed] for key in common)
-        of_losses = group_by(by_rank, lambda losses: tuple(loss.location for loss in losses)).values()
+        of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
         return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
@@ -90,8 +89,7 @@ class Losses(View):
     def own_parts(self) -> list[list[OwnPartPutBack]]:
         """Steps in which the gradient of gathered features reaches the own features only, and unscaled; by rank."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
-        common = sorted(set.intersection(*map(set, indexed))) if len(indexed) > 1 else ()
-        steps = [[by_step[step] for by_step in indexed] for step in common]
+        steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
         every = [*itertools.chain(*steps)]
         unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in every)

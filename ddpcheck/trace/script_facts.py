@@ -17,7 +17,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.replicas import aligned, differing_names
 from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
 
 _Kind = TypeVar("_Kind")
@@ -350,8 +350,8 @@ def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
         return True
     peers = {entry.peer for rank in ranks for entry in entries_of(rank, PeerReceived) if entry.training}
     inputs = [{(entry.wrapper, entry.step): entry.samples for entry in entries_of(rank, Inputs)} for rank in ranks]
-    steps = set.intersection(*map(set, inputs))
-    in_parts = all(len({samples[step] for samples in inputs}) == len(group) for step in steps)
+    steps = aligned(inputs)
+    in_parts = all(len({*samples}) == len(group) for samples in steps)
     return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
@@ -394,9 +394,7 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     """Return the steps recorded on every rank, each by rank."""
-    by_count = [{step.count: step for step in steps} for steps in by_rank]
-    common = set.intersection(*(set(steps) for steps in by_count))
-    return [[steps[count] for steps in by_count] for count in sorted(common)]
+    return aligned([{step.count: step for step in steps} for steps in by_rank])
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:

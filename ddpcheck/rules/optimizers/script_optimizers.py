@@ -24,6 +24,7 @@ from ddpcheck.rules.replicas.ddp306_state_diverged import (
     loaded_on_some_finding,
 )
 from ddpcheck.trace.optimizers import Optimizers, OptimizerStates, restored_on_some
+from ddpcheck.trace.replicas import differing_values
 from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of
 from ddpcheck.trace.unwrapped_params import Steps
 
@@ -83,10 +84,8 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         if not any(loaded) or not any(states):
             continue
         counts = [{name: size for name, size in state.items() if name.endswith(": step")} for state in states]
-        common = set(counts[0]).intersection(*counts)
-        parted = any(len({count[name] for count in counts}) > 1 for name in common)
         if restored := restored_on_some(rank_steps):
-            if parted or not all(states):
+            if differing_values(counts) or not all(states):
                 return loaded_on_some_finding(
                     rank_steps, restored, [max(count.values(), default=0.0) for count in counts]
                 )
