@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from ddpcheck.findings.evidence.script import FileUsed, MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.findings.wording import counted, format_ranks, join_names
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
@@ -58,9 +58,12 @@ class Optimizers(ScriptView):
 
     @property
     def first_steps(self) -> list[Steps]:
-        """First step of each optimizer, by rank; [] if the ranks have different numbers of optimizers."""
+        """First step of each optimizer, by rank."""
         firsts = [first_steps(rank) for rank in self.facts.ranks]
-        return list(zip(*firsts, strict=True)) if len({len(steps) for steps in firsts}) == 1 else []
+        if len({len(steps) for steps in firsts}) > 1:
+            numbers = join_names([str(len(steps)) for steps in firsts])
+            raise NotRecorded(f"options are not compared: {numbers} optimizers have stepped on the ranks")
+        return list(zip(*firsts, strict=True))
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         facts, optimizers = self.facts, self.facts.optimizers
