@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ddpcheck.rules.registry import row_of
 from ddpcheck.rules.verdict import Row
-from ddpcheck.trace.async_handles import AsyncHandles
+from ddpcheck.trace.collectives import AsyncHandles
 from ddpcheck.trace.compilation import Compilations
-from ddpcheck.trace.copies import Copies
 from ddpcheck.trace.data import Data
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.loop import GradientChanges, Loop
@@ -16,7 +15,7 @@ from ddpcheck.trace.optimizers import Metrics, OptimizedParameters, Optimizers, 
 from ddpcheck.trace.program import Program, Statistics
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.training import Training
-from ddpcheck.trace.wrappers import Constructions, Wrappers
+from ddpcheck.trace.wrappers import Constructions, Copies, Wrappers
 
 ROWS: tuple[Row[ScriptFacts], ...] = tuple(
     row_of(view)

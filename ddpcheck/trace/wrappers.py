@@ -1,19 +1,25 @@
-"""Wrappers of a script: what their ranks construct, and comparisons by check line."""
+"""Wrappers of a script, the copies of their modules, and comparisons by check line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
+from ddpcheck.findings.evidence.replicas import StateUsed
+from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
+from ddpcheck.trace.captured import without_rounding
 from ddpcheck.trace.gradients import UNEQUAL
 from ddpcheck.trace.losses import sums_rightly
-from ddpcheck.trace.replicas import OF_BUFFERS
-from ddpcheck.trace.view import NotRecorded, ScriptView
+from ddpcheck.trace.replicas import OF_BUFFERS, Changes
+from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper
+from ddpcheck.trace.unwrapped_params import all_gradients_agree
+from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
 LOSSY_HOOK = 0.1
 """Relative loss of a communication hook from which its gradients are not compared with the average."""
@@ -111,3 +117,31 @@ class Wrappers(ScriptView):
 def describe_missing_ranks(missing: Sequence[int]) -> str:
     """Return why not all ranks were compared, or ''."""
     return f"not compared with {format_ranks(missing)}, which left no log here" if missing else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies(View):
+    """States of modules outside of the wrappers; sequences are by rank."""
+
+    checks: ClassVar[tuple[str, ...]] = ("replicas",)
+    states: Sequence[Sequence[StateHeld]]  # before optimizer steps
+    uses: Sequence[Sequence[StateUsed]]  # in evaluations; [] if the ranks train different parameters
+    changes: Changes = ()
+    wrappers: Sequence[WatchedWrapper] = ()
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        states = facts.of(StateHeld)
+        are_whole = all(len(wrapper.made.ranks) == len(facts.ranks) for wrapper in facts.wrappers)
+        if not are_whole or facts.model_groups:
+            states = [[state for state in rank_states if not state.other] for rank_states in states]
+        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if rank_steps[0].held]
+        uses = facts.of(StateUsed) if are_whole and all(map(all_gradients_agree, steps)) else []
+        changes = [[change for change in log if change.wrapper == OF_A_COPY] for log in facts.of(ModuleChanged)]
+        return cls(states, uses, changes, facts.wrappers)
+
+    def require_exact_parameters(self) -> None:
+        """Raise `NotRecorded` if parameters of wrappers, and so their copies, differ between ranks by rounding."""
+        steps = (replicas for wrapper in self.wrappers for replicas in wrapper.compared.values())
+        if any(without_rounding(replicas) != replicas for replicas in steps):
+            raise NotRecorded("copies not compared: the parameters that are copied differ between ranks by rounding")

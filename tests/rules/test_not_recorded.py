@@ -12,9 +12,9 @@ from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules import others, registry
 from ddpcheck.rules.verdict import Row, Verdict, judge_all
-from ddpcheck.trace.copies import Copies
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
+from ddpcheck.trace.wrappers import Copies
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def test_copies_of_parameters_that_differ_by_rounding_are_not_compared(monkeypat
     monkeypatch.setattr("ddpcheck.rules.replicas.copies.judge_states", lambda *_: faults)
     (verdict,) = registry.verdicts_of(Copies([], [])).values()
     assert [(finding.code, finding.tags) for finding in verdict.findings] == [("DDP306", ("of a copy",))]
-    monkeypatch.setattr("ddpcheck.trace.copies.without_rounding", lambda replicas: [])
+    monkeypatch.setattr("ddpcheck.trace.wrappers.without_rounding", lambda replicas: [])
     rounded = type("Wrapper", (), {"compared": {0: ["a replica"]}})
     (verdict,) = registry.verdicts_of(Copies([], [], wrappers=[rounded()])).values()
     why = "copies not compared: the parameters that are copied differ between ranks by rounding"

@@ -57,14 +57,7 @@ from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.check_context import JudgeContext, group_by_step
-from ddpcheck.trace.gradients import (
-    AVERAGE_ALL,
-    RETURN_AVERAGE,
-    UNEQUAL,
-    Clips,
-    ReducerFacts,
-    paired,
-)
+from ddpcheck.trace.gradients import AVERAGE_ALL, RETURN_AVERAGE, UNEQUAL, Clips, ReducerFacts, paired
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
 from ddpcheck.trace.replicas import aligned, common_values, differing_names
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of

@@ -30,15 +30,7 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import (
-    Names,
-    counted,
-    format_ranks,
-    join_names,
-    make_finding,
-    one_finding,
-    plural_verb,
-)
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper

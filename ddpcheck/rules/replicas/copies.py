@@ -13,8 +13,8 @@ from ddpcheck.findings.wording import format_ranks, group_by, join_names, minori
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding, outer_buffers_finding
 from ddpcheck.rules.replicas.ddp306_state_diverged import diverged_copy_finding, unequal_module_finding, use_finding
-from ddpcheck.trace.copies import Copies
 from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, values_differ, written_at
+from ddpcheck.trace.wrappers import Copies
 
 MAX_DISTANCE = 0.02  # standard deviations between running means of the same data
 
