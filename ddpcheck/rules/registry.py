@@ -10,12 +10,13 @@ import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.rules.verdict import Row, Verdict, Verdicts
+from ddpcheck.findings.rules import RULES
+from ddpcheck.rules.verdict import Judged, Verdict, by_causes
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 
@@ -44,15 +45,30 @@ def import_rules() -> None:
         importlib.import_module(f"{__package__}.{file.parent.name}.{file.stem}")
 
 
-def row_of(view_type: type[View]) -> Row[ScriptFacts]:
-    """Return the row that runs the judges of a view."""
+def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
+    """Run the judges of views in order, dropping check lines in `but`; record exceptions of judges.
 
-    def judge(facts: ScriptFacts) -> Verdicts:
-        view = view_type.of(facts)
-        return {} if view is None else verdicts_of(view)
-
-    judge.__name__ = view_type.__name__
-    return Row(judge, view_type.checks, over_ranks=view_type.needs_all_ranks)
+    An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
+    """
+    findings: list[tuple[str, Finding]] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    errors: dict[str, Exception] = {}
+    reported: list[tuple[str, Finding]] = []
+    for view_type in views:
+        repeats = {code for code, rule in RULES.items() if view_type.__name__ in rule.repeats}
+        dropped = set() if repeats.isdisjoint(finding.code for _, finding in findings) else repeats
+        try:
+            view = view_type.of(facts)
+            view_verdicts = {} if view is None else verdicts_of(view)
+        except Exception as error:
+            errors |= dict.fromkeys(view_type.checks, error)
+            continue
+        for check, verdict in view_verdicts.items():
+            if check not in but:
+                verdicts.setdefault(check, []).append(verdict)
+                findings += ((check, finding) for finding in verdict.findings if finding.code not in dropped)
+                reported += ((check, finding) for finding in verdict.findings if finding.code in dropped)
+    return by_causes(findings, verdicts, errors, reported)
 
 
 def verdicts_of(view: View) -> dict[str, Verdict]:

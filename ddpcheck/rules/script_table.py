@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ddpcheck.rules.registry import row_of
-from ddpcheck.rules.verdict import Row
 from ddpcheck.trace.collectives import AsyncHandles
 from ddpcheck.trace.compilation import Compilations
 from ddpcheck.trace.data import Data
@@ -15,38 +13,36 @@ from ddpcheck.trace.optimizers import Metrics, OptimizedParameters, Optimizers, 
 from ddpcheck.trace.program import Program, Statistics
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.training import Training
+from ddpcheck.trace.view import View
 from ddpcheck.trace.wrappers import Constructions, Copies, Wrappers
 
-ROWS: tuple[Row[ScriptFacts], ...] = tuple(
-    row_of(view)
-    for view in (
-        OptimizerStates,
-        AsyncHandles,
-        Constructions,
-        Wrappers,
-        ModelParts,
-        HandSplit,
-        Losses,
-        GradientChanges,
-        Optimizers,
-        Metrics,
-        Loop,
-        Training,
-        Compilations,
-        Data,
-        Statistics,
-        Program,
-        Evaluations,
-        OptimizedParameters,
-        Copies,
-    )
+VIEWS: tuple[type[View], ...] = (
+    OptimizerStates,
+    AsyncHandles,
+    Constructions,
+    Wrappers,
+    ModelParts,
+    HandSplit,
+    Losses,
+    GradientChanges,
+    Optimizers,
+    Metrics,
+    Loop,
+    Training,
+    Compilations,
+    Data,
+    Statistics,
+    Program,
+    Evaluations,
+    OptimizedParameters,
+    Copies,
 )
-"""Rows in order of evaluation, most specific first."""
+"""Views in order of evaluation, most specific first."""
 
 
-def rows_of(facts: ScriptFacts) -> list[Row[ScriptFacts]]:
-    """Return the rows to run: `over_ranks` rows need logs of all ranks."""
-    return [row for row in ROWS if facts.can_compare or not row.over_ranks]
+def views_of(facts: ScriptFacts) -> list[type[View]]:
+    """Return the views to judge: most need logs of all ranks."""
+    return [view for view in VIEWS if facts.can_compare or not view.needs_all_ranks]
 
 
 HEADINGS = (

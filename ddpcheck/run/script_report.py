@@ -27,9 +27,9 @@ from ddpcheck.report.settings import Settings
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.others import judge_by_others
 from ddpcheck.rules.program.restored_state import locate_restored_file
-from ddpcheck.rules.registry import verdicts_of
-from ddpcheck.rules.script_table import HEADINGS, rows_of
-from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
+from ddpcheck.rules.registry import judge_all, verdicts_of
+from ddpcheck.rules.script_table import HEADINGS, views_of
+from ddpcheck.rules.verdict import Judged, Told, Verdict, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
@@ -71,7 +71,7 @@ def report_on_script(
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended, source=source)
-    judged = judge_all(facts, rows_of(facts), facts.unwatched)
+    judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
     parity = _parity(comparison := _comparison(ranks, singles), singles)

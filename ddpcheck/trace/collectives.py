@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
 from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
@@ -69,8 +69,8 @@ def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tupl
 class AsyncHandles(View):
     """Handles that are freed unused or waited for, and tensors that are written too early."""
 
-    checks: ClassVar[tuple[str, ...]] = ("collectives",)
-    needs_all_ranks: ClassVar[bool] = False
+    checks = ("collectives",)
+    needs_all_ranks = False
     dropped: Sequence[Sequence[WorkDropped]]
     used: Sequence[Sequence[WorkUsed]]
     written: Sequence[Sequence[TensorOfWorkWritten]]

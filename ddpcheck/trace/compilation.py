@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
@@ -27,7 +27,7 @@ def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
 class Compilations(View):
     """Compilations of ranks that all train one replicated model."""
 
-    checks: ClassVar[tuple[str, ...]] = ("loop",)
+    checks = ("loop",)
     compiled: CompilationsByRank
     steps: int  # number of steps of the wrapper with the most steps
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import (
@@ -255,7 +255,7 @@ class WrapperSamples(NamedTuple):
 class Data(View):
     """Samples of a script: by rank, in order of time, if not said otherwise."""
 
-    checks: ClassVar[tuple[str, ...]] = ("data",)
+    checks = ("data",)
     groups: Sequence[LoaderGroup]  # by group of ranks that train together
     passes: Sequence[Sequence[LoaderPass]]
     draws: Sequence[Sequence[StepDraw]]  # of ranks with different samples

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
@@ -45,7 +44,7 @@ class Divergence:
 class Parity(Comparison, View):
     """A run on ranks beside a single process on the same samples, and their divergences."""
 
-    checks: ClassVar[tuple[str, ...]] = ("parity",)
+    checks = ("parity",)
 
     @cached_property
     def shown(self) -> list[Shown]:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -33,7 +33,7 @@ _MOST_NAMED = 3
 class Evaluations(View):
     """Evaluations of a script; sequences are by rank, in order of time."""
 
-    checks: ClassVar[tuple[str, ...]] = ("evaluation",)
+    checks = ("evaluation",)
     evaluations: Sequence[Evaluation] = ()
     passes: Sequence[Sequence[LoaderPass]] = ()
     shown: Sequence[Sequence[MetricShown]] = ()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ddpcheck.findings.evidence.gradients import LEAST, LossTerm, relative
 from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, OwnPartPutBack
@@ -47,7 +47,7 @@ class Losses(View):
     If several ranks compute one model together, of one rank per model.
     """
 
-    checks: ClassVar[tuple[str, ...]] = ("loss",)
+    checks = ("loss",)
     by_rank: LossesByRank
     parts: Sequence[Sequence[OwnPartPutBack]] = ()
     constants: Sequence[Sequence[GatheredConstant]] = ()

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.script import Inputs
@@ -51,7 +50,7 @@ def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
 class HandSplit(ScriptView):
     """Wrappers whose ranks compute one model together by collectives of the script."""
 
-    checks: ClassVar[tuple[str, ...]] = ("replicas",)
+    checks = ("replicas",)
 
     @property
     def wrappers(self) -> list[list[WatchedWrapper]]:
@@ -68,7 +67,7 @@ class HandSplit(ScriptView):
 class ModelParts(ScriptView):
     """Steps and samples of ranks that compute one model together (tensor parallelism)."""
 
-    checks: ClassVar[tuple[str, ...]] = ("data", "replicas")
+    checks = ("data", "replicas")
 
     @property
     def steps(self) -> list[list[Sequence[PartSteps]]]:

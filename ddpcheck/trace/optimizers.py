@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.script import FileUsed, MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
@@ -41,7 +41,7 @@ def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -
 class OptimizerStates(View):
     """State of optimizers before their steps, and the files that the ranks load."""
 
-    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
+    checks = ("optimizers",)
     steps: Sequence[Sequence[Steps]]  # by optimizer
     uses: Sequence[Sequence[FileUsed]]  # by rank
 
@@ -54,7 +54,7 @@ class OptimizerStates(View):
 class Optimizers(ScriptView):
     """Options, pace, gradients and schedules of optimizers."""
 
-    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
+    checks = ("optimizers",)
 
     @property
     def first_steps(self) -> list[Steps]:
@@ -84,7 +84,7 @@ class Optimizers(ScriptView):
 class OptimizedParameters(View):
     """Parameters of wrappers with gradients, and those that optimizers hold."""
 
-    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
+    checks = ("optimizers",)
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
     made: Location | None = None  # the line of an optimizer
@@ -106,7 +106,7 @@ class OptimizedParameters(View):
 class Metrics(View):
     """Metrics by which schedules and callbacks of replicated optimizers decide."""
 
-    checks: ClassVar[tuple[str, ...]] = ("optimizers",)
+    checks = ("optimizers",)
     uses: Sequence[Sequence[MetricUsed]]  # by rank, in order of time
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
@@ -18,7 +18,7 @@ from ddpcheck.trace.view import View
 class Program(View):
     """Files and loaded states, by rank in order of time."""
 
-    checks: ClassVar[tuple[str, ...]] = ("files",)
+    checks = ("files",)
     uses: Sequence[Sequence[FileUsed]] = ()
     empty: Collection[str] = ()  # paths of files without content
     loads: Sequence[Sequence[NothingLoaded]] = ()  # `load_state_dict` calls without a matching key
@@ -39,7 +39,7 @@ class Program(View):
 class Statistics(View):
     """Running statistics that the program keeps in its own variables."""
 
-    checks: ClassVar[tuple[str, ...]] = ("replicas",)
+    checks = ("replicas",)
     by_rank: Sequence[Sequence[RunningStatistic]]
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.replicas import StateUsed
@@ -34,15 +34,15 @@ NOT_REDUCED = (
 class Constructions(ScriptView):
     """Wrappers that the ranks construct, including unfinished ones."""
 
-    checks: ClassVar[tuple[str, ...]] = ("collectives", "replicas")
+    checks = ("collectives", "replicas")
 
 
 @dataclass(frozen=True, slots=True)
 class Wrappers(ScriptView):
     """Steps, replicas and gradients of wrappers."""
 
-    checks: ClassVar[tuple[str, ...]] = ("parameters", "replicas", "reducer", "loop")
-    needs_all_ranks: ClassVar[bool] = False
+    checks = ("parameters", "replicas", "reducer", "loop")
+    needs_all_ranks = False
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         facts = self.facts
@@ -123,7 +123,7 @@ def describe_missing_ranks(missing: Sequence[int]) -> str:
 class Copies(View):
     """States of modules outside of the wrappers; sequences are by rank."""
 
-    checks: ClassVar[tuple[str, ...]] = ("replicas",)
+    checks = ("replicas",)
     states: Sequence[Sequence[StateHeld]]  # before optimizer steps
     uses: Sequence[Sequence[StateUsed]]  # in evaluations; [] if the ranks train different parameters
     changes: Changes = ()

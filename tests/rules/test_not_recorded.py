@@ -11,7 +11,7 @@ import pytest
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules import others, registry
-from ddpcheck.rules.verdict import Row, Verdict, judge_all
+from ddpcheck.rules.verdict import Verdict
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 from ddpcheck.trace.wrappers import Copies
@@ -66,9 +66,9 @@ def test_a_comparison_names_what_matches_before_what_is_missing() -> None:
     assert registry.verdicts_of(Steps(2, [0.5])) == {"loop": Verdict([], "2 steps in order"), "optimizers": Verdict([])}
 
 
-def test_the_check_line_is_not_passed() -> None:
-    row: Row[None] = Row(lambda _: registry.verdicts_of(Steps(2)), Steps.checks)
-    judged = judge_all(None, [row])
+def test_the_check_line_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "of", classmethod(lambda cls, facts: cls(2)))
+    judged = registry.judge_all(ScriptFacts([], ended=True), [Steps])
     assert judged.status_of("loop", []) == ("passed", "2 steps in order")
     assert judged.status_of("optimizers", []) == ("skipped", WHY)
 
