@@ -15,7 +15,6 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by
-from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import against_average
@@ -161,9 +160,8 @@ def sums_rightly(wrapper: WatchedWrapper) -> bool:
 
     An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
     """
-    captured = group_by(itertools.chain(*wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
-    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
-    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
+    steps = wrapper.compared.values()
+    checks = [check for replicas in steps for rank_checks in against_average(replicas) for check in rank_checks]
     wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
     if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
         return False

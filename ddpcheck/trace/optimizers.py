@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ddpcheck.findings.evidence.script import FileUsed, MetricUsed, OptimizerStep
+from ddpcheck.findings.evidence.script import MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, format_ranks, join_names
@@ -38,16 +38,10 @@ def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerStates(View):
+class OptimizerStates(ScriptView):
     """State of optimizers before their steps, and the files that the ranks load."""
 
     checks = ("optimizers",)
-    steps: Sequence[Sequence[Steps]]  # by optimizer
-    uses: Sequence[Sequence[FileUsed]]  # by rank
-
-    @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls([opt.steps for opt in facts.optimizers], facts.of(FileUsed))
 
 
 @dataclass(frozen=True, slots=True)

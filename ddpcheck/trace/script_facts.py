@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.program_blocks import ProgramSource
@@ -59,16 +60,9 @@ class WatchedWrapper:
         return {step: replicas for step, replicas in self.captured.items() if len(replicas) == len(self.ranks)}
 
     @property
-    def values_built(self) -> list[Mapping[str, int]]:
-        """Parameter values before sharding, by rank; empty for DDP."""
-        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [context.values_built for context in contexts if context is not None]
-
-    @property
-    def policies(self) -> list[Mapping[str, str]]:
-        """`mp_policy` arguments of `fully_shard`, by rank; empty for DDP."""
-        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [context.policies for context in contexts if context is not None]
+    def sharded(self) -> list[ShardedFacts]:
+        """Values before sharding and arguments of `fully_shard`, by rank; empty for DDP."""
+        return list(filter(None, (rank.wrappers[self.number].context.sharded for rank in self.ranks)))
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:

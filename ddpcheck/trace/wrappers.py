@@ -75,7 +75,7 @@ class Wrappers(ScriptView):
         if count and all(finding.code in OF_BUFFERS for finding in findings):
             subjects = "modules, parameters, buffers and gradients"
             if self._are_sharded:
-                built = [(values, wrapper) for wrapper in facts.wrappers for values in wrapper.values_built]
+                built = [(context.values_built, wrapper) for wrapper in facts.wrappers for context in wrapper.sharded]
                 is_known = all(values.keys() >= {*wrapper.made.context.trainable} for values, wrapper in built)
                 subjects = f"modules and buffers{', and values before fully_shard,' if is_known else ''}"
             elif any(facts.hook_that_leaves_own(wrapper.number) for wrapper in facts.wrappers):

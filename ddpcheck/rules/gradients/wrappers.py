@@ -118,7 +118,7 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
         findings += judge_scaled_by_hooks(hooks, steps, trained)
     shards = {replica.shard for replica in chain.from_iterable(wrapper.captured.values())}
     if wrapper.made.context.sharded is not None and len(shards) == len(wrapper.made.ranks) > 1:
-        findings += judge_local_writes(changes, wrapper.values_built)
+        findings += judge_local_writes(changes, [context.values_built for context in wrapper.sharded])
     return findings
 
 
@@ -153,9 +153,11 @@ def _judge_steps(
     if not wrapper.missing:
         captured = wrapper.captured
         kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
-        if built := wrapper.values_built:
-            reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
-            reported.add(judge_wrapper_options(wrapper.policies, "What fully_shard was given"), locate)
+        if sharded := wrapper.sharded:
+            built = judge_values_before_sharding([context.values_built for context in sharded], {})
+            reported.add(select_findings(built), locate)
+            policies = [context.policies for context in sharded]
+            reported.add(judge_wrapper_options(policies, "What fully_shard was given"), locate)
         for step in sorted(reports.keys() | captured.keys()):
             step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
             if len(captured.get(step, ())) == len(wrapper.ranks):

@@ -6,7 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
-from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerEnd, OptimizerStep
+from ddpcheck.findings.evidence.script import (
+    FileUsed,
+    GradientsClipped,
+    LossDifferentiated,
+    OptimizerEnd,
+    OptimizerStep,
+)
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
@@ -45,8 +51,9 @@ from ddpcheck.trace.unwrapped_params import (
 @rule
 def judge_states(states: OptimizerStates) -> list[Finding]:
     """Judge the parameters and state before each optimizer's steps."""
-    findings = [finding for steps in states.steps for finding in judge_optimizer_state(steps)]
-    return locate_restored_file(findings, states.uses)
+    facts = states.facts
+    findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
+    return locate_restored_file(findings, facts.of(FileUsed))
 
 
 @rule
@@ -77,10 +84,11 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
     """Judge the gradients of parameters outside of wrappers."""
     findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.of(GradientsClipped))
     if not facts.model_groups and not findings:
+        names = opt.steps[0][0].alone.keys() if opt.steps else None
         findings = judge_unsynchronized(
             opt.steps,
             opt.ends,
-            [other.steps for other in facts.optimizers if _are_of_same(opt, other)],
+            [peer.steps for peer in facts.optimizers if peer.steps and peer.steps[0][0].alone.keys() == names],
             wrapped=bool(facts.wrappers),
             in_step=any(reduces_in_step(other.steps) for other in facts.optimizers),
             sharded_at=next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None),
@@ -107,11 +115,6 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         if findings := state_of_one_rank(states, loaded[0], [message], [first.count]):
             return findings
     return []
-
-
-def _are_of_same(opt: Optimizer, other: Optimizer) -> bool:
-    """Check if two optimizers hold the same unwrapped parameters, by name."""
-    return bool(opt.steps and other.steps) and opt.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
 
 
 def judge_unsynchronized(
