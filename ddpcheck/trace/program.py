@@ -11,7 +11,7 @@ from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class Program(View):
         sizes = [item for entries in facts.of(FilesLeft) for entry in entries for item in entry.sizes.items()]
         empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
         return cls(facts.of(FileUsed), empty, facts.of(NothingLoaded), facts.ended)
+
+    def require_end(self, subject: str) -> None:
+        """Raise `NotRecorded` if the script may have used more files later."""
+        if not self.ended:
+            raise NotRecorded(f"{subject} are not compared: the script has not reached its end")
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         if paths := {use.path for rank_uses in self.uses for use in rank_uses}:

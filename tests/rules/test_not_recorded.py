@@ -8,10 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.script import OptimizerStep
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding
 from ddpcheck.rules import others, registry
 from ddpcheck.rules.verdict import Verdict
+from ddpcheck.stream.entries import RankStarted
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.optimizers import Optimizers
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import NotRecorded, View
 from ddpcheck.trace.wrappers import Copies
@@ -94,3 +98,16 @@ def test_copies_of_parameters_that_differ_by_rounding_are_not_compared(monkeypat
     (verdict,) = registry.verdicts_of(Copies([], [], wrappers=[rounded()])).values()
     why = "copies not compared: the parameters that are copied differ between ranks by rounding"
     assert verdict == Verdict([], "", why)
+
+
+def test_options_are_not_compared_if_an_optimizer_has_no_partner_on_another_rank() -> None:
+    def rank(number: int, *optimizers: int) -> WatchedRank:
+        steps = [OptimizerStep(optimizer, 0, {}, Location("train.py", 9)) for optimizer in optimizers]
+        return WatchedRank(RankStarted(number, 2, "gloo"), steps, [])
+
+    uneven = Optimizers(ScriptFacts([rank(0, 0), rank(1, 0, 1)], ended=True))
+    assert registry.verdicts_of(uneven)["optimizers"].lacking == (
+        "options are not compared: 1 and 2 optimizers have stepped on the ranks"
+    )
+    even = Optimizers(ScriptFacts([rank(0, 0), rank(1, 0)], ended=True))
+    assert registry.verdicts_of(even)["optimizers"].lacking == ""

@@ -66,6 +66,7 @@ from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
+from ddpcheck.trace.view import NotRecorded
 from tests.reports import codes
 
 LINE = Location("train.py", 30)
@@ -1182,6 +1183,8 @@ def test_shards_that_some_ranks_alone_save() -> None:
     assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
     assert codes(judge_shards_saved(Program(saved(1, 1, -1)))) == ["DDP521"]
     assert judge_shards_saved(Program(saved(0, 1, -1))) == judge_shards_saved(Program(saved(-1, -1, -1))) == []
+    with pytest.raises(NotRecorded, match="has not reached its end"):
+        judge_shards_saved(Program([*saved(0, -1), []], ended=False))
 
 
 def test_parameters_in_no_group_of_shards() -> None:
