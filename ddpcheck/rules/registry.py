@@ -83,7 +83,7 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
     verdicts = {}
     for check in view.checks:
         matches, why = until_not_recorded(view.compared, check, findings)
-        not_compared = "; ".join(filter(None, [*reasons[check], why]))
+        not_compared = "; ".join(dict.fromkeys(filter(None, [*reasons[check], why])))
         verdicts[check] = Verdict([f for f in findings if view.check_of(f) == check], "; ".join(matches), not_compared)
     return verdicts
 
