@@ -69,7 +69,7 @@ class Rule:
     example: str = ""  # lines of code that break the rule, with a comment on the correct line
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
-    repeats: tuple[str, ...] = ()  # rows of `run` whose findings repeat an earlier one of a rule that names the row too
+    repeats: tuple[str, ...] = ()  # views of `run` that find a defect again, after any rule that names the view
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
     takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
     needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself

@@ -18,7 +18,7 @@ from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.rules import FAMILIES, RULES, Rule, parse_rule
 from ddpcheck.rules.registry import judges_of_others
 from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 _ANY_HEAD = re.compile(r"^(?=[A-Za-z]+[0-9]+ \S+:)", re.MULTILINE)
 _HEAD = re.compile(r"([A-Z]+[0-9]{3}) [a-z][a-z0-9-]*: (error|warning|note)")
@@ -47,7 +47,7 @@ def load_rules(name: str) -> tuple[str, ...]:
         rules = parse_rules(name, module.__doc__ or "")
         views = _views_of(name, rules)
         for rule in rules:
-            checks = {"run": tuple(sorted(view.check for view in views[rule.code]))}
+            checks = {"run": tuple(sorted(check for view in views[rule.code] for check in view.checks))}
             RULES[rule.code] = replace(rule, checks=checks)
             FAMILIES[rule.code[:-2]] = f"rules of {name}"
         _codes_by_file[spec.origin] = tuple(views)
@@ -118,18 +118,15 @@ def judge_by_others(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[
     findings: list[tuple[str, Finding]] = []
     notes: list[str] = []
     for view_type, judge in judges_of_others:
-        is_loaded = code_of(judge) in RULES
-        if (
-            is_loaded
-            and (facts.can_compare or not view_type.needs_all_ranks)
-            and view_type.check not in facts.unwatched
-        ):
+        is_offered = facts.can_compare or not view_type.needs_all_ranks
+        if code_of(judge) in RULES and is_offered and facts.unwatched.keys().isdisjoint(view_type.checks):
             try:
                 view = view_type.of(facts)
                 judged = [] if view is None else judge_view(view, judge, severity)
-                findings += [(view_type.check, finding) for finding in judged]
+                findings += [(view_type.check_of(finding), finding) for finding in judged]
             except Exception as error:
-                reason = describe(error, judge.__code__.co_filename)
+                is_bug = not isinstance(error, NotRecorded)
+                reason = describe(error, judge.__code__.co_filename) if is_bug else str(error)
                 notes.append(f"{code_of(judge)} was not judged: {' '.join(reason.split())}")
     return findings, notes
 

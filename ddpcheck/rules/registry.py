@@ -10,15 +10,17 @@ import functools
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.rules.verdict import Row, Verdict, Verdicts
+from ddpcheck.findings.rules import RULES
+from ddpcheck.rules.verdict import Judged, Verdict, by_causes
 from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
+_Item = TypeVar("_Item")
 _Judge = TypeVar("_Judge", bound=Callable[..., Iterable[Finding]])
 _judges: dict[type[View], list[Callable[..., Iterable[Finding]]]] = {}
 judges_of_others: list[tuple[type[View], Callable[..., Any]]] = []  # with their views (`rules.others`)
@@ -43,21 +45,60 @@ def import_rules() -> None:
         importlib.import_module(f"{__package__}.{file.parent.name}.{file.stem}")
 
 
-def row_of(view: type[View]) -> Row[ScriptFacts]:
-    """Return the row that runs the judges of a view."""
+def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
+    """Run the judges of views in order, dropping check lines in `but`; record exceptions of judges.
 
-    def judge(facts: ScriptFacts) -> Verdicts:
-        first = view.of(facts)
-        if first is None:
-            return {}
-        findings = judge_view(first)
-        return {view.check: Verdict(findings, *first.compared(findings))}
+    An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
+    """
+    findings: list[tuple[str, Finding]] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    errors: dict[str, Exception] = {}
+    reported: list[tuple[str, Finding]] = []
+    for view_type in views:
+        repeats = {code for code, rule in RULES.items() if view_type.__name__ in rule.repeats}
+        dropped = set() if repeats.isdisjoint(finding.code for _, finding in findings) else repeats
+        try:
+            view = view_type.of(facts)
+            view_verdicts = {} if view is None else verdicts_of(view)
+        except Exception as error:
+            errors |= dict.fromkeys(view_type.checks, error)
+            continue
+        for check, verdict in view_verdicts.items():
+            if check not in but:
+                verdicts.setdefault(check, []).append(verdict)
+                findings += ((check, finding) for finding in verdict.findings if finding.code not in dropped)
+                reported += ((check, finding) for finding in verdict.findings if finding.code in dropped)
+    return by_causes(findings, verdicts, errors, reported)
 
-    judge.__name__ = view.__name__
-    return Row(judge, (view.check,), over_ranks=view.needs_all_ranks)
+
+def verdicts_of(view: View) -> dict[str, Verdict]:
+    """Run the judges of a view; return verdicts by check line, with the reasons of `NotRecorded`."""
+    import_rules()
+    findings: list[Finding] = []
+    reasons = {check: [""] for check in view.checks}
+    for judge in _judges.get(type(view), ()):
+        judged, why = until_not_recorded(judge, view)
+        findings += judged
+        reasons[view.checks[-1]].append(why)
+    verdicts = {}
+    for check in view.checks:
+        matches, why = until_not_recorded(view.compared, check, findings)
+        not_compared = "; ".join(dict.fromkeys(filter(None, [*reasons[check], why])))
+        verdicts[check] = Verdict([f for f in findings if view.check_of(f) == check], "; ".join(matches), not_compared)
+    return verdicts
+
+
+def until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
+    """Return items until `NotRecorded` is raised, and its reason; '' if it is not."""
+    collected = []
+    try:
+        for item in items(*args):
+            collected.append(item)
+    except NotRecorded as error:
+        return collected, str(error)
+    return collected, ""
 
 
 def judge_view(view: View) -> list[Finding]:
     """Return the findings of all judges of a view."""
-    import_rules()
-    return [finding for judge in _judges.get(type(view), ()) for finding in judge(view)]
+    return [finding for verdict in verdicts_of(view).values() for finding in verdict.findings]

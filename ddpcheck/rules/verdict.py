@@ -1,22 +1,19 @@
 """Verdicts of judges, and the check lines built from verdicts, for all entry points.
 
-A judge returns findings; a row wraps findings in a `Verdict`, with a description of the comparison; `judge_all` runs
-the rows of a table. A check line is built only from the verdicts under its heading.
+A judge returns findings; `verdicts_of` wraps them in a `Verdict`, with a description of the comparison. A check line is
+built only from the verdicts under its heading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from ddpcheck.findings.report import CheckStatus, Finding, Severity
-from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
+from ddpcheck.trace.replicas import OF_BUFFERS
 
-Facts = TypeVar("Facts")
-OF_BUFFERS = ("DDP214", "DDP215")  # no effect on the gradients of a step
 Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
 
@@ -30,28 +27,16 @@ class Verdict:
     differing: str = ""  # how much does not match; '' if all matches
 
 
-Verdicts = Mapping[str, Verdict]  # by heading (name of a check line)
-
-
-@dataclass(frozen=True, slots=True)
-class Row(Generic[Facts]):
-    """A row in the table of an entry point."""
-
-    judge: Callable[[Facts], Verdicts]
-    headings: tuple[str, ...]  # headings of the verdicts
-    over_ranks: bool = True  # if the row compares all ranks
-
-
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Combined results of the rows of a table."""
+    """Combined results of several views."""
 
     findings: list[Finding]  # root causes only
     told: Mapping[str, list[Told]]  # all findings, by heading
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
     found: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
-    reported: Sequence[tuple[str, Finding]]  # (heading, finding) of rules that an earlier row found
+    reported: Sequence[tuple[str, Finding]]  # (heading, finding) of rules that an earlier view found
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
@@ -63,37 +48,10 @@ class Judged:
     def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """Return a copy with further findings, which may explain earlier findings."""
         added = [*self.found, *((heading, finding) for finding in findings)]
-        return _by_causes(added, self.verdicts, self.errors, self.reported)
+        return by_causes(added, self.verdicts, self.errors, self.reported)
 
 
-def judge_all(facts: Facts, rows: Sequence[Row[Facts]], but: Collection[str] = ()) -> Judged:
-    """Run rows in order, dropping headings in `but`; record exceptions of judges.
-
-    An earlier row is more specific: `Rule.repeats` names the later rows that find the same defect again.
-    """
-    findings: list[tuple[str, Finding]] = []
-    verdicts: dict[str, list[Verdict]] = {}
-    errors: dict[str, Exception] = {}
-    reported: list[tuple[str, Finding]] = []
-    for row in rows:
-        name = getattr(row.judge, "__name__", "")
-        repeats = {code for code, rule in RULES.items() if name in rule.repeats}
-        dropped = set() if repeats.isdisjoint(finding.code for _, finding in findings) else repeats
-        try:
-            row_verdicts = row.judge(facts)
-        except Exception as error:
-            errors |= dict.fromkeys(row.headings, error)
-            continue
-        for heading, verdict in row_verdicts.items():
-            if heading in but:
-                continue
-            verdicts.setdefault(heading, []).append(verdict)
-            findings += ((heading, finding) for finding in verdict.findings if finding.code not in dropped)
-            reported += ((heading, finding) for finding in verdict.findings if finding.code in dropped)
-    return _by_causes(findings, verdicts, errors, reported)
-
-
-def _by_causes(
+def by_causes(
     findings: Sequence[tuple[str, Finding]],
     verdicts: Mapping[str, list[Verdict]],
     errors: Mapping[str, Exception],

@@ -24,13 +24,12 @@ from ddpcheck.findings.stacks import own_stack, program_lines
 from ddpcheck.findings.tracebacks import BUG, as_bug
 from ddpcheck.findings.wording import counted, format_ranks, join_names, told_together
 from ddpcheck.report.settings import Settings
-from ddpcheck.rules.gradients.wrapper_lines import describe_missing_ranks
 from ddpcheck.rules.loss.ddp314_differs_from_single_process import codes_that_explain
 from ddpcheck.rules.others import judge_by_others
 from ddpcheck.rules.program.restored_state import locate_restored_file
-from ddpcheck.rules.registry import judge_view
-from ddpcheck.rules.script_table import HEADINGS, rows_of
-from ddpcheck.rules.verdict import Judged, Told, Verdict, judge_all, status_of
+from ddpcheck.rules.registry import judge_all, verdicts_of
+from ddpcheck.rules.script_table import HEADINGS, views_of
+from ddpcheck.rules.verdict import Judged, Told, Verdict, status_of
 from ddpcheck.run.ending import Ending, call_of_ddp, failures_of, judge_ending, timelines_of
 from ddpcheck.run.hang_watch import Hang, Unended
 from ddpcheck.run.living_ranks import LivingRanks, used
@@ -42,6 +41,7 @@ from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.failures import describe_failure
 from ddpcheck.trace.parity_curves import curves
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
+from ddpcheck.trace.wrappers import describe_missing_ranks
 from ddpcheck.worlds import failures
 
 _USUAL = Settings()
@@ -71,7 +71,7 @@ def report_on_script(
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
     facts = ScriptFacts(ranks, ended=ended, source=source)
-    judged = judge_all(facts, rows_of(facts), facts.unwatched)
+    judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
     parity = _parity(comparison := _comparison(ranks, singles), singles)
@@ -152,8 +152,7 @@ def _parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict 
     if comparison is None:
         return Verdict(lacking=f"not compared with a single process: {singles[0].why_not}") if singles else None
     try:
-        findings = judge_view(comparison)
-        return Verdict(findings, *comparison.compared(findings))
+        return verdicts_of(comparison)["parity"]
     except Exception as error:
         return error
 

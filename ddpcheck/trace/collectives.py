@@ -1,4 +1,4 @@
-"""Sequences of collectives, aligned over ranks."""
+"""Sequences of collectives, aligned over ranks, and handles of asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import itertools
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from ddpcheck.findings.evidence.endings import ScheduledCall
+from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, WorkUsed
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.view import View
 
 DIVERGES_AT = "parts at "
 
@@ -58,3 +63,18 @@ def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tupl
         for rank in blocked:
             call = schedules[rank][places[rank]].call
             yield rank, (call, [member for member in call.members if member not in arrived[key]])
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncHandles(View):
+    """Handles that are freed unused or waited for, and tensors that are written too early."""
+
+    checks = ("collectives",)
+    needs_all_ranks = False
+    dropped: Sequence[Sequence[WorkDropped]]
+    used: Sequence[Sequence[WorkUsed]]
+    written: Sequence[Sequence[TensorOfWorkWritten]]
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self:
+        return cls(facts.of(WorkDropped), facts.of(WorkUsed), facts.of(TensorOfWorkWritten))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.loop import FunctionCompiled
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, group_by
+from ddpcheck.trace.replicas import common_values
 from ddpcheck.trace.script_facts import ScriptFacts
 from ddpcheck.trace.view import View
 
@@ -19,15 +20,14 @@ def trained_functions(compiled: CompilationsByRank) -> list[CompilationsByRank]:
     """Return the functions that every rank compiled for training."""
     trained = [[entry for entry in entries if entry.trains] for entries in compiled]
     by_rank = [group_by(entries, lambda entry: (entry.function, entry.defined)) for entries in trained]
-    common = [key for key in (by_rank[0] if by_rank else ()) if all(key in groups for groups in by_rank)]
-    return [[groups[key] for groups in by_rank] for key in common]
+    return list(common_values(by_rank).values())
 
 
 @dataclass(frozen=True, slots=True)
 class Compilations(View):
     """Compilations of ranks that all train one replicated model."""
 
-    check: ClassVar[str] = "loop"
+    checks = ("loop",)
     compiled: CompilationsByRank
     steps: int  # number of steps of the wrapper with the most steps
 
@@ -41,7 +41,6 @@ class Compilations(View):
         """Functions that every rank compiled for training."""
         return trained_functions(self.compiled)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        num_functions = len(self.functions)
-        text = f"no compilation that depends on the rank, in {counted(num_functions, 'function')}"
-        return text if num_functions else "", ""
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        if functions := self.functions:
+            yield f"no compilation that depends on the rank, in {counted(len(functions), 'function')}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ddpcheck.findings.evidence.loop import StepDraw
 from ddpcheck.findings.evidence.script import (
@@ -23,6 +23,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by, one_finding
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.replicas import aligned, common_values
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.trace.unwrapped_params import Steps
 from ddpcheck.trace.view import View
@@ -81,8 +82,7 @@ def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
             key = None if has_one else loaders[0].location, loaders[0].dataset
             groups[*key, sum(other[:2] == key for other in groups)] = loaders
         groups_by_rank.append(groups)
-    common = [key for key in (groups_by_rank or [{}])[0] if all(key in groups for groups in groups_by_rank)]
-    return [Loader([groups[key] for groups in groups_by_rank], ranks or range(len(passes))) for key in common]
+    return [Loader(groups, ranks or range(len(passes))) for groups in common_values(groups_by_rank).values()]
 
 
 def have_same_data(passes: Sequence[LoaderPass]) -> bool:
@@ -162,9 +162,7 @@ def batches_by_step(inputs: Mapping[int, Sequence[Inputs]]) -> dict[int, dict[in
 def common_steps(inputs: Sequence[Sequence[Inputs]]) -> list[list[tuple[Inputs, ...]]]:
     """Return by wrapper the inputs of all ranks in the same step."""
     by_key = [{(call.wrapper, call.step): call for call in calls if len(call.samples) > 1} for calls in inputs]
-    common = sorted(set.intersection(*map(set, by_key))) if by_key else []
-    wrappers = dict.fromkeys(wrapper for wrapper, _ in common)
-    return [[tuple(calls[key] for calls in by_key) for key in common if key[0] == w] for w in wrappers]
+    return list(group_by(map(tuple, aligned(by_key)), lambda calls: calls[0].wrapper).values())
 
 
 def all_inputs_differ(steps: Sequence[Sequence[Inputs]]) -> bool:
@@ -257,7 +255,7 @@ class WrapperSamples(NamedTuple):
 class Data(View):
     """Samples of a script: by rank, in order of time, if not said otherwise."""
 
-    check: ClassVar[str] = "data"
+    checks = ("data",)
     groups: Sequence[LoaderGroup]  # by group of ranks that train together
     passes: Sequence[Sequence[LoaderPass]]
     draws: Sequence[Sequence[StepDraw]]  # of ranks with different samples
@@ -310,7 +308,7 @@ class Data(View):
         trained = [first for rank_passes in self.passes for first in [p for p in rank_passes if p.trains][:1]]
         return len(trained) == len(self.passes) and (are_disjoint_shares(trained) or are_repeated_on_ranks(trained))
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         num_passes = sum(entry.trains for entry in self.passes[0])
         subjects = {
             f"the samples of {counted(num_passes, 'pass')} over loaders": num_passes,
@@ -318,8 +316,8 @@ class Data(View):
             counted(len(self.tables[0]), "table"): self.tables[0],
             "the gradients before they are averaged": self.compares_gradients,
         }
-        compared = ", ".join(words for words, present in subjects.items() if present)
-        return (f"no fault in {compared}" if compared else ""), ""
+        if compared := ", ".join(words for words, present in subjects.items() if present):
+            yield f"no fault in {compared}"
 
 
 def _takes_slices(ranks: Sequence[WatchedRank]) -> bool:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from ddpcheck.findings.evidence.parity import NotReplayed, ParityEnded, ParityStep, PassTaken
 from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
@@ -18,7 +17,7 @@ from ddpcheck.trace.factors import name_world_factor
 from ddpcheck.trace.parity import EQUAL, MULTIPLE, Comparison, Quantity, saved_states, values_that_differ
 from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.trace.shown_numbers import Shown, first_unequal, line_of_number, shown_numbers
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 _SLOWEST = 0.75  # relative noise of times and throughputs
 _FASTEST = 0.985  # relative noise of times and throughputs
@@ -45,7 +44,7 @@ class Divergence:
 class Parity(Comparison, View):
     """A run on ranks beside a single process on the same samples, and their divergences."""
 
-    check: ClassVar[str] = "parity"
+    checks = ("parity",)
 
     @cached_property
     def shown(self) -> list[Shown]:
@@ -77,9 +76,10 @@ class Parity(Comparison, View):
         """Check if training diverges, perhaps because the script uses the rank number."""
         return any(divergence.kind in TRAINING_QUANTITIES for divergence in self.divergences)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        del findings
-        return self.matches, self.not_compared
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        yield self.matches
+        if reason := self.not_compared:
+            raise NotRecorded(reason)
 
     @property
     def matches(self) -> str:

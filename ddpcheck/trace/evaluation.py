@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -168,12 +167,6 @@ def _by_row(call: ResultExchanged) -> Iterator[tuple[float, ...]]:
     """Yield the floating-point numbers of each row."""
     width, rest = divmod(len(call.values), max(1, len(call.rows)))
     return (tuple(call.values[n * width : (n + 1) * width]) for n in range(len(call.rows) if width and not rest else 0))
-
-
-def common_value(evals: Sequence[Evaluated], kind: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield each key that is present on every rank, with its values by rank."""
-    by_rank = [getattr(ev.results, kind) for ev in evals]
-    return ((key, [item[key] for item in by_rank]) for key in by_rank[0] if all(key in item for item in by_rank))
 
 
 def numbers_shown(ev: Evaluated) -> Iterator[tuple[MetricShown, ShownNumber]]:

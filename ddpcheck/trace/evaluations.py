@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.evaluation import (
     EvaluationPass,
@@ -23,7 +23,7 @@ from ddpcheck.findings.wording import counted, join_names
 from ddpcheck.trace.evaluation import Evaluated, gathered_labels, shows
 from ddpcheck.trace.metrics import Evaluation, evaluations_of
 from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 _FEWEST_BITS = 2.0  # low, since a metric of all samples is right in any case
 _MOST_NAMED = 3
@@ -33,7 +33,7 @@ _MOST_NAMED = 3
 class Evaluations(View):
     """Evaluations of a script; sequences are by rank, in order of time."""
 
-    check: ClassVar[str] = "evaluation"
+    checks = ("evaluation",)
     evaluations: Sequence[Evaluation] = ()
     passes: Sequence[Sequence[LoaderPass]] = ()
     shown: Sequence[Sequence[MetricShown]] = ()
@@ -60,27 +60,25 @@ class Evaluations(View):
         """Evaluations that every rank makes."""
         return [evaluation for evaluation in self.evaluations if len(evaluation.by_rank) == len(self.passes)]
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        passed, not_compared = trace_numbers(self.evaluations, self.shown) if self.evaluations else ("", "")
-        return passed, "" if findings else not_compared
-
-
-def trace_numbers(evaluations: Sequence[Evaluation], shown: Sequence[Sequence[MetricShown]]) -> tuple[str, str]:
-    """Describe the shown numbers that match all ranks, and the rest; `shown` by rank."""
-    loops = f"after {counted(len(evaluations), 'loop')} without backward"
-    traced, untraced = 0, dict[Location | None, str]()
-    for rank, rank_shown in enumerate(shown):
-        for output in rank_shown:
-            for number in output.numbers:
-                if _is_traced(evaluations, len(shown), rank, output, number):
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        """Yield the shown numbers that are metrics of the samples of all ranks."""
+        if not self.evaluations:
+            return
+        loops = f"after {counted(len(self.evaluations), 'loop')} without backward"
+        traced, untraced = 0, dict[Location | None, str]()
+        for rank, rank_shown in enumerate(self.shown):
+            for output, number in ((item, number) for item in rank_shown for number in item.numbers):
+                if _is_traced(self.evaluations, len(self.shown), rank, output, number):
                     traced += 1
                 else:
                     value = number.text or f"{number.values[0]:.6g}"
                     untraced.setdefault(output.location, f"{value} ({output.location})" if output.location else value)
-    text = f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks" if traced else ""
-    if untraced:
-        return text, f"not compared with all ranks: {join_names([*untraced.values()], most=_MOST_NAMED)}"
-    return text, "" if traced else f"not compared: no number was seen that the script shows {loops}"
+        if traced:
+            yield f"{counted(traced, 'number')} shown {loops}: metrics of the samples of all ranks"
+        if untraced and not findings:
+            raise NotRecorded(f"not compared with all ranks: {join_names([*untraced.values()], most=_MOST_NAMED)}")
+        if not traced and not findings:
+            raise NotRecorded(f"not compared: no number was seen that the script shows {loops}")
 
 
 def _is_traced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.loop import (
     MAX_PACE_RUNS,
@@ -35,7 +35,7 @@ MIN_NORM_CHANGE = 1e-4
 class Loop(View):
     """Events of the training loop, by rank in order of time."""
 
-    check: ClassVar[str] = "loop"
+    checks = ("loop",)
     world_size: int
     zeroed: Sequence[Sequence[GradientsZeroed]] = ()  # gradients zeroed before any step used them
     reduced_in_place: Sequence[Sequence[ReducedInPlace]] = ()  # collectives on tensors that backward needs
@@ -74,7 +74,7 @@ class Loop(View):
 class GradientChanges(View):
     """Clips and other changes of gradients by the script, by rank in order of time."""
 
-    check: ClassVar[str] = "optimizers"
+    checks = ("optimizers",)
     clips: Clips = ()
     between_backwards: Sequence[Sequence[GradientsChanged]] = ()
     steps: Sequence[Sequence[Steps]] = ()  # by optimizer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ddpcheck.findings.evidence.gradients import LEAST, LossTerm, relative
 from ddpcheck.findings.evidence.loop import GatheredConstant, ModuleChanged, OwnPartPutBack
@@ -15,13 +15,13 @@ from ddpcheck.findings.evidence.script import LossDifferentiated, OptimizerStep,
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import counted, group_by
-from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import against_average
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
+from ddpcheck.trace.replicas import aligned
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, used_by
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
 Passes = Sequence[Sequence[LossDifferentiated]]  # backward passes, each by rank
@@ -46,7 +46,7 @@ class Losses(View):
     If several ranks compute one model together, of one rank per model.
     """
 
-    check: ClassVar[str] = "loss"
+    checks = ("loss",)
     by_rank: LossesByRank
     parts: Sequence[Sequence[OwnPartPutBack]] = ()
     constants: Sequence[Sequence[GatheredConstant]] = ()
@@ -76,9 +76,7 @@ class Losses(View):
     def passes(self) -> list[Passes]:
         """Backward passes whose gradients DDP averages, of each loss that has enough (by the line of backward)."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
-        common = sorted(set.intersection(*map(set, indexed)))
-        by_rank = ([by_pass[key] for by_pass in indexed] for key in common)
-        of_losses = group_by(by_rank, lambda losses: tuple(loss.location for loss in losses)).values()
+        of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
         return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
@@ -90,8 +88,7 @@ class Losses(View):
     def own_parts(self) -> list[list[OwnPartPutBack]]:
         """Steps in which the gradient of gathered features reaches the own features only, and unscaled; by rank."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
-        common = sorted(set.intersection(*map(set, indexed))) if len(indexed) > 1 else ()
-        steps = [[by_step[step] for by_step in indexed] for step in common]
+        steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
         every = [*itertools.chain(*steps)]
         unscaled = all(abs(part.factor - 1) < SCALE_TOLERANCE for part in every)
@@ -124,16 +121,19 @@ class Losses(View):
         """Check if losses on gathered features have terms of the features themselves."""
         return all(part.besides for by_rank in self.own_parts for part in by_rank)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         averaged = [[loss for loss in rank_losses if loss.terms and loss.wrappers] for rank_losses in self.by_rank]
         passes = min(map(len, averaged))
         if passes < FEWEST_PASSES:
-            return "", ""
+            return
+        summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
         if not all(term.kind == "sum" and abs(term.factor) == 1 for loss in averaged[0] for term in loss.terms):
             summary = f"no fault in the scale and normalisation of the loss, in {counted(passes, 'backward pass')}"
-            return f"{summary}; not compared with a single process", ""
-        summary = "the loss is a sum over the samples of a rank, which DDP averages; not compared with a single process"
-        return (summary, "") if self.is_for_sums else ("", summary)
+            yield f"{summary}; not compared with a single process"
+        elif self.is_for_sums:
+            yield summary
+        else:
+            raise NotRecorded(summary)
 
 
 def _are_rescaled(rank: WatchedRank) -> bool:
@@ -160,9 +160,8 @@ def sums_rightly(wrapper: WatchedWrapper) -> bool:
 
     An unknown loss (e.g. compiled) counts as scaled for sums if a call of the script sets the factor.
     """
-    captured = group_by(itertools.chain(*wrapper.of(ReplicaCaptured)), lambda replica: replica.step).values()
-    complete = [replicas for replicas in captured if len(replicas) == len(wrapper.ranks)]
-    checks = [check for replicas in complete for rank_checks in against_average(replicas) for check in rank_checks]
+    steps = wrapper.compared.values()
+    checks = [check for replicas in steps for rank_checks in against_average(replicas) for check in rank_checks]
     wrong, size = [check for check in checks if check.bad], len(wrapper.ranks)
     if not wrong or any(abs(check.ratio - size) + check.residual > check.tolerance * size for check in wrong):
         return False

@@ -20,7 +20,8 @@ from ddpcheck.findings.evidence.evaluation import (
     ShownNumber,
 )
 from ddpcheck.findings.evidence.script import LoaderPass
-from ddpcheck.trace.evaluation import Evaluated, common_value, is_close, is_exact, shows, significant_digits
+from ddpcheck.trace.evaluation import Evaluated, is_close, is_exact, shows, significant_digits
+from ddpcheck.trace.replicas import common_values
 
 Row = tuple[float, ...]
 Metric = Callable[[Sequence[tuple[Row, Row]]], float]
@@ -228,9 +229,10 @@ def _scaled(
 
 def _sums(evals: Sequence[Evaluated]) -> dict[str, list[float]]:
     """Return the numbers that all ranks counted, without parts of tables."""
-    tables = [key.partition(".") for key, _ in common_value(evals, "tables")]
+    tables = [key.partition(".") for key in common_values([ev.results.tables for ev in evals])]
     parts = {f"{function}.{part}({name})" for function, _, name in tables for part in ("sum", "trace")}
-    return {key: counts for key, counts in common_value(evals, "numbers") if key not in parts}
+    numbers = common_values([ev.results.numbers for ev in evals])
+    return {key: counts for key, counts in numbers.items() if key not in parts}
 
 
 def _of_sums(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
@@ -274,7 +276,7 @@ def _container(key: str) -> str:
 
 def _of_tables(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield metrics of confusion matrices (targets by predictions)."""
-    for key, tables in common_value(evals, "tables"):
+    for key, tables in common_values([ev.results.tables for ev in evals]).items():
         if len(set(map(len, tables))) == 1:
             yield from _of_each(
                 key, [table_metrics(table) for table in tables], table_metrics([*map(sum, zip(*tables, strict=True))])
@@ -283,7 +285,7 @@ def _of_tables(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
 
 def _of_rows(evals: Sequence[Evaluated]) -> Iterator[RankMetric]:
     """Yield metrics of two per-sample sequences of each rank, e.g. scores and labels."""
-    rows = dict(common_value(evals, "rows"))
+    rows = common_values([ev.results.rows for ev in evals])
     for key, label_key in itertools.permutations(rows, 2):
         pairs = [list(zip(*columns, strict=True)) for columns in zip(rows[key], rows[label_key], strict=True)]
         if any(len(rank_pairs) != ev.samples for rank_pairs, ev in zip(pairs, evals, strict=True)):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.script import Inputs
-from ddpcheck.findings.report import Location
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import counted, group_by
 from ddpcheck.stream.entries import GroupUsed
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
+from ddpcheck.trace.view import ScriptView
 
 _FEWEST_INPUTS = 2
 
@@ -41,6 +44,40 @@ def hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> dict[tupl
 def _given_alike(ranks: Sequence[WatchedRank], wrapper: int) -> bool:
     samples = [[inputs.samples for inputs in entries_of(rank, Inputs) if inputs.wrapper == wrapper] for rank in ranks]
     return min(map(len, samples)) >= _FEWEST_INPUTS and all(rank_samples == samples[0] for rank_samples in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class HandSplit(ScriptView):
+    """Wrappers whose ranks compute one model together by collectives of the script."""
+
+    checks = ("replicas",)
+
+    @property
+    def wrappers(self) -> list[list[WatchedWrapper]]:
+        """Wrappers of split models, by number, on all ranks."""
+        by_number = group_by(() if self.facts.model_groups else self.facts.wrappers, lambda wrapper: wrapper.number)
+        return [wrappers for wrappers in by_number.values() if hand_split(wrappers, self.facts.world_size)]
+
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        if self.wrappers:
+            yield "no fault in parameters that start equal on ranks that compute one model together"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts(ScriptView):
+    """Steps and samples of ranks that compute one model together (tensor parallelism)."""
+
+    checks = ("data", "replicas")
+
+    @property
+    def steps(self) -> list[list[Sequence[PartSteps]]]:
+        """Steps by group of ranks and optimizer."""
+        return [self.facts.part_steps(ranks) for ranks in self.facts.model_groups]
+
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        count = max((len(opt_steps) for group in self.steps for opt_steps in group), default=0)
+        if count and check == "replicas":
+            yield f"no fault in replicated parameters, in {counted(count, 'step')}"
 
 
 MIN_PART_STEPS = 3  # steps

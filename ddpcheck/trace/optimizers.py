@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
-from ddpcheck.findings.evidence.script import FileUsed, MetricUsed, OptimizerStep
+from ddpcheck.findings.evidence.script import MetricUsed, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, format_ranks
+from ddpcheck.findings.wording import counted, format_ranks, join_names
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import Steps, any_gradient_differs, are_local, differing
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, ScriptView, View
 
 LOAD_EVERYWHERE = "Load the optimizer's state on every rank, from the same file, or begin with the same one on each."
 
@@ -38,36 +38,28 @@ def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerStates(View):
+class OptimizerStates(ScriptView):
     """State of optimizers before their steps, and the files that the ranks load."""
 
-    check: ClassVar[str] = "optimizers"
-    steps: Sequence[Sequence[Steps]]  # by optimizer
-    uses: Sequence[Sequence[FileUsed]]  # by rank
-
-    @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls([opt.steps for opt in facts.optimizers], facts.of(FileUsed))
+    checks = ("optimizers",)
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizers(View):
+class Optimizers(ScriptView):
     """Options, pace, gradients and schedules of optimizers."""
 
-    check: ClassVar[str] = "optimizers"
-    facts: ScriptFacts
-
-    @classmethod
-    def of(cls, facts: ScriptFacts) -> Self:
-        return cls(facts)
+    checks = ("optimizers",)
 
     @property
     def first_steps(self) -> list[Steps]:
-        """First step of each optimizer, by rank; [] if the ranks have different numbers of optimizers."""
+        """First step of each optimizer, by rank."""
         firsts = [first_steps(rank) for rank in self.facts.ranks]
-        return list(zip(*firsts, strict=True)) if len({len(steps) for steps in firsts}) == 1 else []
+        if len({len(steps) for steps in firsts}) > 1:
+            numbers = join_names([str(len(steps)) for steps in firsts])
+            raise NotRecorded(f"options are not compared: {numbers} optimizers have stepped on the ranks")
+        return list(zip(*firsts, strict=True))
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
         facts, optimizers = self.facts, self.facts.optimizers
         steps = [rank_steps for opt in optimizers for rank_steps in opt.steps]
         compared = "options" if any(map(any_gradient_differs, steps)) else "options, state and gradients"
@@ -76,15 +68,17 @@ class Optimizers(View):
         scope = f"of {counted(len(optimizers), 'optimizer')} match between ranks in {counted(len(steps), 'step')}"
         averaged = [rank_steps for rank_steps in steps if all(step.reductions >= 0 for step in rank_steps)]
         differ = sum(bool(differing([step.norms for step in rank_steps])) for rank_steps in averaged)
-        lacking = f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched
-        return f"{compared} {scope}" if steps else "", lacking
+        if steps:
+            yield f"{compared} {scope}"
+        if reason := f"gradients differ between ranks in {differ} of them" if differ else facts.why_unwatched:
+            raise NotRecorded(reason)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParameters(View):
     """Parameters of wrappers with gradients, and those that optimizers hold."""
 
-    check: ClassVar[str] = "optimizers"
+    checks = ("optimizers",)
     moved: Mapping[str, bool]  # True if the values change, by name of the wrapped parameter
     names: Collection[str]  # parameters that optimizers hold
     made: Location | None = None  # the line of an optimizer
@@ -106,7 +100,7 @@ class OptimizedParameters(View):
 class Metrics(View):
     """Metrics by which schedules and callbacks of replicated optimizers decide."""
 
-    check: ClassVar[str] = "optimizers"
+    checks = ("optimizers",)
     uses: Sequence[Sequence[MetricUsed]]  # by rank, in order of time
 
     @classmethod

@@ -96,7 +96,7 @@ class Comparison:
         sums = [math.fsum(column) for column in zip(*(step.samples for step in rank_steps), strict=True)]
         rows = max(sums[-1], single.samples[-1])
         if not min(sums[-1], single.samples[-1]):
-            return not self.is_partly_replayed
+            return not entries_of(self.single, NotReplayed)  # inputs of the script that could not be replayed
         return all(abs(a - b) <= _SAME_ROWS * rows for a, b in zip(sums, single.samples, strict=True))
 
     @cached_property
@@ -110,11 +110,6 @@ class Comparison:
             return True
         pairs = zip(rank_steps[0].values, single.values, strict=True)
         return not all(math.isclose(a, b, rel_tol=FLOOR, abs_tol=FLOOR) for a, b in pairs)
-
-    @cached_property
-    def is_partly_replayed(self) -> bool:
-        """Check if some script inputs could not be replayed in the single process."""
-        return bool(entries_of(self.single, NotReplayed))
 
     @cached_property
     def computes_with_rank(self) -> bool:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.replicas import NothingLoaded, RunningStatistic
 from ddpcheck.findings.evidence.script import FilesLeft, FileUsed
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted
 from ddpcheck.trace.script_facts import ScriptFacts
-from ddpcheck.trace.view import View
+from ddpcheck.trace.view import NotRecorded, View
 
 
 @dataclass(frozen=True, slots=True)
 class Program(View):
     """Files and loaded states, by rank in order of time."""
 
-    check: ClassVar[str] = "files"
+    checks = ("files",)
     uses: Sequence[Sequence[FileUsed]] = ()
     empty: Collection[str] = ()  # paths of files without content
     loads: Sequence[Sequence[NothingLoaded]] = ()  # `load_state_dict` calls without a matching key
@@ -30,16 +30,21 @@ class Program(View):
         empty = {path for path, _ in sizes} - {path for path, size in sizes if size}
         return cls(facts.of(FileUsed), empty, facts.of(NothingLoaded), facts.ended)
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        paths = {use.path for rank_uses in self.uses for use in rank_uses}
-        return (f"no fault in the uses of {counted(len(paths), 'file')}" if paths else ""), ""
+    def require_end(self, subject: str) -> None:
+        """Raise `NotRecorded` if the script may have used more files later."""
+        if not self.ended:
+            raise NotRecorded(f"{subject} are not compared: the script has not reached its end")
+
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterator[str]:
+        if paths := {use.path for rank_uses in self.uses for use in rank_uses}:
+            yield f"no fault in the uses of {counted(len(paths), 'file')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics(View):
     """Running statistics that the program keeps in its own variables."""
 
-    check: ClassVar[str] = "replicas"
+    checks = ("replicas",)
     by_rank: Sequence[Sequence[RunningStatistic]]
 
     @classmethod

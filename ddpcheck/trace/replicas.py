@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
@@ -14,17 +14,29 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import format_ranks, minority_ranks, unless_all
 from ddpcheck.trace.check_context import JudgeContext
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's normalisation layers
+OF_BUFFERS = ("DDP214", "DDP215")  # findings on buffers, which have no effect on the gradients of a step
 VALUE_CHANGES = ("values", "written")  # `ModuleChanged.what` of changes of parameter values
 Changes = Sequence[Sequence[ModuleChanged]]  # changes of one wrapper, or of copies, by rank
 WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a write, evidence, ranks (() for all)
 
 
-def differing_values(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return names whose values differ between ranks, with the values by rank."""
-    shared = [name for name in by_rank[0] if all(name in values for values in by_rank)]
-    values = {name: [rank_values[name] for rank_values in by_rank] for name in shared}
-    return {name: per_rank for name, per_rank in values.items() if len(set(per_rank)) > 1}
+def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return keys that every rank has, in the order of the first rank, with the values by rank."""
+    common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
+    return {key: [values[key] for values in by_rank] for key in common}
+
+
+def aligned(by_rank: Sequence[Mapping[Any, _Value]]) -> list[list[_Value]]:
+    """Return the values of keys that every rank has, such as steps, in the order of the keys; each by rank."""
+    return [values for _, values in sorted(common_values(by_rank).items())]
+
+
+def differing_values(by_rank: Sequence[Mapping[_Key, Any]]) -> dict[_Key, list[Any]]:
+    """Return keys whose values differ between ranks, with the values by rank."""
+    return {name: values for name, values in common_values(by_rank).items() if len(set(values)) > 1}
 
 
 def differing_names(values: Sequence[Mapping[str, Hashable]]) -> dict[str, tuple[int, ...]]:

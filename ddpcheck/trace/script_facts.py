@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.replicas import ModelSplit, PartStep
 from ddpcheck.findings.evidence.script import Inputs, LoaderPass, LossDifferentiated, OptimizerEnd, OptimizerStep
 from ddpcheck.findings.program_blocks import ProgramSource
@@ -17,7 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
-from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.replicas import aligned, differing_names
 from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
 
 _Kind = TypeVar("_Kind")
@@ -59,16 +60,9 @@ class WatchedWrapper:
         return {step: replicas for step, replicas in self.captured.items() if len(replicas) == len(self.ranks)}
 
     @property
-    def values_built(self) -> list[Mapping[str, int]]:
-        """Parameter values before sharding, by rank; empty for DDP."""
-        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [context.values_built for context in contexts if context is not None]
-
-    @property
-    def policies(self) -> list[Mapping[str, str]]:
-        """`mp_policy` arguments of `fully_shard`, by rank; empty for DDP."""
-        contexts = [rank.wrappers[self.number].context.sharded for rank in self.ranks]
-        return [context.policies for context in contexts if context is not None]
+    def sharded(self) -> list[ShardedFacts]:
+        """Values before sharding and arguments of `fully_shard`, by rank; empty for DDP."""
+        return list(filter(None, (rank.wrappers[self.number].context.sharded for rank in self.ranks)))
 
     @property
     def losses(self) -> list[list[LossDifferentiated]]:
@@ -350,8 +344,8 @@ def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
         return True
     peers = {entry.peer for rank in ranks for entry in entries_of(rank, PeerReceived) if entry.training}
     inputs = [{(entry.wrapper, entry.step): entry.samples for entry in entries_of(rank, Inputs)} for rank in ranks]
-    steps = set.intersection(*map(set, inputs))
-    in_parts = all(len({samples[step] for samples in inputs}) == len(group) for step in steps)
+    steps = aligned(inputs)
+    in_parts = all(len({*samples}) == len(group) for samples in steps)
     return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
@@ -394,9 +388,7 @@ _Step = TypeVar("_Step", OptimizerStep, PartStep)
 
 def _in_step(by_rank: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
     """Return the steps recorded on every rank, each by rank."""
-    by_count = [{step.count: step for step in steps} for steps in by_rank]
-    common = set.intersection(*(set(steps) for steps in by_count))
-    return [[steps[count] for steps in by_count] for count in sorted(common)]
+    return aligned([{step.count: step for step in steps} for steps in by_rank])
 
 
 def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...], ModelSplit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from ddpcheck.findings.evidence.script import LoaderPass
 from ddpcheck.findings.report import Location
@@ -26,7 +26,7 @@ class TrainedWrapper:
 class Training(View):
     """Loaders and wrappers of a script, without judgement."""
 
-    check: ClassVar[str] = "loop"
+    checks = ("loop",)
     world_size: int
     passes: Sequence[Sequence[LoaderPass]] = ()  # over data loaders, by rank, in order of time
     wrappers: Sequence[TrainedWrapper] = ()

@@ -1,23 +1,32 @@
-"""Base class of views: the facts of one subject, for the judges that declare it."""
+"""Base classes of views: the facts of one subject, for the judges that declare it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
 from ddpcheck.trace.script_facts import ScriptFacts
+
+
+class NotRecorded(Exception):
+    """A fact that a comparison needs was not recorded; the text says why, in the words of a check line.
+
+    Queries of views raise it. A judge that needs the fact is not looked at, and the check line says why. If too few
+    steps were made to judge, nothing is missing, and there is nothing to report.
+    """
 
 
 class View:
     """Facts of one subject of a script.
 
-    A judge declares by the type of its argument which view it needs (`rules.registry.rule`). `check` is the check line
-    of its findings.
+    A judge declares by the type of its argument which view it needs (`rules.registry.rule`).
     """
 
     __slots__ = ()
-    check: ClassVar[str]
+    checks: ClassVar[tuple[str, ...]]  # check lines; a finding is in the first that its rule names, else in the last
     needs_all_ranks: ClassVar[bool] = True
 
     @classmethod
@@ -25,7 +34,24 @@ class View:
         """Return the view of a script, or None if the script has nothing of the subject."""
         raise NotImplementedError
 
-    def compared(self, findings: Sequence[Finding]) -> tuple[str, str]:
-        """Return what was compared and matches, and why the comparison is incomplete; '' if neither."""
-        del findings
-        return "", ""
+    @classmethod
+    def check_of(cls, finding: Finding) -> str:
+        """Return the check line of a finding."""
+        return next(
+            (check for check in RULES[finding.code].checks.get("run", ()) if check in cls.checks), cls.checks[-1]
+        )
+
+    def compared(self, check: str, findings: Sequence[Finding]) -> Iterable[str]:
+        """Yield what was compared in a check line and matches; raise `NotRecorded` if the comparison is incomplete."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptView(View):
+    """View of all facts of a script."""
+
+    facts: ScriptFacts
+
+    @classmethod
+    def of(cls, facts: ScriptFacts) -> Self | None:
+        return cls(facts)

@@ -17,10 +17,10 @@ from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
 from ddpcheck.rules import registry
 from ddpcheck.rules.gradients.reducer import judge_reducer
+from ddpcheck.rules.registry import judge_all
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
 from ddpcheck.rules.replicas.steps import judge_state
-from ddpcheck.rules.script_table import ROWS
-from ddpcheck.rules.verdict import judge_all
+from ddpcheck.rules.script_table import VIEWS
 from ddpcheck.stream.entries import RankStarted, ReplicaCaptured, TrainedApart, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.stream.rank_report import ReplicaState, WatchContext
@@ -50,7 +50,7 @@ def found_of(own: dict[str, list[list[float]]], left: dict[str, list[float]], **
         one = ReplicaCaptured(0, 3, state, mine, left, dict.fromkeys(own, BFLOAT16), **captured)
         ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
     return [
-        (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
+        (finding.code, finding.severity.value) for finding in judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_hook_that_returns_the_ranks_own_is_no_change_after_backward(monkeypat
         state = ReplicaState(ModuleDescription(), DdpStepEvidence(rank, 3, {"body.weight": 7 + rank}))
         one = ReplicaCaptured(0, 3, state, hook="local", own_hook=True)
         ranks.append(WatchedRank(RankStarted(rank, 2, "gloo"), [made, one], [(4, 4)]))
-    [finding] = judge_all(ScriptFacts(ranks, ended=True), ROWS).findings
+    [finding] = judge_all(ScriptFacts(ranks, ended=True), VIEWS).findings
     assert finding.code == "DDP301" and finding.message.startswith("The gradients of all 1 parameter differ")
     assert "gradients are reduced by the communication hook local" in finding.evidence
     assert finding.fix.startswith("Let the communication hook return the average")

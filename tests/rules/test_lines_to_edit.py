@@ -23,7 +23,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, make_finding
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
-from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized
+from ddpcheck.rules.optimizers.script_optimizers import judge_unsynchronized
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.steps import locate_change

@@ -10,12 +10,13 @@ import pytest
 import ddpcheck
 from ddpcheck.findings.rules import RULES, parse_rule
 from ddpcheck.rules import registry
-from ddpcheck.rules.script_table import ROWS
+from ddpcheck.rules.script_table import VIEWS
+from ddpcheck.trace.divergences import Parity
 
 PACKAGE = Path(ddpcheck.__file__).parent
 FILES = sorted((PACKAGE / "rules").glob("*/ddp[0-9]*.py"))
 
-FOREIGN_CODES = {"extras": 29, "report": 19, "rules": 20, "testing": 11}
+FOREIGN_CODES = {"extras": 29, "report": 19, "rules": 18, "testing": 11, "trace": 2}
 """How often each package names a code outside of the files of rules: lower it when it falls, and never raise it."""
 
 
@@ -53,5 +54,5 @@ def test_codes_are_named_in_the_files_of_their_rules() -> None:
 
 def test_each_view_of_a_judge_has_a_row() -> None:
     registry.import_rules()
-    rows = {getattr(row.judge, "__name__", "") for row in ROWS}
-    assert {view.__name__ for view in registry._judges} - {"Parity"} <= rows, "its judges never run"
+    views = {view for view in registry._judges if view.__module__.startswith("ddpcheck.")}
+    assert views - {Parity} <= {*VIEWS}, "its judges never run"

@@ -46,14 +46,13 @@ from ddpcheck.rules.gradients.ddp310_gradient_changed_before_reduction import ju
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp517_gradients_discarded import MIN_REPEATS, judge_zeroed
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, judge_shards_saved
-from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.gradients.wrappers import note_more_buffers, with_buffers
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_rescaled, judge_summed_again, judge_sums
 from ddpcheck.rules.loss.ddp309_collective_without_gradient import judge_reduced_in_place
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, with_model
 from ddpcheck.rules.optimizers.ddp518_unreduced_metric import judge_metrics
-from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states
+from ddpcheck.rules.optimizers.script_optimizers import judge_shard_states, judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.program.ddp512_checkpoint_race import _at_the_same_time, judge_files
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import judge_view
@@ -67,6 +66,7 @@ from ddpcheck.trace.losses import Losses
 from ddpcheck.trace.optimizers import Metrics
 from ddpcheck.trace.program import Program
 from ddpcheck.trace.unwrapped_params import are_close, are_near
+from ddpcheck.trace.view import NotRecorded
 from tests.reports import codes
 
 LINE = Location("train.py", 30)
@@ -1185,6 +1185,8 @@ def test_shards_that_some_ranks_alone_save() -> None:
     assert (found.code, found.ranks, found.location) == ("DDP521", (0,), LINE)
     assert codes(judge_shards_saved(Program(saved(1, 1, -1)))) == ["DDP521"]
     assert judge_shards_saved(Program(saved(0, 1, -1))) == judge_shards_saved(Program(saved(-1, -1, -1))) == []
+    with pytest.raises(NotRecorded, match="has not reached its end"):
+        judge_shards_saved(Program([*saved(0, -1), []], ended=False))
 
 
 def test_parameters_in_no_group_of_shards() -> None:

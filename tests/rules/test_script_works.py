@@ -8,7 +8,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped, Wo
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.causes import find_causes
 from ddpcheck.rules.collectives.ddp408_result_not_awaited import judge_async_handles
-from ddpcheck.trace.async_handles import AsyncHandles
+from ddpcheck.trace.collectives import AsyncHandles
 
 LINE, OTHER = Location("train.py", 10), Location("train.py", 20)
 

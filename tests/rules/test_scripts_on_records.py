@@ -17,7 +17,8 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import rules_of_check
 from ddpcheck.render import FORMATS, renderer_for
-from ddpcheck.rules.script_table import ROWS
+from ddpcheck.rules.registry import judge_all
+from ddpcheck.rules.script_table import VIEWS
 from ddpcheck.run.script_report import report_on_script
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
@@ -67,10 +68,10 @@ def test_no_record_names_a_folder_of_the_machine_that_made_it() -> None:
 @pytest.mark.parametrize("run", FAULTS, ids=str)
 def test_each_row_of_the_table_finds_what_it_says_that_it_finds(run: Run) -> None:
     facts = ScriptFacts(left_by(run)[1], ended=True)
-    for row in ROWS:
-        for heading, verdict in row.judge(facts).items():
-            codes = {finding.code for finding in verdict.findings}
-            assert heading in row.headings and codes <= {*rules_of_check("run", heading)}, heading
+    for view in VIEWS:
+        for heading, verdicts in judge_all(facts, [view]).verdicts.items():
+            codes = {finding.code for verdict in verdicts for finding in verdict.findings}
+            assert heading in view.checks and codes <= {*rules_of_check("run", heading)}, heading
 
 
 LINES_OF_SOURCE = ("norm_at", "rate")

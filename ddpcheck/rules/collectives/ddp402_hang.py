@@ -45,13 +45,7 @@ from ddpcheck.findings.wording import (
     told_together,
     unless_all,
 )
-from ddpcheck.trace.failures import (
-    TIMEOUT_PATTERN,
-    FailureFacts,
-    describe_failure,
-    process_name,
-    stack_lines,
-)
+from ddpcheck.trace.failures import TIMEOUT_PATTERN, FailureFacts, describe_failure, process_name, stack_lines
 from ddpcheck.trace.positions import SEND_ORDER, EndingFacts, Position, calls_there, doing
 from ddpcheck.trace.wait_graph import WaitGraph
 

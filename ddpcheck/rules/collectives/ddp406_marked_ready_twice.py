@@ -24,13 +24,7 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import join_names
-from ddpcheck.trace.failures import (
-    MARKED_TWICE,
-    FailureFacts,
-    WrapperErrorFacts,
-    count_forwards,
-    parameters_in,
-)
+from ddpcheck.trace.failures import MARKED_TWICE, FailureFacts, WrapperErrorFacts, count_forwards, parameters_in
 from ddpcheck.trace.parameters import ParameterFacts
 
 

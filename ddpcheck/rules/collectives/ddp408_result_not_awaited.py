@@ -30,8 +30,7 @@ from ddpcheck.findings.evidence.loop import TensorOfWorkWritten, WorkDropped
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import make_finding, unless_all
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.async_handles import AsyncHandles
-from ddpcheck.trace.collectives import ON_GRADIENTS
+from ddpcheck.trace.collectives import ON_GRADIENTS, AsyncHandles
 
 HandleEntry = WorkDropped | TensorOfWorkWritten
 

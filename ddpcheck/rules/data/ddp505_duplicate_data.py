@@ -55,6 +55,7 @@ from ddpcheck.trace.data import (
     share_some_inputs,
     shared_by_ranks,
 )
+from ddpcheck.trace.replicas import aligned
 from ddpcheck.trace.unwrapped_params import MIN_TAKEN_STEPS, Steps
 
 SHARED_PER_REPEAT = 4  # independent draws share about twice as many samples as they repeat
@@ -241,8 +242,7 @@ def judge_same_targets(
     input tensor is equal on all ranks and others, e.g. a hidden state, are not. Arguments are by rank.
     """
     by_pass = [{(loss.step, loss.number): loss for loss in rank_losses if loss.wrappers} for rank_losses in losses]
-    common = sorted(set.intersection(*map(set, by_pass))) if len(by_pass) > 1 else []
-    passes = [tuple(rank_losses[key] for rank_losses in by_pass) for key in common]
+    passes = aligned(by_pass) if len(by_pass) > 1 else []
     if len({len(loss.targets) for step_losses in passes for loss in step_losses}) > 1:
         return []
     for steps in common_steps(inputs) if passes else ():

@@ -43,6 +43,7 @@ from ddpcheck.trace.data import (
     share_some_inputs,
     shared_draws,
 )
+from ddpcheck.trace.gradients import paired
 
 FEWEST_DRAWS = 2  # batches made with the same random numbers
 MT_STATE_SIZE = 624  # numbers of a Mersenne Twister state: a count of draws is known modulo this number
@@ -188,11 +189,7 @@ def _is_for(count: int, sizes: set[int]) -> bool:
 
 def judge_draws(draws: Sequence[Sequence[SharedDraw]]) -> list[Finding]:
     """DDP510: per-sample random numbers equal on all ranks; `draws` by rank, in order."""
-    shared = [
-        calls[0]
-        for calls in zip(*draws, strict=False)
-        if len({(call.operation, call.module, call.fingerprint) for call in calls}) == 1
-    ]
+    shared = [calls[0] for calls in paired(draws, lambda call: (call.operation, call.module, call.fingerprint))]
     if not shared or len(draws) < 2:
         return []
     names = list(dict.fromkeys(call.module or "forward" for call in shared))

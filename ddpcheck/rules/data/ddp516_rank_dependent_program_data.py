@@ -17,7 +17,7 @@ Ignore: If ranks should hold different data, for example a table of each rank's 
 Line: The line that assigns the table, or that splits the dataset; else the line that constructs the sampler or the
     loader. If only inputs of forward are compared: the call of forward. `ddpcheck report` names no line.
 Checks: report parity; run data, evaluation
-Repeats: compare_groups, Data
+Repeats: ModelParts, Data
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))
 """
@@ -47,7 +47,7 @@ from ddpcheck.trace.data import (
     rows_by_position,
 )
 from ddpcheck.trace.model_parts import MIN_PART_STEPS
-from ddpcheck.trace.replicas import differing_program_data
+from ddpcheck.trace.replicas import common_values, differing_program_data, differing_values
 
 MAX_CHANCE = 1e-6  # probability that labels match by chance
 MAX_ROLES = 8  # keys of a table of ranks' roles; larger tables are e.g. words of a text
@@ -106,14 +106,12 @@ def judge_labels(loader: Loader) -> list[Finding]:
     labels = [_labels(loaders) for loaders in loader.passes]
     if len(labels) < 2 or not all(labels):
         return []
-    common = sorted(set.intersection(*map(set, labels)))
-    diffs = [row for row in common if len({rank_labels[row] for rank_labels in labels}) > 1]
-    maps = [{rank_labels[row] for row in common} for rank_labels in labels]
-    if len(common) < FEWEST_ROWS or 2 * len(diffs) < len(common) or min(map(len, maps)) < 2:
+    common, diffs = common_values(labels), differing_values(labels)
+    first, *rest = zip(*common.values(), strict=True) if common else [()]
+    if len(common) < FEWEST_ROWS or 2 * len(diffs) < len(common) or len({*first}) < 2:
         return []
-    for rank_labels in labels[1:]:  # labels of two ranks must correspond one to one
-        pairs = {(labels[0][row], rank_labels[row]) for row in common}
-        if len(pairs) != len({a for a, _ in pairs}) or len(pairs) != len({b for _, b in pairs}):
+    for rank_labels in rest:  # labels of two ranks must correspond one to one
+        if not len({*zip(first, rank_labels, strict=True)}) == len({*first}) == len({*rank_labels}):
             return []
     return finding_on_loader(
         "DDP516",
@@ -170,9 +168,9 @@ def _have_equal_labels(loaders: Sequence[LoaderPass], others: Sequence[LoaderPas
 def have_same_labels(passes: Sequence[Sequence[LoaderPass]]) -> bool:
     """Return True if samples common to all ranks have the same labels."""
     labels = [_labels(loaders) for loaders in passes]
-    common = set.intersection(*map(set, labels)) if labels else set()
-    equal = all(rank_labels[row] == labels[0][row] for rank_labels in labels for row in common)
-    return equal and len(common) >= FEWEST_ROWS and len({labels[0][row] for row in common}) > 1
+    common = common_values(labels)
+    has_several = len({row_labels[0] for row_labels in common.values()}) > 1
+    return has_several and len(common) >= FEWEST_ROWS and not differing_values(labels)
 
 
 def _labels(loaders: Sequence[LoaderPass]) -> dict[int, int]:
@@ -196,11 +194,11 @@ def judge_tables(
     """
     alike = have_same_labels(passes)
     by_name = [{o.name: o for o in rank_tables if not (alike and o.name.endswith(OF_A_LIST))} for rank_tables in tables]
-    shared = [name for name in (by_name[0] if by_name else ()) if all(name in rank_tables for rank_tables in by_name)]
-    names = [name for name in shared if _is_permuted(name, [rank_tables[name].values for rank_tables in by_name])]
+    values_by_name = {name: [table.values for table in shared] for name, shared in common_values(by_name).items()}
+    names = [name for name, values in values_by_name.items() if _is_permuted(name, values)]
     if not names:
         return []
-    values = [rank_tables[names[0]].values for rank_tables in by_name]
+    values = values_by_name[names[0]]
     key = next(key for key in sorted(values[0]) if len({table[key] for table in values}) > 1)
     spelled = [tuple(table[key] for key in sorted(table)) for table in values]
     return one_finding(

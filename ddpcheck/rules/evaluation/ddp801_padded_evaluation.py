@@ -34,7 +34,6 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.trace.evaluation import (
     Evaluated,
     are_other_data,
-    common_value,
     first_shown,
     gathered_labels,
     is_close,
@@ -44,6 +43,7 @@ from ddpcheck.trace.evaluation import (
 )
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import MEAN, Evaluation, RankMetric
+from ddpcheck.trace.replicas import common_values
 
 FEWEST_SAMPLES = 256  # samples: a smaller integer is ambiguous
 
@@ -100,7 +100,7 @@ def _counted_in_collective(evals: Sequence[Evaluated], metrics: Sequence[RankMet
     calls = list(shard_numbers(evals))
     numbers = evals[0].results.numbers
     means = [m for m in metrics if m.name.startswith(MEAN) and not numbers[m.key] % 1 and any(m.bits)]
-    counted_in_loop = [tuple(counts) for _, counts in common_value(evals, "numbers") if any(counts)]
+    counted_in_loop = [*map(tuple, filter(any, common_values([ev.results.numbers for ev in evals]).values()))]
     certain = samples[0] >= FEWEST_SAMPLES or any(
         call.first.during or any(tuple(values) in counted_in_loop for values in call.values) for call in calls
     )

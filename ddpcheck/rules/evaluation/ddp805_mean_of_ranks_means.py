@@ -30,9 +30,10 @@ import math
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import counted, one_finding
 from ddpcheck.rules.registry import rule
-from ddpcheck.trace.evaluation import common_value, exchange_line, first_shown, is_close, shard_numbers
+from ddpcheck.trace.evaluation import exchange_line, first_shown, is_close, shard_numbers
 from ddpcheck.trace.evaluations import Evaluations
 from ddpcheck.trace.metrics import FEWEST_BITS, Evaluation, bits_of
+from ddpcheck.trace.replicas import common_values
 
 LEAST_DIFFERENCE = 0.01  # relative, of metrics, that matters
 
@@ -46,7 +47,8 @@ def judge_mean_of_means(evaluations: Evaluations) -> list[Finding]:
 def _judge_mean_of_means(evaluation: Evaluation) -> list[Finding]:
     evals, metrics = evaluation.evals, evaluation.metrics
     samples = [ev.samples for ev in evals]
-    sums = [counts for _, counts in common_value(evals, "numbers") if not any(count % 1 for count in counts)]
+    numbers = common_values([ev.results.numbers for ev in evals]).values()
+    sums = [counts for counts in numbers if not any(count % 1 for count in counts)]
     for call in shard_numbers(evals):
         for values, metric in itertools.product(call.values, metrics):
             if not metric.name or list(values) in sums or not all(map(is_close, values, metric.values)):

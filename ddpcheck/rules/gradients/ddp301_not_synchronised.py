@@ -16,7 +16,7 @@ Line: The line that changes averaged gradients differently on each rank: a clip,
     that registers the communication hook, else the line that creates the first parameter. For a model split over
     ranks: the line that splits it, or seeds it differently.
 Checks: report reducer; run replicas, optimizers
-Repeats: compare_groups, compare_hand_split, GradientChanges, Optimizers
+Repeats: ModelParts, HandSplit, GradientChanges, Optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
 Example:
@@ -57,16 +57,9 @@ from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.stream.entries import PeerReceived, ReplicaCaptured
 from ddpcheck.stream.rank_log import WatchedRank
 from ddpcheck.trace.check_context import JudgeContext, group_by_step
-from ddpcheck.trace.gradients import (
-    AVERAGE_ALL,
-    RETURN_AVERAGE,
-    UNEQUAL,
-    Clips,
-    ReducerFacts,
-    paired,
-)
+from ddpcheck.trace.gradients import AVERAGE_ALL, RETURN_AVERAGE, UNEQUAL, Clips, ReducerFacts, paired
 from ddpcheck.trace.model_parts import MIN_PART_STEPS, hand_split
-from ddpcheck.trace.replicas import differing_names
+from ddpcheck.trace.replicas import aligned, common_values, differing_names
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper, entries_of
 from ddpcheck.trace.unwrapped_params import (
     Steps,
@@ -317,10 +310,10 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
 
 def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
     """Return parameters that start equal on ranks of one model, then always differ."""
-    steps = sorted(set(captured[0]).intersection(*captured))
+    steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:
         return []
-    first, *later = [[by_step[step] for by_step in captured] for step in steps]
+    first, *later = steps
 
     def is_equal(replicas: Sequence[ReplicaCaptured], name: str) -> bool:
         return len({replica.state.values.parameters.get(name) for replica in replicas}) == 1
@@ -375,9 +368,8 @@ def judge_gradients(steps: Sequence[PartSteps], ranks: Sequence[int], split: Mod
 
 
 def _differing(rank_steps: PartSteps) -> list[str]:
-    first = rank_steps[0].gradients
-    common = [name for name in first if all(name in step.gradients for step in rank_steps)]
-    return [name for name in common if not are_near([step.gradients[name] for step in rank_steps])]
+    gradients = [step.gradients for step in rank_steps]
+    return [name for name, sketches in common_values(gradients).items() if not are_near(sketches)]
 
 
 def _generators_differ(steps: Sequence[PartSteps]) -> bool:
@@ -399,8 +391,7 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
         return []
     if any(wrapper.made.context.sharded is None or wrapper.missing for wrapper in wrappers):
         return []
-    captured = [wrapper.compared for wrapper in wrappers]
-    steps = {step: [by_step[step] for by_step in captured] for step in set(captured[0]).intersection(*captured)}
+    steps = common_values([wrapper.compared for wrapper in wrappers])
     sharded = {step: groups for step, groups in steps.items() if all(r.shard >= 0 for r in chain(*groups))}
     return judge_separate_meshes(ranks, sharded, wrappers[0].made.location)
 

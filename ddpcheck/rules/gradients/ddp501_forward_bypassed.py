@@ -214,7 +214,8 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
     differ = [not all(is_equal(row, name) for name in diverged) for row in rows]
     if not diverged or (False, True) in itertools.pairwise(are_equal) or (True, False) in itertools.pairwise(differ):
         return []
-    local = [row for row in rows if any(_differ([call.gradients.get(name, ()) for call in row]) for name in diverged)]
+    sketches = [[[call.gradients.get(name, ()) for call in row] for name in diverged] for row in rows]
+    local = [by_name for by_name in sketches if any(all(by_rank) and not are_near(by_rank) for by_rank in by_name)]
     known = [row for row in rows if row[0].gradients]
     if 2 * len(local) <= len(known):
         return []
@@ -233,10 +234,6 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
         fix="Call loss.backward(), whose gradients DDP averages into .grad; or all_reduce each gradient that "
         "torch.autograd.grad returns, and divide it by the world size, before it is used.",
     )
-
-
-def _differ(sketches: Sequence[Sequence[float]]) -> bool:
-    return all(sketches) and not are_near(sketches)
 
 
 def judge_bypassed_forward(ledgers: Ledgers) -> list[Finding]:

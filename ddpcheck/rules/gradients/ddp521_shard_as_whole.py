@@ -48,13 +48,13 @@ from ddpcheck.trace.unwrapped_params import Steps, param_name
 @rule
 def judge_shards_saved(program: Program) -> list[Finding]:
     """DDP521: a checkpoint with the shards of some ranks only."""
-    uses = program.uses if program.ended else ()
-    saved = {rank: [use for use in rank_uses if use.shard is not None] for rank, rank_uses in enumerate(uses)}
+    saved = {rank: [use for use in rank_uses if use.shard is not None] for rank, rank_uses in enumerate(program.uses)}
     shards = [use for rank_uses in saved.values() for use in rank_uses]
     numbers = {use.shard[0] for use in shards if use.shard is not None}
     parts = max((use.shard[1] for use in shards if use.shard is not None), default=0)
     if not shards or len(numbers) == parts:
         return []
+    program.require_end("saved shards")
     ranks = [rank for rank, rank_uses in saved.items() if rank_uses]
     first = shards[0]
     return one_finding(

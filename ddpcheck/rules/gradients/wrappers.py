@@ -23,6 +23,8 @@ from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_scaled_by_hooks
 from ddpcheck.rules.loss.ddp305_loss_normalisation import settle_severity
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import is_refuted
 from ddpcheck.rules.parameters.step_reports import judge_reports
+from ddpcheck.rules.program.restored_state import locate_restored_file
+from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
@@ -30,21 +32,23 @@ from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored,
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
-from ddpcheck.rules.verdict import OF_BUFFERS
 from ddpcheck.stream.entries import BuffersKept, StepsReported, TrainedApart
 from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.captured import without_alike_later, without_rounding
 from ddpcheck.trace.gradients import BY_FACTOR
 from ddpcheck.trace.losses import are_for_sums, sums_rightly
+from ddpcheck.trace.replicas import OF_BUFFERS
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
 from ddpcheck.trace.unwrapped_params import gradients_agree, gradients_differ
+from ddpcheck.trace.wrappers import Constructions, Wrappers
 
 _FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
 
 
-def judge_begun(facts: ScriptFacts) -> list[Finding]:
+@rule
+def judge_begun(constructed: Constructions) -> list[Finding]:
     """Return findings on modules about to be wrapped, each at the line to edit."""
-    findings = []
+    facts, findings = constructed.facts, []
     for finding in judge_constructions(facts.of(WrapperBegun)):
         if COUNTED in finding.tags and finding.location is not None:
             variable = finding.tags[finding.tags.index(COUNTED) + 1]
@@ -55,9 +59,10 @@ def judge_begun(facts: ScriptFacts) -> list[Finding]:
     return findings
 
 
-def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
+@rule
+def judge_wrappers(wrappers: Wrappers) -> list[Finding]:
     """Return findings on every wrapper, over all steps."""
-    findings = []
+    facts, findings = wrappers.facts, []
     for wrapper in facts.wrappers:
         info, are_sums = wrapper.made, sums_rightly(wrapper)
         averages_by_hand = facts.averages_by_hand(wrapper.number)
@@ -70,9 +75,9 @@ def judge_wrappers(facts: ScriptFacts) -> list[Finding]:
                 continue
             notes = (note,) if len(facts.wrappers) > 1 else ()
             findings.append(replace(finding, evidence=(*finding.evidence, *notes)))
-    for wrappers in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
-        findings += [] if facts.model_groups else judge_meshes(wrappers, facts.world_size)
-    return findings
+    for group in group_by(facts.wrappers, lambda wrapper: wrapper.number).values():
+        findings += [] if facts.model_groups else judge_meshes(group, facts.world_size)
+    return locate_restored_file(findings, facts.of(FileUsed))
 
 
 _Reports = Mapping[int, Mapping[int, Sequence[RankReport]]]  # by step and rank
@@ -113,7 +118,7 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
         findings += judge_scaled_by_hooks(hooks, steps, trained)
     shards = {replica.shard for replica in chain.from_iterable(wrapper.captured.values())}
     if wrapper.made.context.sharded is not None and len(shards) == len(wrapper.made.ranks) > 1:
-        findings += judge_local_writes(changes, wrapper.values_built)
+        findings += judge_local_writes(changes, [context.values_built for context in wrapper.sharded])
     return findings
 
 
@@ -148,9 +153,11 @@ def _judge_steps(
     if not wrapper.missing:
         captured = wrapper.captured
         kept_buffers = group_by(chain.from_iterable(wrapper.of(BuffersKept)), lambda event: event.step)
-        if built := wrapper.values_built:
-            reported.add(select_findings(judge_values_before_sharding(built, {})), locate)
-            reported.add(judge_wrapper_options(wrapper.policies, "What fully_shard was given"), locate)
+        if sharded := wrapper.sharded:
+            built = judge_values_before_sharding([context.values_built for context in sharded], {})
+            reported.add(select_findings(built), locate)
+            policies = [context.policies for context in sharded]
+            reported.add(judge_wrapper_options(policies, "What fully_shard was given"), locate)
         for step in sorted(reports.keys() | captured.keys()):
             step_findings = _judge_step(wrapper, step, reports[step]) if step in reports else []
             if len(captured.get(step, ())) == len(wrapper.ranks):
@@ -216,8 +223,3 @@ def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequen
         rank_reports = [by_rank[number] for number in ended if number in by_rank]
         findings += judge_reports(rank_reports, wrapper.made.context, settled=False)  # the closing reports are settled
     return findings
-
-
-def are_rounded(wrapper: WatchedWrapper) -> bool:
-    """Return True if parameters differ by rounding in any step; see `without_rounding`."""
-    return any(without_rounding(replicas) != replicas for replicas in wrapper.compared.values())

@@ -232,7 +232,7 @@ def judge_own_weights(passes: Passes) -> list[Finding]:
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
         terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
         weights = [[_weight(term) for term in by_rank] for by_rank in terms]
-        elements = [[_of_element(term) for term in by_rank] for by_rank in terms]
+        elements = [[abs(t.factor) / ((t.kind == "mean" and t.count) or 1) for t in by_rank] for by_rank in terms]
         if not all(map(all, weights)) or not all(_persists(numbers) for numbers in (weights, elements)):
             continue
         first, first_loss = terms[0][0], passes[0][0]
@@ -254,10 +254,6 @@ def _weight(term: ScaledTerm) -> float:
     """Return the factor of a term if made of program constants, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
     return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
-
-
-def _of_element(term: ScaledTerm) -> float:
-    return abs(term.factor) / (term.count if term.kind == "mean" and term.count else 1)
 
 
 def _persists(numbers: Sequence[Sequence[float]]) -> bool:

@@ -12,7 +12,7 @@ Ignore: If code other than an optimizer updates the parameters.
 Line: The line that constructs the optimizer; in `ddpcheck report`, the line that constructs the parameter. For a
     custom optimizer that does not change a parameter: the call of its step.
 Checks: report reducer; run replicas, optimizers
-Repeats: compare_groups, OptimizedParameters
+Repeats: ModelParts, OptimizedParameters
 Explains: quietly DDP214 DDP306 if of a copy
 Example:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -30,15 +30,7 @@ from ddpcheck.findings.evidence.script import OptimizerStep
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import (
-    Names,
-    counted,
-    format_ranks,
-    join_names,
-    make_finding,
-    one_finding,
-    plural_verb,
-)
+from ddpcheck.findings.wording import Names, counted, format_ranks, join_names, make_finding, one_finding, plural_verb
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.optimizers import OptimizedParameters
 from ddpcheck.trace.script_facts import PartSteps, WatchedWrapper

@@ -1,38 +1,59 @@
-"""Order in which the rules judge the optimizers of a script."""
+"""Order in which the rules judge the optimizers of a script, and parameters that no wrapper averages."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ddpcheck.findings.evidence.loop import ModuleChanged
-from ddpcheck.findings.evidence.script import GradientsClipped, LossDifferentiated, OptimizerStep
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.evidence.script import (
+    FileUsed,
+    GradientsClipped,
+    LossDifferentiated,
+    OptimizerEnd,
+    OptimizerStep,
+)
+from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
+from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_average, explain_by_no_average
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_parts_reduced, state_of_one_rank
-from ddpcheck.rules.gradients.unwrapped_params import judge_unsynchronized, reduces_in_step
 from ddpcheck.rules.loss.ddp303_scaled_gradient import judge_summed_again, judge_sums
 from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_optimizer_options, judge_parts
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_stale, judge_unchanged_params, with_model
 from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
+from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_missing_group
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import (
+    explain_by_divergence,
     judge_optimizer_state,
     judge_shard_scales,
     loaded_on_some_finding,
 )
 from ddpcheck.trace.optimizers import Optimizers, OptimizerStates, restored_on_some
+from ddpcheck.trace.replicas import differing_values
 from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of
-from ddpcheck.trace.unwrapped_params import Steps
+from ddpcheck.trace.unwrapped_params import (
+    VALUES_DIVERGED,
+    Steps,
+    gradients_differ,
+    gradients_mostly_differ,
+    is_averaged,
+    is_equal,
+    param_name,
+    params_equal,
+)
 
 
 @rule
 def judge_states(states: OptimizerStates) -> list[Finding]:
     """Judge the parameters and state before each optimizer's steps."""
-    findings = [finding for steps in states.steps for finding in judge_optimizer_state(steps)]
-    return locate_restored_file(findings, states.uses)
+    facts = states.facts
+    findings = [finding for opt in facts.optimizers for finding in judge_optimizer_state(opt.steps)]
+    return locate_restored_file(findings, facts.of(FileUsed))
 
 
 @rule
@@ -63,10 +84,11 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
     """Judge the gradients of parameters outside of wrappers."""
     findings = [] if facts.model_groups else judge_scaled_by_hand(opt.steps, facts.of(GradientsClipped))
     if not facts.model_groups and not findings:
+        names = opt.steps[0][0].alone.keys() if opt.steps else None
         findings = judge_unsynchronized(
             opt.steps,
             opt.ends,
-            [other.steps for other in facts.optimizers if _are_of_same(opt, other)],
+            [peer.steps for peer in facts.optimizers if peer.steps and peer.steps[0][0].alone.keys() == names],
             wrapped=bool(facts.wrappers),
             in_step=any(reduces_in_step(other.steps) for other in facts.optimizers),
             sharded_at=next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None),
@@ -83,10 +105,8 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
         if not any(loaded) or not any(states):
             continue
         counts = [{name: size for name, size in state.items() if name.endswith(": step")} for state in states]
-        common = set(counts[0]).intersection(*counts)
-        parted = any(len({count[name] for count in counts}) > 1 for name in common)
         if restored := restored_on_some(rank_steps):
-            if parted or not all(states):
+            if differing_values(counts) or not all(states):
                 return loaded_on_some_finding(
                     rank_steps, restored, [max(count.values(), default=0.0) for count in counts]
                 )
@@ -97,6 +117,82 @@ def judge_shard_states(steps: Sequence[Steps]) -> list[Finding]:
     return []
 
 
-def _are_of_same(opt: Optimizer, other: Optimizer) -> bool:
-    """Check if two optimizers hold the same unwrapped parameters, by name."""
-    return bool(opt.steps and other.steps) and opt.steps[0][0].alone.keys() == other.steps[0][0].alone.keys()
+def judge_unsynchronized(
+    steps: Sequence[Steps],
+    ends: Sequence[OptimizerEnd],
+    others: Sequence[Sequence[Steps]] = (),
+    *,
+    wrapped: bool,
+    in_step: bool = False,
+    sharded_at: Location | None = None,
+    assigned: Sequence[ModuleChanged] = (),
+) -> list[Finding]:
+    """Detect parameters that no wrapper averages, trained separately per rank (DDP111, 208, 306, 501, 503)."""
+    aligned = (step and all(entry.alone.keys() == step[0].alone.keys() for entry in step) for step in steps)
+    if len(steps) < 2 or not all(aligned) or not steps[0][0].alone:
+        return []
+    marks = [tuple(itertools.chain.from_iterable(step[r].marks for step in steps)) for r in range(len(steps[0]))]
+    if len(ends) == len(marks):
+        marks = [rank_marks + end.marks for rank_marks, end in zip(marks, ends, strict=True)]
+    are_equal = [len(set(step_marks)) == 1 for step_marks in zip(*marks, strict=False)]
+    if (False, True) in itertools.pairwise(are_equal):
+        return explain_by_divergence(steps, are_equal)
+    if any(params_equal(later[0]) and not params_equal(earlier[-1]) for earlier, later in itertools.pairwise(others)):
+        return []  # averaged between the steps of two optimizers
+    equal = {name: [is_equal(step, name) for step in steps] for name in steps[0][0].alone}
+    synced = {name for name, by_step in equal.items() if (False, True) in itertools.pairwise(by_step)}
+    diverged = [name for name, by_step in equal.items() if by_step[0] and not by_step[-1] and name not in synced]
+    local = [name for name in diverged if any(gradients_differ(step, name) for step in steps)]
+    if not local or not gradients_mostly_differ(steps):
+        return _judge_start(steps)
+    names = [*map(param_name, local)]
+    if late := next((location for step in steps for entry in step if (location := entry.late_sum_at)), None):
+        return explain_by_late_average(names, steps, late)
+    if sharded_at is not None:
+        return explain_by_missing_group(names, steps, sharded_at, assigned)
+    if all("/" in name for name in local):
+        return _added_to_wrapper(names, steps)
+    averaged_by = "other steps" if synced else "wrapper" if wrapped else "step" if in_step else "nothing"
+    return explain_by_no_average(names, steps, averaged_by)
+
+
+def _added_to_wrapper(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
+    """DDP503: parameters of a wrapped module that the wrapper does not know."""
+    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
+    return one_finding(
+        "DDP503",
+        names,
+        f"{join_names(names)} {was} added or unfrozen after wrapping: every rank trains {them} on its own gradients.",
+        location=steps[0][0].location,
+        evidence=[VALUES_DIVERGED],
+        fix="Finish the module first, wrap it last; wrap again after any such change.",
+    )
+
+
+def _judge_start(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP208: parameters that always differ between ranks, with averaged gradients."""
+    first = steps[0][0]
+    unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
+    averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
+    if not averaged:
+        return []
+    line = first.broadcast_at or first.made
+    return one_finding(
+        "DDP208",
+        averaged,
+        f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
+        "and the gradients are averaged: an average over different models is right for none of them.",
+        location=line or first.location,
+        related={"optimizer steps": first.location},
+        evidence=["the gradients are the same on all ranks in every step that was compared, and the values in none"],
+        fix="Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
+    )
+
+
+def reduces_in_step(steps: Sequence[Steps]) -> bool:
+    """Check if steps from rank-local gradients move a parameter equally on all ranks."""
+    return len(steps) > 1 and any(
+        all(is_equal(step, name) and gradients_differ(step, name) for step in steps)
+        and steps[-1][0].alone[name] != value
+        for name, value in steps[0][0].alone.items()
+    )

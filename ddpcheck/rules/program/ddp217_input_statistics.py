@@ -32,6 +32,7 @@ from ddpcheck.findings.report import Finding, Severity
 from ddpcheck.findings.wording import counted, group_by, one_finding
 from ddpcheck.rules.registry import rule
 from ddpcheck.trace.program import Statistics
+from ddpcheck.trace.replicas import aligned
 
 MIN_CALLS = 2  # forward calls per rank before which the statistic moved towards the mean of the samples
 MIN_EQUATIONS = 3  # over all these calls
@@ -48,8 +49,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
     by_name = [group_by(map(_explained, stats), lambda stat: (stat.wrapper, stat.name)) for stats in statistics.by_rank]
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
-        common = sorted(set.intersection(*map(set, by_forward)))
-        calls = [[by_call[forward] for by_call in by_forward] for forward in common]
+        calls = aligned(by_forward)
         if not calls or not all(map(_is_followed, by_forward)) or any(stat.exchanged for stat in calls[-1]):
             continue
         distances = [_distance(stats) for stats in calls]

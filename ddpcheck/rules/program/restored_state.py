@@ -9,6 +9,7 @@ from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import group_by_value
+from ddpcheck.trace.replicas import common_values
 
 
 def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[FileUsed]]) -> list[Finding]:
@@ -18,8 +19,7 @@ def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[Fi
     (generator states, shards).
     """
     loads = [{use.location: use for use in reversed(entries) if use.by_torch and not use.writes} for entries in uses]
-    common = set.intersection(*map(set, loads)) if loads else set()
-    read = [[rank_loads[line] for rank_loads in loads] for line in loads[0] if line in common] if loads else []
+    read = common_values(loads).values()
     if not read or any(len({use.path for use in row}) == 1 for row in read):
         return list(findings)
     row = min(read, key=lambda row: row[0].began)

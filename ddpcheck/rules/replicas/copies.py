@@ -7,13 +7,26 @@ from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.evidence.replicas import StateUsed, digest_of_values
 from ddpcheck.findings.evidence.script import StateHeld
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, minority_ranks
+from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding, outer_buffers_finding
 from ddpcheck.rules.replicas.ddp306_state_diverged import diverged_copy_finding, unequal_module_finding, use_finding
-from ddpcheck.trace.replicas import Changes, WriteFacts, values_differ, written_at
+from ddpcheck.trace.replicas import Changes, WriteFacts, aligned, common_values, values_differ, written_at
+from ddpcheck.trace.wrappers import Copies
 
 MAX_DISTANCE = 0.02  # standard deviations between running means of the same data
+
+
+@rule
+def judge_copies(copies: Copies) -> list[Finding]:
+    """DDP306 and 214: modules outside of the wrappers that differ between ranks."""
+    states, changes = copies.states, copies.changes
+    findings = judge_states(states, changes) or judge_uses(copies.uses, states, changes)
+    if any(finding.code == "DDP306" for finding in findings):
+        copies.require_exact_parameters()
+    return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
 
 
 def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -> list[Finding]:
@@ -24,12 +37,8 @@ def judge_states(states: Sequence[Sequence[StateHeld]], changes: Changes = ()) -
     """
     by_name = [_by_name(rank_states) for rank_states in states]
     findings: list[Finding] = []
-    for name in by_name[0] if by_name else ():
-        if not all(name in rank_states for rank_states in by_name):
-            continue
-        histories = [rank_states[name] for rank_states in by_name]
-        common = sorted(set.intersection(*(set(history) for history in histories)))
-        steps = [[history[count] for history in histories] for count in common]
+    for name, histories in common_values(by_name).items():
+        steps = aligned(histories)
         diverged = [n for n, step in enumerate(steps) if values_differ([state.values for state in step])]
         if len(steps) < 2 or diverged[-2:] != [len(steps) - 2, len(steps) - 1]:
             continue

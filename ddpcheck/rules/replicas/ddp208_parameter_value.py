@@ -15,7 +15,7 @@ Ignore: If the ranks train different models on purpose.
 Line: The line that changes the values after wrapping, or that seeds the model differently on each rank. If there is
     none, the line that creates the first parameter.
 Checks: report wrapping; run replicas, optimizers
-Repeats: compare_groups
+Repeats: ModelParts
 Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
     torch.manual_seed(dist.get_rank())       # every rank starts from other weights

@@ -17,7 +17,7 @@ Line: The line that writes the parameters outside of the optimizer's step. If th
     (`ddpcheck run`), or the line that creates the first parameter (`ddpcheck report`). For a copy, the line that writes
     it, else the line that makes it. For loaded state, the line that loads it.
 Checks: report reducer; run replicas, optimizers
-Repeats: judge_all_of_wrappers, compare_groups
+Repeats: Wrappers, ModelParts
 Explains: DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
     if loss.item() < threshold:              # decided from local data: some ranks step, others do not

@@ -10,16 +10,16 @@ from ddpcheck.findings.evidence.script import Inputs
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LocalStep, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import counted, format_ranks, group_by
+from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_model_batches
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_gradients, judge_hand_split
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_parts_without_optimizer
+from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_counted_norms, judge_unequal_factors
-from ddpcheck.rules.verdict import Verdict, Verdicts
-from ddpcheck.trace.model_parts import hand_split
+from ddpcheck.trace.model_parts import HandSplit, ModelParts
 from ddpcheck.trace.replicas import differing_names
-from ddpcheck.trace.script_facts import PartSteps, ScriptFacts
+from ddpcheck.trace.script_facts import PartSteps
 
 
 def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
@@ -37,13 +37,10 @@ def parts_in_recipe(local: Sequence[LocalStep], parameters: Sequence[Mapping[str
     return models if sorted(itertools.chain(*models)) == [*range(len(local))] else []
 
 
-def compare_hand_split(facts: ScriptFacts) -> Verdicts:
-    """Judge the hand-split layers of all wrappers."""
-    by_number = group_by(facts.wrappers, lambda wrapper: wrapper.number)
-    split = [group for group in by_number.values() if not facts.model_groups and hand_split(group, facts.world_size)]
-    findings = [finding for group in split for finding in judge_hand_split(group, facts.world_size)]
-    message = "no fault in parameters that start equal on ranks that compute one model together"
-    return {"replicas": Verdict(findings, message if split else "")}
+@rule
+def judge_hand_splits(split: HandSplit) -> list[Finding]:
+    """DDP301: hand-split layers of all wrappers."""
+    return [finding for wrappers in split.wrappers for finding in judge_hand_split(wrappers, split.facts.world_size)]
 
 
 def judge_model_parts(
@@ -81,11 +78,11 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
     return judge_counted_norms(groups, models) if whole and models else []
 
 
-def compare_groups(facts: ScriptFacts) -> Verdicts:
-    """Judge all groups of ranks of one model; return verdicts by check line."""
-    groups = list(facts.model_groups)
-    steps = [facts.part_steps(ranks) for ranks in groups]
-    wrapped, inputs = bool(facts.wrappers), facts.of(Inputs)
+@rule
+def judge_groups(parts: ModelParts) -> list[Finding]:
+    """Judge all groups of ranks of one model: the steps only if samples have no fault."""
+    facts, steps = parts.facts, parts.steps
+    groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.of(Inputs)
     data_findings, step_findings = [], []
     for (ranks, split), optimizers in zip(facts.model_groups.items(), steps, strict=True):
         indices = [index for index, rank in enumerate(facts.ranks) if rank.started.rank in ranks]
@@ -96,13 +93,8 @@ def compare_groups(facts: ScriptFacts) -> Verdicts:
         data_findings.append(judge_model_batches(passes, group_inputs, ranks, split, other_passes))
         findings = (judge_model_parts(opt_steps, ranks, split, wrapped=wrapped) for opt_steps in optimizers)
         step_findings.append(next(filter(None, findings), []))
-    data = _of_groups(data_findings)
-    parts = [] if data else _of_groups(step_findings)
-    for group_steps in () if data or parts else zip(*steps, strict=False):
-        parts = parts or judge_counted_norms(group_steps, groups)
-    compared = max((len(opt_steps) for group in steps for opt_steps in group), default=0)
-    message = f"no fault in replicated parameters, in {counted(compared, 'step')}" if compared else ""
-    return {"replicas": Verdict(parts, message), "data": Verdict(data)}
+    norms = (judge_counted_norms(group_steps, groups) for group_steps in zip(*steps, strict=False))
+    return _of_groups(data_findings) or _of_groups(step_findings) or next(filter(None, norms), [])
 
 
 def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
