@@ -110,7 +110,7 @@ def test_the_own_rows_among_the_constants_of_a_loss(
 
     def constants(everything: torch.Tensor) -> int:
         root = logits(features, everything).logsumexp(1).mean().grad_fn
-        return sum(_holds(one, rows) for one in _constants(root, (8, 3), {features.grad_fn}))
+        return sum(_holds(one, rows) for one in _constants(_nodes(root, {features.grad_fn}), (8, 3)))
 
     others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
@@ -146,7 +146,7 @@ def test_what_hooks_have_packed_is_left_alone() -> None:
     unpacked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
         root = (features @ torch.randn(8, 3).T).mean().grad_fn
-    assert not list(_constants(root, (8, 3), {features.grad_fn})) and not unpacked
+    assert not list(_constants(_nodes(root, {features.grad_fn}), (8, 3))) and not unpacked
 
 
 def test_the_own_part_that_is_put_back() -> None:

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction, Function, FunctionCtx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.source_lines import code_of, frames_from, variables_of
-from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.patching import Patch, patched
 
@@ -83,10 +83,10 @@ def has_parts() -> bool:
 
 
 def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    before = walk_graph(roots, not_behind=_is_exchange)
-    if before.complete and before.ends:
+    before = LossGraph(roots, is_end=_is_exchange)
+    if before.is_complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}
-        yield from (leaf for leaf in walk_graph((), nodes=before.ends).leaves if id(leaf) not in reached)
+        yield from (leaf for leaf in LossGraph(before.ends).leaves if id(leaf) not in reached)
 
 
 def _is_exchange(node: Any) -> bool:

@@ -24,7 +24,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.autograd.autograd_graph import functions_before
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
 from ddpcheck.gather.patching import Patch, accompanied, patched
 from ddpcheck.recipe.pytree import tree_tensors
@@ -373,9 +373,9 @@ COMPILED_CODE = "the code compiled by torch.compile"
 _COMPILED = "torch._functorch._aot_autograd"  # private to torch: module prefix of a compiled graph's Function
 
 
-def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
+def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEnd:
     """Return the Function(s) that may have returned None as the gradient of `parameter`."""
-    functions = functions_before(roots, parameter)
+    functions = graph.functions_before(parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
     location = defined_at(functions[0].backward) if len(functions) == 1 else None

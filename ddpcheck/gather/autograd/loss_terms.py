@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.autograd.autograd_graph import line_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, line_of
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
@@ -70,7 +70,7 @@ def head_of(node: Any) -> Any:
 
     Terms with the same nearest parameter come e.g. from the samples of one batch.
     """
-    return next((n for n in nodes_behind([node], _NEAR) if n.name().endswith("AccumulateGrad")), None)
+    return next((n for n in LossGraph([node], limit=_NEAR).nodes if n.name().endswith("AccumulateGrad")), None)
 
 
 _Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation

@@ -28,7 +28,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.findings.tracebacks import is_ours
-from ddpcheck.gather.autograd.autograd_graph import engine_answers, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks
@@ -115,7 +115,7 @@ def local_step(step: int) -> LocalStep:
         raise TargetError(f"the gradient of {infinite[0]} in step {step} is not finite, so it cannot be compared")
     states = _states(state, graph.reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
-    ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
+    ends = {name: function_returning_none(LossGraph([total]), parameters[name]) for name in lost}
     del total
     own_buffers = fingerprints(module.named_buffers())
     data.after = capture_attributes(module, buffers=True)
@@ -192,23 +192,22 @@ class _GraphFacts:
     def __init__(self, state: RankState, loss: training_step.Loss, lasting: Mapping[int, torch.Tensor]) -> None:
         reference = state.reference
         self._parameters = reference.trainable
-        walk = walk_graph([loss.total])
+        graph = LossGraph([loss.total])
         self.reached, _ = engine_answers(loss.total, list(self._parameters.values()))
         facts = state.training_model.facts
         tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
-        seen = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
+        seen = LossGraph(tensors) if facts.tolerates_unused and reference.outputs else None
         reference.outputs.clear()
-        visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.complete else None
+        visible = {id(leaf) for leaf in seen.leaves} if seen is not None and seen.is_complete else None
         self._visible = None if opaque else visible
         # Type of the module output, if DDP finds no tensor in any output.
         self.output_type = opaque if visible is not None and not visible else ""
         ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
         self.unregistered = unregistered_leaves(
-            walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe
+            graph.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe
         )
-        reference.leaves = {id(leaf): leaf for leaf in walk.leaves}
-        checkpointed = any("CheckpointFunctionBackward" in name for name in walk.node_names)
-        self.reentrant = not walk.complete or checkpointed
+        reference.leaves = {id(leaf): leaf for leaf in graph.leaves}
+        self.reentrant = not graph.is_complete or graph.has_reentrant_checkpoint
 
     def hidden_from_ddp(self, states: Mapping[str, str]) -> tuple[str, ...]:
         """Return contributing parameters that DDP cannot find from the module output."""

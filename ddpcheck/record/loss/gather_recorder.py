@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, relative_path, variables_of
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, node_of, nodes_behind, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, kept_tensor, made_shapes, node_of
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
@@ -101,16 +101,18 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {op.node for op in gathered}
-        candidates = ((node, _put_back(node, parts, ends)) for node in _nodes(node_of(losses), ends))
+        nodes = _nodes(losses, ends)
+        candidates = ((node, _put_back(node, parts, ends)) for node in nodes)
         joins = {node: joined for node, joined in candidates if joined is not None}
         for node, joined in itertools.islice(joins.items(), 1):
             origins = ends if joined.node is None else {*ends, joined.node}
-            others = _nodes(node_of(losses), origins | joins.keys())
-            self._follow(node, joined, besides=any(to in origins for other in others for to, _ in other.next_functions))
+            nodes_beside = _nodes(losses, origins | joins.keys())
+            inputs = (child for node_beside in nodes_beside for child, _ in node_beside.next_functions)
+            self._follow(node, joined, besides=any(child in origins for child in inputs))
         for op in gathered:
             alike = sum(other.shape == op.shape for other in gathered)  # views, for example, possibly concatenated
             shapes = [(op.shape[0] * count, op.shape[1]) for count in range(1, alike + 1)]
-            constants = (constant for shape in shapes for constant in _constants(node_of(losses), shape, ends))
+            constants = (constant for shape in shapes for constant in _constants(nodes, shape))
             if any(_holds(constant, op.rows) for constant in constants):
                 names = self._without_gradient(losses, ends)
                 self._run.add(GatheredConstant(self._step, op.operation, op.location, op.shape[0], names))
@@ -118,8 +120,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
         """Return wrapped parameters that affect the loss only through gathered tensors."""
-        behind = walk_graph([], nodes=ends).leaves
-        made_of = {id(leaf) for leaf in behind} - {id(leaf) for leaf in walk_graph([loss]).leaves}
+        made_of = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
@@ -144,14 +145,14 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         handles.append(node.register_hook(UnpickledHook(note, self)))
 
 
-def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:
+def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
     """Yield saved tensors without gradient of a loss's nodes, reshaped to `shape`.
 
     Such a tensor is a factor of a product, or one side of a distance. Values along a broadcast dimension are equal, so
     the first is taken.
     """
     rows = shape[0]
-    for node in _nodes(root, ends):
+    for node in nodes:
         sizes = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
         for name in dir(node) if rows in sizes else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
@@ -228,9 +229,10 @@ def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple
     return tuple(sketch(torch.cat(part_grads)).tolist()) if lost else (), factor
 
 
-def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:
-    """Iterate over the graph nodes above `ends`, at most `_MOST_NODES`."""
-    return (node for node in nodes_behind([root], _MOST_NODES, lambda node: node not in ends) if node not in ends)
+def _nodes(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
+    """Return the graph nodes of a loss above `ends`, at most `_MOST_NODES`."""
+    graph = LossGraph([loss], limit=_MOST_NODES, is_end=ends.__contains__)
+    return [node for node in graph.nodes if node not in ends]
 
 
 _MOST_TARGET_NODES = 64
@@ -267,9 +269,9 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
         if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
         last: GatheredTargets | None = None
-        for targets, columns in _cross_entropies(node_of(loss)):
+        for targets, columns in _cross_entropies(loss):
             for tensor, call, line in gathered:
-                column = _place_of(tensor, columns)
+                column = _first_column_of(tensor, columns)
                 if column is None or columns.shape[1] < 2 * len(tensor):
                     continue
                 different = tuple(targets.unique().tolist())
@@ -302,28 +304,29 @@ def _is_cross_entropy(called: ast.expr, held: Mapping[str, Any]) -> bool:
     return [name, *attributes][-1] == "cross_entropy" or isinstance(value, torch.nn.CrossEntropyLoss)
 
 
-def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the targets and class matrix (a column per class) of cross entropies."""
-    for node in nodes_behind([root], _MOST_TARGET_NODES, lambda node: not node.name().startswith("NllLoss")):
-        if not node.name().startswith("NllLoss"):
-            continue
+    graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
+    for node in graph.ends:
         targets = kept_tensor(node, "target")
         soft = [next_node for next_node, _ in node.next_functions if next_node is not None]
         is_soft = len(soft) == 1 and soft[0].name().startswith("LogSoftmax")
         classes = kept_tensor(soft[0], "result") if is_soft else None
         if targets is None or targets.dim() != 1 or classes is None:
             continue
-        products = nodes_behind(
-            soft, _MOST_TARGET_NODES, lambda node: node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS))
-        )
-        for kept in (kept_tensor(product, name) for product in products for name in _OF_PRODUCTS):
+        behind = LossGraph(soft, limit=_MOST_TARGET_NODES, is_end=_mixes_columns)
+        for kept in (kept_tensor(product, name) for product in behind.nodes for name in _OF_PRODUCTS):
             matrix = kept[0] if kept is not None and kept.dim() == 3 else kept
             if matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
                 columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T
                 yield targets.detach(), columns.detach()
 
 
-def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
+def _mixes_columns(node: Any) -> bool:
+    return not node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS))
+
+
+def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
     """Return the first column of the only block equal to `rows`, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:

@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes, node_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, kept_tensor, made_shapes, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, own_part
@@ -124,7 +124,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note, self)))
         totals: list[float] = []
-        for node in log_softmaxes([node_of(losses)]) if node_of(losses) is not None else ():
+        for node in log_softmaxes([losses]):
             handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, totals), self)))
 
         def ended() -> None:
@@ -300,8 +300,10 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets of a loss that combines torch's losses arithmetically."""
     targets = []
-    nodes = nodes_behind([node_of(loss)], _MOST_NODES, lambda n: not _has_target(n) and n.name().startswith(_GOES_ON))
-    for target in (kept_tensor(node, "target") for node in filter(_has_target, nodes)):
+    graph = LossGraph(
+        [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_GOES_ON)
+    )
+    for target in (kept_tensor(node, "target") for node in filter(_has_target, graph.nodes)):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
                 targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))

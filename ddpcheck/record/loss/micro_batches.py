@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import node_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_of
@@ -109,7 +109,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
     def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
-        nodes = log_softmaxes(node_of(tensor) for tensor in tensors)
+        nodes = log_softmaxes(tensors)
         for count, node in enumerate(nodes):
             if _has_own_head(node, nodes):
                 which = step, f"log_softmax {count}", position, sequences
@@ -145,14 +145,10 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return list(islice(leaves, _MOST_HEADS))
 
 
-def log_softmaxes(roots: Iterable[Any]) -> list[Any]:
-    """Return the first `log_softmax` nodes of a graph from its roots."""
-    nodes = nodes_behind(roots, _NODES, lambda node: not _is_log_softmax(node))
-    return list(islice(filter(_is_log_softmax, nodes), _MOST_HEADS))
-
-
-def _is_log_softmax(node: Any) -> bool:
-    return bool(node.name().startswith("LogSoftmaxBackward"))
+def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the first `log_softmax` nodes of the graph behind tensors."""
+    graph = LossGraph(tensors, limit=_NODES, is_end=lambda node: node.name().startswith("LogSoftmaxBackward"))
+    return graph.ends[:_MOST_HEADS]
 
 
 def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
