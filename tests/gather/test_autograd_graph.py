@@ -172,7 +172,7 @@ def test_a_walk_stops_at_its_limit() -> None:
     y = torch.ones(1, requires_grad=True)
     for _ in range(50):
         y = y + 1
-    assert not LossGraph([y], limit=20).is_complete and LossGraph([y], limit=20).leaves == []
+    assert not LossGraph([y], limit=20).is_complete and LossGraph([y], limit=20).leaves == ()
     walk = LossGraph([y], limit=200)
     assert walk.is_complete and len(walk.leaves) == 1 and "AddBackward0" in walk.node_names
 

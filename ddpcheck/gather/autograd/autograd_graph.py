@@ -101,8 +101,8 @@ def keeps_graph() -> bool:
 
     Call from a hook. Private to torch: False if this torch version cannot tell.
     """
-    asked = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    return asked is not None and bool(asked())
+    keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return keeps is not None and bool(keeps())
 
 
 def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
@@ -202,12 +202,12 @@ class LossGraph:
                     self.is_complete = False
 
     @property
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that backward accumulates into."""
         accumulating = (node for node in self.nodes if node.name().endswith("AccumulateGrad"))
         variables = (getattr(node, "variable", None) for node in accumulating)
         leaves = (*self._leaf_roots, *(variable for variable in variables if variable is not None))
-        return list({id(leaf): leaf for leaf in leaves}.values())
+        return tuple({id(leaf): leaf for leaf in leaves}.values())
 
     @property
     def node_names(self) -> frozenset[str]:
@@ -348,13 +348,13 @@ def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of
     `torch.nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes.
     """
-    made_again = {
+    recomputed_names = {
         f"{prefix}.{name}" if prefix else name
         for prefix, submodule in module.named_modules()
         for name in _recomputed_attributes(submodule)
     }
     for name, tensor in unregistered_tensors(module):
-        if tensor.is_leaf and name not in made_again:
+        if tensor.is_leaf and name not in recomputed_names:
             yield name, tensor
 
 

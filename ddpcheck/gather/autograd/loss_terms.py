@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ def head_of(node: Any) -> Any:
 
 
 _Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation
+_key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operation")
 
 
 class PairedTerms:
@@ -114,10 +116,6 @@ class PairedTerms:
             term_keys.append((key, seen[key] if key in self._separate_keys else 0))
             seen[key] += 1
         return term_keys
-
-
-def _key(edge: Edge) -> _Key:
-    return edge.part, edge.location, edge.operation
 
 
 def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:

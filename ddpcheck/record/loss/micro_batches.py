@@ -111,13 +111,13 @@ class MicroBatches(Recorder, subjects=("loss",)):
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
         nodes = log_softmaxes(tensors)
         for count, node in enumerate(nodes):
-            if _has_own_head(node, nodes):
+            if _has_unshared_head(node, nodes):
                 which = step, f"log_softmax {count}", position, sequences
                 self._measure(node, 0, which, _of_log_probabilities)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
         score_nodes = [node_of(tensor) for tensor in scores]
         for count, logits in enumerate(scores):
-            if _has_own_head(node_of(logits), score_nodes):
+            if _has_unshared_head(node_of(logits), score_nodes):
                 which = step, f"output {count}", position, sequences
                 self._measure(*_where_used(logits), which, _Logits(logits))
 
@@ -151,9 +151,9 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return graph.ends[:_MOST_HEADS]
 
 
-def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
+def _has_unshared_head(node: Any, nodes: Sequence[Any]) -> bool:
     head = head_of(node)
-    return head is None or [head_of(other) for other in nodes].count(head) == 1
+    return head is None or [head_of(candidate) for candidate in nodes].count(head) == 1
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
