@@ -66,12 +66,9 @@ class HookedGradients:
         for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):
                 continue
-            first, last = (
-                UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
-                for note in (self._keep_all, self._arrived_all)
-            )
-            register: Any = getattr(module, registration)
-            handles += [register(hook) for hook in (first, last)]
+            for note in (self._keep_all, self._arrived_all):
+                hook = UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
+                handles.append(getattr(module, registration)(hook))
             _call_first(getattr(module, attribute), handles[-2])
         return handles
 
