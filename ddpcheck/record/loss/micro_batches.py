@@ -110,16 +110,13 @@ class MicroBatches(Recorder, subjects=("loss",)):
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
         nodes = log_softmaxes(tensors)
-        for count, node in enumerate(nodes):
-            if _has_unshared_head(node, nodes):
-                which = step, f"log_softmax {count}", position, sequences
-                self._measure(node, 0, which, _of_log_probabilities)
+        for index in _with_unshared_head(nodes):
+            which = step, f"log_softmax {index}", position, sequences
+            self._measure(nodes[index], 0, which, _of_log_probabilities)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
-        score_nodes = [node_of(tensor) for tensor in scores]
-        for count, logits in enumerate(scores):
-            if _has_unshared_head(node_of(logits), score_nodes):
-                which = step, f"output {count}", position, sequences
-                self._measure(*_where_used(logits), which, _Logits(logits))
+        for index in _with_unshared_head([node_of(tensor) for tensor in scores]):
+            which = step, f"output {index}", position, sequences
+            self._measure(*_where_used(scores[index]), which, _Logits(scores[index]))
 
     def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
         """Measure the gradient at an output of a node; `which`: step, head, position and sequences."""
@@ -151,9 +148,10 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return graph.ends[:_MOST_HEADS]
 
 
-def _has_unshared_head(node: Any, nodes: Sequence[Any]) -> bool:
-    head = head_of(node)
-    return head is None or [head_of(candidate) for candidate in nodes].count(head) == 1
+def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
+    """Return the indices of nodes whose `head_of` is not that of another node, or is unknown."""
+    heads = [head_of(node) for node in nodes]
+    return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:
