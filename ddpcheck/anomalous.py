@@ -55,7 +55,7 @@ def detect_anomalous_params(
     """
     from torch import nn
 
-    from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, reached_by, walk_graph
+    from ddpcheck.gather.autograd.autograd_graph import LossGraph, all_names, named_parameters, reached_by
     from ddpcheck.gather.autograd.gradient_paths import Explainer
     from ddpcheck.gather.autograd.unregistered_leaves import unregistered_leaves
     from ddpcheck.gather.ddp.sharding import refuse_fsdp1
@@ -74,7 +74,7 @@ def detect_anomalous_params(
     parameters = {name: param for name, param in named_parameters(model).items() if param.requires_grad}
     reached = reached_by(total, list(parameters.values()))
     missing = [name for name, is_reached in zip(parameters, reached, strict=True) if not is_reached]
-    leaves = unregistered_leaves(walk_graph([total]).leaves, model)
+    leaves = unregistered_leaves(LossGraph([total]).leaves, model)
     ends = dict.fromkeys(missing, PathEnd("unused"))
     if missing and (forward := replay) is not None:
         ends = Explainer(model, lambda: list(tree_tensors(forward()))).explain({n: parameters[n] for n in missing})

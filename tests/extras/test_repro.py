@@ -440,7 +440,7 @@ def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> Non
     defined = [
         name for source in sources for name in set(re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| ?[:=])", source))
     ]
-    assert "walk_graph" in defined and sorted(set(defined)) == sorted(defined)
+    assert "LossGraph" in defined and sorted(set(defined)) == sorted(defined)
 
 
 def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(

@@ -212,7 +212,7 @@ def test_a_bug_in_the_single_process_leaves_the_reducer_compared(sabotaged) -> N
 
 
 def test_a_bug_on_ranks_is_not_told_as_the_targets(sabotaged) -> None:
-    report = sabotaged("import ddpcheck.gather.phases.local_step as l; l.walk_graph = None")
+    report = sabotaged("import ddpcheck.gather.phases.local_step as l; l.LossGraph = None")
     assert_bug(report, "rank 0: ", "ddpcheck/gather/phases/local_step.py:")
     assert codes(report) == []
 

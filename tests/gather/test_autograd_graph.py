@@ -24,12 +24,11 @@ from ddpcheck.extras.graph.graph_phases import FlowRecorder  # noqa: E402
 from ddpcheck.findings.evidence.steps import PathEnd  # noqa: E402
 from ddpcheck.gather.autograd import autograd_graph as graph  # noqa: E402
 from ddpcheck.gather.autograd.autograd_graph import (  # noqa: E402
+    LossGraph,
     all_names,
     engine_answers,
-    functions_before,
     reached_by,
     unregistered_tensors,
-    walk_graph,
 )
 from ddpcheck.gather.autograd.gradient_paths import Explainer, PathRecorder, function_name  # noqa: E402
 
@@ -73,8 +72,8 @@ def small_graphs(draw: st.DrawFn) -> tuple[list[Any], Any]:
 def test_the_engine_the_walk_and_backward_agree(case: tuple[list[Any], Any]) -> None:
     leaves, loss = case
     asked = reached_by(loss, leaves)
-    walk = walk_graph([loss])
-    assert walk.complete and asked == [any(leaf is found for found in walk.leaves) for leaf in leaves]
+    walk = LossGraph([loss])
+    assert walk.is_complete and asked == [any(leaf is found for found in walk.leaves) for leaf in leaves]
     assert all(leaf.grad is None for leaf in leaves), "asking changes nothing"
     if loss.requires_grad:
         reached, _ = engine_answers(loss, leaves)
@@ -124,7 +123,7 @@ DEEP = """
 import torch
 from torch import nn
 from ddpcheck.anomalous import detect_anomalous_params
-from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, reached_by, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import WALK_LIMIT, reached_by, LossGraph
 
 model = nn.ParameterDict({"used": torch.ones(1), "unused": torch.ones(1)})
 y = model["used"]
@@ -133,8 +132,8 @@ for _ in range(100_000):
 loss = y.sum()
 del y
 assert reached_by(loss, [model["used"], model["unused"]]) == [True, False]
-walk = walk_graph([loss])
-assert not walk.complete
+walk = LossGraph([loss])
+assert not walk.is_complete
 found = detect_anomalous_params(loss, model)
 assert found.missing == ("unused",), found
 print("found")
@@ -173,9 +172,9 @@ def test_a_walk_stops_at_its_limit() -> None:
     y = torch.ones(1, requires_grad=True)
     for _ in range(50):
         y = y + 1
-    assert not walk_graph([y], limit=20).complete and walk_graph([y], limit=20).leaves == ()
-    walk = walk_graph([y], limit=200)
-    assert walk.complete and len(walk.leaves) == 1 and "AddBackward0" in walk.node_names
+    assert not LossGraph([y], limit=20).is_complete and LossGraph([y], limit=20).leaves == ()
+    walk = LossGraph([y], limit=200)
+    assert walk.is_complete and len(walk.leaves) == 1 and "AddBackward0" in walk.node_names
 
 
 # --- Where a path is cut -------------------------------------------------------------------------------------------
@@ -552,13 +551,13 @@ class Forget(torch.autograd.Function):
 
 def test_the_custom_function_nearest_to_a_parameter_is_named() -> None:
     weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-    assert functions_before([Double.apply(Forget.apply(x, weight.t() * 2)).sum().grad_fn], weight) == (Forget,)
-    assert set(functions_before([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum().grad_fn], weight)) == {
+    assert LossGraph([Double.apply(Forget.apply(x, weight.t() * 2)).sum()]).functions_before(weight) == (Forget,)
+    assert set(LossGraph([(Double.apply(weight) + Forget.apply(x, weight).sum()).sum()]).functions_before(weight)) == {
         Double,
         Forget,
     }
-    assert functions_before([(x @ weight).sum().grad_fn], weight) == ()
-    assert functions_before([Double.apply(x).sum().grad_fn], weight) == ()
+    assert LossGraph([(x @ weight).sum()]).functions_before(weight) == ()
+    assert LossGraph([Double.apply(x).sum()]).functions_before(weight) == ()
 
 
 def test_a_property_has_the_name_that_torch_gives_it() -> None:

@@ -154,7 +154,7 @@ def test_on_a_full_disk_what_was_written_is_kept(tmp_path: Path) -> None:
 def test_samples_leave_room_for_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = SampleWriter(tmp_path, 0)
     writer.add("first", A)
-    monkeypatch.setattr(sample_store, "_LEFT_FREE", 1 << 60)
+    monkeypatch.setattr(sample_store, "_MIN_FREE", 1 << 60)
     writer.add("second", A)
     assert writer.why_full.endswith("MiB are free for temporary files")
     assert [SampleReader(tmp_path, 1).count(key) for key in ("first", "second")] == [1, 0]

@@ -34,7 +34,7 @@ from ddpcheck.record.evaluation.evaluation_recorder import (
     _values_given,
     _without_states,
 )
-from ddpcheck.record.loss.gather_recorder import _cross_entropies, _place_of
+from ddpcheck.record.loss.gather_recorder import _cross_entropies, _first_column_of
 from ddpcheck.record.source.program_numbers import array_of, columns_of, labels_in, number_of, rows_of_program
 from ddpcheck.rules.evaluation.ddp804_targets_without_offset import judge_targets
 from ddpcheck.rules.registry import judge_view
@@ -711,9 +711,9 @@ def test_the_rows_of_a_rank_are_found_in_the_loss(product: str) -> None:
         "scaled": lambda: ((x @ everyone.T) / 0.1).masked_fill(torch.zeros(4, 8, dtype=torch.bool), -1e9),
     }[product]()
     loss = torch.nn.functional.cross_entropy(logits, torch.arange(4))
-    ((targets, columns),) = _cross_entropies((0.5 * loss + x.sum()).grad_fn)
-    assert targets.tolist() == [0, 1, 2, 3] and _place_of(rows, columns) == 4
-    assert _place_of(torch.randn(4, 3), columns) is None
+    ((targets, columns),) = _cross_entropies(0.5 * loss + x.sum())
+    assert targets.tolist() == [0, 1, 2, 3] and _first_column_of(rows, columns) == 4
+    assert _first_column_of(torch.randn(4, 3), columns) is None
 
 
 # What the program holds

@@ -18,10 +18,10 @@ from ddpcheck.findings.wording import make_finding
 from ddpcheck.record.loss.gather_recorder import (
     GatherRecorder,
     _constants,
+    _distinct_rows,
     _Gathered,
     _holds,
     _nodes,
-    _own_rows,
     _Parts,
     _put_back,
 )
@@ -75,7 +75,7 @@ def test_parameters_of_which_the_loss_has_what_was_gathered_alone(loss_of: Any, 
     recorder._run.watches = [watch]  # type: ignore[assignment]
     own = torch.randn(4, 5) @ (weight * torch.randn(5, 3))
     every = torch.cat([own.detach(), torch.randn(4, 3)])
-    rows = _own_rows(own)
+    rows = _distinct_rows(own)
     assert rows is not None
     recorder._gathered.append(_Gathered("all_gather", LINE, (8, 3), rows, own.grad_fn))
     recorder._parts.append(_Parts(2, 0, (8, 3)))
@@ -100,17 +100,17 @@ _LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("logits", _LOGITS.values(), ids=list(_LOGITS))
-def test_the_own_rows_among_the_constants_of_a_loss(
+def test_the_distinct_rows_among_the_constants_of_a_loss(
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     torch.manual_seed(0)
     features = _features()
-    rows = _own_rows(features)
+    rows = _distinct_rows(features)
     assert rows is not None
 
     def constants(everything: torch.Tensor) -> int:
         root = logits(features, everything).logsumexp(1).mean().grad_fn
-        return sum(_holds(one, rows) for one in _constants(root, (8, 3), {features.grad_fn}))
+        return sum(_holds(one, rows) for one in _constants(_nodes(root, {features.grad_fn}), (8, 3)))
 
     others = torch.randn(4, 3)
     assert constants(torch.cat([features.detach(), others])) == 1
@@ -128,7 +128,7 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
     gathered = [
         _Gathered("all_gather", LINE, (8, 3), rows, one.grad_fn)
         for one in (first, second)
-        if (rows := _own_rows(one)) is not None
+        if (rows := _distinct_rows(one)) is not None
     ][:views]
     recorder._gathered, recorder._parts = gathered, [_Parts(2, 0, (8, 3))] * views
     bank = torch.cat([first.detach(), torch.randn(4, 3), second.detach(), torch.randn(4, 3)])
@@ -137,8 +137,8 @@ def test_views_that_are_gathered_one_by_one_and_joined(views: int) -> None:
 
 
 def test_rows_that_are_all_alike_are_no_mark() -> None:
-    assert _own_rows(torch.ones(4, 3)) is None and _own_rows(torch.randn(4, 1)) is None
-    assert _own_rows(torch.zeros(4, 3)) is None
+    assert _distinct_rows(torch.ones(4, 3)) is None and _distinct_rows(torch.randn(4, 1)) is None
+    assert _distinct_rows(torch.zeros(4, 3)) is None
 
 
 def test_what_hooks_have_packed_is_left_alone() -> None:
@@ -146,7 +146,7 @@ def test_what_hooks_have_packed_is_left_alone() -> None:
     unpacked = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one, unpacked.append):
         root = (features @ torch.randn(8, 3).T).mean().grad_fn
-    assert not list(_constants(root, (8, 3), {features.grad_fn})) and not unpacked
+    assert not list(_constants(_nodes(root, {features.grad_fn}), (8, 3))) and not unpacked
 
 
 def test_the_own_part_that_is_put_back() -> None:
@@ -253,7 +253,7 @@ def test_features_that_a_loss_takes_besides_what_was_gathered(*, besides: bool) 
     found: list[Any] = []
     recorder = recorder_at(2, found)
     features = _features()
-    rows = _own_rows(features)
+    rows = _distinct_rows(features)
     assert rows is not None
     recorder._gathered = [_Gathered("all_gather", LINE, (8, 3), rows, features.grad_fn)]
     recorder._parts = [_Parts(2, 1, (8, 3), "all_gather", LINE)]

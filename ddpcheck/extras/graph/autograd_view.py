@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ddpcheck.extras.graph.drawing_data import Mark, colour
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.rules import RULES
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 
 MOST_NODES = 3_000  # Graphviz needs minutes for larger graphs
 _FRAMES_PER_NODE = 4  # Python frames per node in the recursion of torchviz
@@ -41,7 +42,7 @@ def draw_autograd(
     """
     from torchviz import make_dot
 
-    count = _count_nodes([*losses.values()])
+    count = len(LossGraph(losses.values(), limit=sys.maxsize).nodes)
     if count > MOST_NODES:
         raise UsageError(
             f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
@@ -64,16 +65,6 @@ def draw_autograd(
             graph.edge(key, stops[label], style="dashed")
     numbers: dict[str, str] = {}
     return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(graph.source))
-
-
-def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
-    pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(pending)
-    for node in pending:  # grows during the loop
-        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(children)
-        pending += dict.fromkeys(children)
-    return len(seen)
 
 
 def _with_deep_stack(function: Any, frames: int) -> Any:

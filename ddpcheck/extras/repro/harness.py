@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpcheck.gather.autograd.autograd_graph import unregistered_state, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, unregistered_state
 from ddpcheck.gather.ddp.ddp_wrapper import optimizer_options, wrapper_attributes
 from ddpcheck.gather.state.randomness import seed_everything
 from ddpcheck.gather.state.training_mode import into_training
@@ -226,7 +226,7 @@ class Rank:
 
     def stray(self) -> dict[str, str]:  # leaves with gradients in every step that DDP does not know
         known = {*self.known, *map(id, tree_leaves(self.data))}
-        before, self.leaves = self.leaves, walk_graph([self.made]).leaves
+        before, self.leaves = self.leaves, LossGraph([self.made]).leaves
         kept = [x for x in self.leaves if id(x) not in known and any(x is y for y in before)]
         return {f"number {n} of {tuple(x.shape)}": f"gradient {self.in_short(x.grad)}" for n, x in enumerate(kept)}
 

@@ -1,17 +1,17 @@
 """Helpers for the autograd graph: reached parameters, and tensors of a module.
 
-Two ways to ask, from cheap to expensive: the engine (`engine_answers`) and an iterative walk (`walk_graph`).
+Two ways to ask, from cheap to expensive: the engine (`engine_answers`) and a walk (`LossGraph`).
 `ddpcheck.gather.autograd.gradient_paths` finds out where a path is cut.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.stacks import frames_of, location_of
 
 WALK_LIMIT = 20_000
-"""Nodes that `walk_graph` looks at. Python objects for graph nodes live as long as the C++ graph, and freeing a chain
-of 50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on
-torch 2.13)."""
+"""Most nodes of a `LossGraph`. Python objects for graph nodes live as long as the C++ graph, and freeing a chain of
+50,000 walked nodes recurses past the default stack of 8 MB and ends the process; 30,000 are fine (measured on torch
+2.13)."""
 
 
 def gradient_node(tensor: torch.Tensor) -> Any:
@@ -101,8 +101,8 @@ def keeps_graph() -> bool:
 
     Call from a hook. Private to torch: False if this torch version cannot tell.
     """
-    asked = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    return asked is not None and bool(asked())
+    keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return keeps is not None and bool(keeps())
 
 
 def kept_tensor(node: Any, name: str) -> torch.Tensor | None:
@@ -162,17 +162,6 @@ def reached_by(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[b
     return reached
 
 
-@dataclass(frozen=True, slots=True)
-class GraphWalk:
-    """Result of an iterative graph walk."""
-
-    leaves: tuple[torch.Tensor, ...]  # leaves that backward accumulates into
-    node_names: frozenset[str]  # node class names, e.g. "AddmmBackward0"
-    complete: bool  # False if the walk stopped at its limit
-    functions: tuple[Any, ...] = ()  # nodes of custom autograd Functions
-    ends: tuple[Any, ...] = ()  # nodes matched by `not_behind`
-
-
 def node_of(tensor: torch.Tensor) -> Any:
     """Return `tensor.grad_fn`; None if absent or not available.
 
@@ -184,80 +173,81 @@ def node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def walk_graph(
-    roots: Iterable[torch.Tensor],
-    *,
-    nodes: Iterable[Any] = (),
-    not_behind: Callable[[Any], bool] = lambda _node: False,
-    limit: int = WALK_LIMIT,
-) -> GraphWalk:
-    """Walk the autograd graph behind `roots` and `nodes` iteratively, up to `limit` nodes."""
-    roots = list(roots)
-    leaves = {id(root): root for root in roots if root.requires_grad and root.is_leaf}
-    names: set[str] = set()
-    functions: list[Any] = []
-    ends: list[Any] = []
-    complete = True
-    behind = nodes_behind([*map(node_of, roots), *nodes], limit + 1, lambda node: not not_behind(node))
-    for count, node in enumerate(behind, 1):
-        if count > limit:
-            complete = False
-            break
-        name = node.name()
-        names.add(name)
-        if not_behind(node):
-            ends.append(node)
-        elif name.endswith("AccumulateGrad"):
-            if (variable := getattr(node, "variable", None)) is not None:
-                leaves[id(variable)] = variable
-        elif hasattr(node, "_forward_cls"):
-            functions.append(node)
-    return GraphWalk(tuple(leaves.values()), frozenset(names), complete, tuple(functions), tuple(ends))
+class LossGraph:
+    """Autograd graph behind tensors or nodes: the nodes of one bounded walk, and queries on them."""
 
+    def __init__(
+        self, roots: Iterable[Any], *, limit: int = WALK_LIMIT, is_end: Callable[[Any], bool] | None = None
+    ) -> None:
+        """Walk breadth first from `roots`, up to `limit` nodes and not behind nodes for which `is_end` holds."""
+        roots = list(roots)
+        tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+        self._leaf_roots = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+        starts = (node_of(root) if isinstance(root, torch.Tensor) else root for root in roots)
+        self.nodes: list[Any] = list(dict.fromkeys(filter(None, starts)))
+        self.ends: list[Any] = []  # nodes for which `is_end` holds
+        self.is_complete = True  # False if the walk stopped at its limit
+        seen = set(self.nodes)
+        for node in self.nodes:  # grows during iteration
+            if is_end is not None and is_end(node):
+                self.ends.append(node)
+                continue
+            for child, _ in node.next_functions:
+                if child is None or child in seen:
+                    continue
+                if len(self.nodes) < limit:
+                    seen.add(child)
+                    self.nodes.append(child)
+                else:
+                    self.is_complete = False
 
-def nodes_behind(roots: Iterable[Any], most: int, goes_on: Callable[[Any], bool] = lambda _node: True) -> Iterator[Any]:
-    """Yield up to `most` nodes breadth first, not beyond nodes with `goes_on(node)` False."""
-    pending = list(dict.fromkeys(root for root in roots if root is not None))
-    seen = set(pending)
-    for node in pending:  # grows during iteration
-        yield node
-        for following, _ in node.next_functions if goes_on(node) else ():
-            if following is not None and following not in seen and len(pending) < most:
-                seen.add(following)
-                pending.append(following)
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that backward accumulates into."""
+        accumulating = (node for node in self.nodes if node.name().endswith("AccumulateGrad"))
+        variables = (getattr(node, "variable", None) for node in accumulating)
+        leaves = (*self._leaf_roots, *(variable for variable in variables if variable is not None))
+        return tuple({id(leaf): leaf for leaf in leaves}.values())
 
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Return the class names of the nodes, such as "AddmmBackward0"."""
+        return frozenset(node.name() for node in self.nodes)
 
-Parents = dict[Any, list[tuple[Any, int]]]
-"""By node of a graph, the nodes that hand it a gradient, each with the index of the input that it stands at."""
+    @property
+    def has_reentrant_checkpoint(self) -> bool:
+        return any("CheckpointFunctionBackward" in name for name in self.node_names)
 
+    @property
+    def functions(self) -> list[Any]:
+        """Return the nodes of custom autograd Functions."""
+        return [node for node in self.nodes if hasattr(node, "_forward_cls")]
 
-def parents_behind(roots: Iterable[Any]) -> Parents:
-    """Return the reversed edges of the graph behind `roots`, up to `WALK_LIMIT` nodes."""
-    parents: Parents = {}
-    for node in nodes_behind(roots, WALK_LIMIT):
-        for index, (following, _) in enumerate(node.next_functions):
-            if following is not None:
-                parents.setdefault(following, []).append((node, index))
-    return parents
+    @functools.cached_property
+    def _parents(self) -> dict[Any, list[tuple[Any, int]]]:
+        """Return by node the nodes that pass a gradient to it, each with the index of the input."""
+        parents: dict[Any, list[tuple[Any, int]]] = {}
+        for node in self.nodes:
+            for index, (child, _) in enumerate(node.next_functions):
+                parents.setdefault(child, []).append((node, index))
+        return parents
 
+    def nearest(self, leaf: torch.Tensor, is_match: Callable[[Any, int], bool]) -> Iterator[Any]:
+        """Yield the nodes closest to `leaf` for which `is_match(node, input_index)` holds."""
+        target = gradient_node(leaf)
+        pending, seen = [target], {target}
+        while pending:
+            for node, index in self._parents.get(pending.pop(), ()):
+                if is_match(node, index):
+                    yield node
+                elif node not in seen:
+                    seen.add(node)
+                    pending.append(node)
 
-def nearest_above(leaf: torch.Tensor, parents: Parents, is_end: Callable[[Any, int], bool]) -> Iterator[Any]:
-    """Yield the nodes closest to `leaf` for which `is_end(node, input_index)` holds."""
-    target = gradient_node(leaf)
-    pending, seen = [target], {target}
-    while pending:
-        for node, index in parents.get(pending.pop(), ()):
-            if is_end(node, index):
-                yield node
-            elif node not in seen:
-                seen.add(node)
-                pending.append(node)
-
-
-def functions_before(roots: Iterable[Any], leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
-    """Return the custom autograd Functions closest to `leaf` on the paths from `roots`."""
-    last = nearest_above(leaf, parents_behind(roots), lambda node, _index: hasattr(node, "_forward_cls"))
-    return tuple(dict.fromkeys(node._forward_cls for node in last))
+    def functions_before(self, leaf: torch.Tensor) -> tuple[type[torch.autograd.Function], ...]:
+        """Return the custom autograd Functions closest to `leaf`."""
+        nodes = self.nearest(leaf, lambda node, _index: hasattr(node, "_forward_cls"))
+        return tuple(dict.fromkeys(node._forward_cls for node in nodes))
 
 
 def recorded_lines() -> contextlib.AbstractContextManager[None]:
@@ -358,13 +348,13 @@ def held_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Excludes results of operations on parameters, and the weight attribute that a forward pre-hook of
     `torch.nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes.
     """
-    made_again = {
+    recomputed_names = {
         f"{prefix}.{name}" if prefix else name
         for prefix, submodule in module.named_modules()
         for name in _recomputed_attributes(submodule)
     }
     for name, tensor in unregistered_tensors(module):
-        if tensor.is_leaf and name not in made_again:
+        if tensor.is_leaf and name not in recomputed_names:
             yield name, tensor
 
 

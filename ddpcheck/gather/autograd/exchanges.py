@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction, Function, FunctionCtx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpcheck.findings.source_lines import code_of, frames_from, variables_of
-from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.autograd.gradient_hooks import subclasses_of
 from ddpcheck.gather.patching import Patch, patched
 
@@ -62,9 +62,13 @@ def _note(*_arguments: Any, **_named: Any) -> None:
     functions.update(running_functions(sys._getframe(1)))
 
 
-def note_parts(roots: Iterable[torch.Tensor], asked: Callable[[torch.Tensor], bool]) -> None:
-    """Record the parameters behind `roots` that are parts and for which `asked` holds."""
-    _parts.update((leaf, True) for leaf in _parts_behind(list(roots)) if asked(leaf))
+def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
+    """Record the parts behind `roots` for which `is_recorded` holds: only an all_to_all leads to them."""
+    before = LossGraph(roots, is_end=_is_exchange)
+    if before.is_complete and before.ends:
+        reached = {id(leaf) for leaf in before.leaves}
+        parts = (leaf for leaf in LossGraph(before.ends).leaves if id(leaf) not in reached)
+        _parts.update((leaf, True) for leaf in parts if is_recorded(leaf))
 
 
 def is_part(parameter: torch.Tensor) -> bool:
@@ -80,13 +84,6 @@ def part_of_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
 def has_parts() -> bool:
     """Return True if any part was recorded."""
     return bool(_parts)
-
-
-def _parts_behind(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    before = walk_graph(roots, not_behind=_is_exchange)
-    if before.complete and before.ends:
-        reached = {id(leaf) for leaf in before.leaves}
-        yield from (leaf for leaf in walk_graph((), nodes=before.ends).leaves if id(leaf) not in reached)
 
 
 def _is_exchange(node: Any) -> bool:

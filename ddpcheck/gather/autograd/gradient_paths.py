@@ -24,9 +24,9 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, frames_from, user_location
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.autograd.autograd_graph import functions_before
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.collectives.collective_log import replace_functions
-from ddpcheck.gather.patching import Patch, accompanied, patched
+from ddpcheck.gather.patching import accompanied, patched
 from ddpcheck.recipe.pytree import tree_tensors
 
 _MOST_STEPS = 4  # recorded at each end of a path
@@ -53,6 +53,7 @@ class OperationPath:
         return replace(end, steps=steps, left_out=self.length - len(steps))
 
 
+_AroundCall = Generator[None, Any, None]  # of a patched function, which is sent the result
 _Taint = dict[int, PathEnd | None]  # parameter index -> where its path was cut, None if not cut
 
 
@@ -135,10 +136,10 @@ class PathRecorder(TensorRecorder):
         self._region: Location | None = None  # where gradients were last disabled
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_after(nn.Parameter, "__new__", self._on_parameter))
-        self._stack.enter_context(_after(torch.inference_mode, "__enter__", lambda *_: self._note_region()))
-        self._stack.enter_context(replace_functions(_FILLS, self._noticed))
-        self._stack.enter_context(_after(torch, "normal", self._on_normal))
+        self._stack.enter_context(patched(nn.Parameter, "__new__", self._on_parameter))
+        self._stack.enter_context(patched(torch.inference_mode, "__enter__", self._note_region))
+        self._stack.enter_context(replace_functions(_FILLS, self._follow_collective))
+        self._stack.enter_context(patched(torch, "normal", self._on_normal))
         return super().__enter__()
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -148,27 +149,30 @@ class PathRecorder(TensorRecorder):
     def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._modules.pop()
 
-    def _note_region(self) -> None:
+    def _note_region(self, *_arguments: object) -> None:
         self._region = user_location(sys._getframe(1))
 
-    def _on_parameter(self, made: Any, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> None:
+    def _on_parameter(self, _kind: Any, data: Any = None, *_more: Any, **_named: Any) -> _AroundCall:
         """Follow `nn.Parameter(tensor)`: it shares memory without history, and no mode sees it."""
+        made = yield
         before = self._taint_of(data) if isinstance(data, torch.Tensor) else {}
         if before and made is not data:
             use = self._path_end("nn.Parameter()")
             self._follow([made], before, self._go_on([data], before, use), self._path_end("nn.Parameter(), a new leaf"))
 
-    def _on_normal(self, drawn: Any, *args: Any, **kwargs: Any) -> None:
+    def _on_normal(self, *args: Any, **kwargs: Any) -> _AroundCall:
         """Follow `torch.normal` (used by `torch.distributions`); no mode sees the call."""
+        drawn = yield
         inputs = list(tree_tensors((args, kwargs)))
         if before := self._merged(inputs):
-            self._spread(torch.normal, args, kwargs, before, inputs, drawn)
+            self._spread("normal", args, kwargs, before, inputs, drawn)
 
-    def _noticed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _follow_collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Follow a collective from inputs to outputs; no mode sees the call."""
         parameters = list(inspect.signature(original).parameters)
 
-        def follow(_result: Any, *args: Any, **kwargs: Any) -> None:
+        def follow(*args: Any, **kwargs: Any) -> _AroundCall:
+            yield
             bound = dict(zip(parameters, args, strict=False)) | kwargs
             filled = list(tree_tensors(bound.pop(parameters[_FILLS[name]], None)))
             inputs = list(tree_tensors(list(bound.values())))
@@ -179,7 +183,7 @@ class PathRecorder(TensorRecorder):
                 for output in filled:
                     self._written.setdefault(_storage_key(output), {}).update(self._known[output][0])
 
-        replacement: Callable[..., Any] = accompanied(original, _afterwards(follow))
+        replacement: Callable[..., Any] = accompanied(original, follow)
         return replacement
 
     @passes_on
@@ -189,12 +193,13 @@ class PathRecorder(TensorRecorder):
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled and not args[0] and torch.is_grad_enabled():  # outermost no_grad only
             self._note_region()
-        value_of = args[1:] if function_name(func) in _READS_NO_VALUE else args
+        name = function_name(func)
+        value_of = args[1:] if name in _READS_NO_VALUE else args
         inputs = list(tree_tensors((value_of, kwargs)))
         before = self._merged(inputs)
         result = func(*args, **kwargs)
         if before:
-            self._spread(func, args, kwargs, before, inputs, result)
+            self._spread(name, args, kwargs, before, inputs, result)
         return result
 
     def _taint_of(self, tensor: torch.Tensor) -> _Taint:
@@ -209,9 +214,9 @@ class PathRecorder(TensorRecorder):
         if not tensor.requires_grad:
             generic = PathEnd("cut", "a path that autograd does not record", None, self._modules[-1])
             taint = {index: path_end or generic for index, path_end in taint.items()}
-        own_index = self._index.get(id(tensor))
-        if own_index is not None:
-            taint[own_index] = None
+        index_of_suspect = self._index.get(id(tensor))
+        if index_of_suspect is not None:
+            taint[index_of_suspect] = None
         return taint
 
     def _merged(self, tensors: Iterable[torch.Tensor]) -> _Taint:
@@ -223,15 +228,9 @@ class PathRecorder(TensorRecorder):
         return merged
 
     def _spread(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: _Taint,
-        inputs: Sequence[torch.Tensor],
-        result: Any,
+        self, name: str, args: tuple[Any, ...], kwargs: Any, before: _Taint, inputs: Sequence[torch.Tensor], result: Any
     ) -> None:
-        name = function_name(func)
+        """Record that function `name` made `result` of `inputs` with taint `before`."""
         outputs = list(tree_tensors(result))
         in_place = (
             name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
@@ -261,8 +260,8 @@ class PathRecorder(TensorRecorder):
         known: dict[int, OperationPath] = {}
         for tensor in reversed(inputs):
             known |= self._paths.get(tensor) or {}
-            if (own_index := self._index.get(id(tensor))) is not None:
-                known[own_index] = _NO_OPERATION
+            if (index_of_suspect := self._index.get(id(tensor))) is not None:
+                known[index_of_suspect] = _NO_OPERATION
         longer: dict[int, OperationPath] = {}  # by id: extend a path shared by many suspects once
         paths = {}
         for index in before:  # an input without a path is a view of a tensor written in place
@@ -307,18 +306,6 @@ class PathRecorder(TensorRecorder):
         """Return the last use of a suspect before a path torch cannot follow."""
         use = self._last_paths[index].last[-1]
         return self._left_torch.get(index) or replace(use, reason=f"what follows {use.reason}")
-
-
-def _afterwards(listener: Callable[..., None]) -> Callable[..., Generator[None, Any, None]]:
-    def around(*args: Any, **kwargs: Any) -> Generator[None, Any, None]:
-        result = yield
-        listener(result, *args, **kwargs)
-
-    return around
-
-
-def _after(owner: Any, method: str, listener: Callable[..., None]) -> Patch:
-    return patched(owner, method, _afterwards(listener))
 
 
 _NO_GRAD = "torch.no_grad()"
@@ -373,9 +360,9 @@ COMPILED_CODE = "the code compiled by torch.compile"
 _COMPILED = "torch._functorch._aot_autograd"  # private to torch: module prefix of a compiled graph's Function
 
 
-def function_returning_none(roots: Iterable[Any], parameter: torch.Tensor) -> PathEnd:
+def function_returning_none(graph: LossGraph, parameter: torch.Tensor) -> PathEnd:
     """Return the Function(s) that may have returned None as the gradient of `parameter`."""
-    functions = functions_before(roots, parameter)
+    functions = graph.functions_before(parameter)
     if functions and all(function.__module__.startswith(_COMPILED) for function in functions):
         return PathEnd("lost", COMPILED_CODE)
     location = defined_at(functions[0].backward) if len(functions) == 1 else None

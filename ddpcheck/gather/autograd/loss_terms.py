@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddpcheck.findings.report import Location
-from ddpcheck.gather.autograd.autograd_graph import line_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, line_of
 from ddpcheck.gather.steps.training_step import run_backward
 
 _MOST_NODES = 2000
@@ -70,10 +71,11 @@ def head_of(node: Any) -> Any:
 
     Terms with the same nearest parameter come e.g. from the samples of one batch.
     """
-    return next((n for n in nodes_behind([node], _NEAR) if n.name().endswith("AccumulateGrad")), None)
+    return next((n for n in LossGraph([node], limit=_NEAR).nodes if n.name().endswith("AccumulateGrad")), None)
 
 
 _Key = tuple[int, Location | None, str]  # identifies a term across runs: part of the loss, line, operation
+_key: Callable[[Edge], _Key] = operator.attrgetter("part", "location", "operation")
 
 
 class PairedTerms:
@@ -114,10 +116,6 @@ class PairedTerms:
             term_keys.append((key, seen[key] if key in self._separate_keys else 0))
             seen[key] += 1
         return term_keys
-
-
-def _key(edge: Edge) -> _Key:
-    return edge.part, edge.location, edge.operation
 
 
 def backward_of(total: torch.Tensor, edges: Sequence[Edge], of: Sequence[Edge]) -> None:

@@ -18,7 +18,7 @@ from ddpcheck.recipe.recipe import Recipe
 _DEEPEST = 6
 _MOST = 20_000  # objects to visit; a data set may hold many more
 
-Held = tuple[str, str, torch.Tensor]  # name, kind of variable, and the tensor
+_NamedTensor = tuple[str, str, torch.Tensor]  # name, kind of variable, and the tensor
 
 
 def unregistered_leaves(
@@ -35,32 +35,32 @@ def unregistered_leaves(
     `before` the forward pass. If `before` is None, unregistered tensors of the module and `nn.Parameter`s count.
     """
     known = {id(p) for p in module.parameters()} | {id(tensor) for tensor in ignore}
-    strange = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
-    if not strange:
+    unknown = [leaf for leaf in leaves if id(leaf) not in known and leaf.requires_grad]
+    if not unknown:
         return ()
     names = {id(tensor): (name, kind) for name, kind, tensor in held_tensors(module, recipe)}
     if before is None:
-        before = {id(leaf): leaf for leaf in strange if isinstance(leaf, nn.Parameter)}
+        before = {id(leaf): leaf for leaf in unknown if isinstance(leaf, nn.Parameter)}
         before |= {id(tensor): tensor for _, tensor in unregistered_tensors(module)}
     unregistered = []
-    for leaf in strange:
+    for leaf in unknown:
         if id(leaf) in before:
             name, kind = names.get(id(leaf), (f"a tensor of shape {tuple(leaf.shape)}", ""))
             unregistered.append(UnregisteredTensor(name, tuple(leaf.shape), kind=kind))
     return tuple(sorted(unregistered, key=lambda item: item.name))
 
 
-def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[Held]:
+def held_tensors(module: nn.Module, recipe: Recipe | None) -> list[_NamedTensor]:
     """Return non-parameter tensors with their holders' names; the module's own names come last."""
     named = [*module.named_buffers(), *unregistered_tensors(module)]
     return [*held_by_functions(getattr(recipe, "loss", None), module), *((name, "", tensor) for name, tensor in named)]
 
 
-def held_by_functions(loss: Any, module: nn.Module) -> Iterator[Held]:
+def held_by_functions(loss: Any, module: nn.Module) -> Iterator[_NamedTensor]:
     """Yield tensors that `loss` and module methods reach: globals, closures, defaults, class attributes."""
     seen = {id(submodule) for submodule in module.modules()}
 
-    def search(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:
+    def search(value: Any, name: str, kind: str, depth: int) -> Iterator[_NamedTensor]:
         if depth > _DEEPEST or len(seen) > _MOST or isinstance(value, str | bytes | int | float | None):
             return
         if id(value) in seen:

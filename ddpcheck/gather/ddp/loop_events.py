@@ -15,7 +15,7 @@ from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import user_location
 from ddpcheck.findings.tracebacks import passes_on
-from ddpcheck.gather.autograd.autograd_graph import named_parameters, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, named_parameters
 from ddpcheck.gather.patching import Patch, patched
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.steps.gradient_distance import has_gradient
@@ -52,9 +52,9 @@ class Recorder:
     def _reaches_others(self, roots: Any) -> bool:
         """Return True if backward reaches a non-parameter leaf (parameter gradients may be unwanted)."""
         tensors = [roots] if isinstance(roots, torch.Tensor) else list(roots or ())
-        walk = walk_graph(tensors)
+        graph = LossGraph(tensors)
         param_ids = {id(p) for p in self._parameters.values()}
-        return not walk.complete or any(id(leaf) not in param_ids for leaf in walk.leaves)
+        return not graph.is_complete or any(id(leaf) not in param_ids for leaf in graph.leaves)
 
     def zero_grad(self, *_args: Any, **_kwargs: Any) -> Generator[None, Any, None]:
         """Record gradients discarded before an optimizer step, if all present ones are discarded."""

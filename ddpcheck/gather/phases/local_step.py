@@ -20,7 +20,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import assignment_of
 from ddpcheck.findings.tracebacks import is_ours
-from ddpcheck.gather.autograd.autograd_graph import engine_answers, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, engine_answers, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import function_returning_none
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors, unregistered_leaves
 from ddpcheck.gather.collectives.allreduce import averages_over_ranks, rms_over_ranks
@@ -105,7 +105,7 @@ def local_step(step: int) -> steps.LocalStep:
         raise TargetError(f"the gradient of {infinite[0]} in step {step} is not finite, so it cannot be compared")
     states = _states(state, reached)
     lost = [name for name, kind in states.items() if kind == "lost"]
-    ends = {name: function_returning_none([total.grad_fn], parameters[name]) for name in lost}
+    ends = {name: function_returning_none(LossGraph([total]), parameters[name]) for name in lost}
     del total
     data.after = capture_state(module, parameters=False)
     data.missing = [name for name, kind in states.items() if kind == "missing"]
@@ -140,22 +140,24 @@ def _graph_evidence(
     """
     state = rank_state()
     reference, facts = state.reference, state.training_model.facts
-    walk = walk_graph([loss.total])
+    graph = LossGraph([loss.total])
     reached, _ = engine_answers(loss.total, list(reference.trainable.values()))
     tensors, opaque = training_step.visible_tensors(reference.outputs, static_graph=facts.static_graph)
-    output_walk = walk_graph(tensors) if facts.tolerates_unused and reference.outputs else None
+    output_graph = LossGraph(tensors) if facts.tolerates_unused and reference.outputs else None
     reference.outputs.clear()
-    visible = {id(leaf) for leaf in output_walk.leaves} if output_walk is not None and output_walk.complete else None
+    visible = (
+        {id(leaf) for leaf in output_graph.leaves} if output_graph is not None and output_graph.is_complete else None
+    )
     ignore = [*tree_tensors(loss.batch), *reference.constants.values()]
-    leaves = unregistered_leaves(walk.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe)
-    reference.leaves = {id(leaf): leaf for leaf in walk.leaves}
+    leaves = unregistered_leaves(graph.leaves, reference.module, ignore=ignore, before=lasting, recipe=state.recipe)
+    reference.leaves = {id(leaf): leaf for leaf in graph.leaves}
     evidence = steps.StepEvidence(
         rank=state.rank,
         step=step,
         states={},
         unregistered=_located(leaves, state),
         output_type=opaque if visible is not None and not visible else "",
-        reentrant=not walk.complete or any("CheckpointFunctionBackward" in name for name in walk.node_names),
+        reentrant=not graph.is_complete or graph.has_reentrant_checkpoint,
     )
     return evidence, reached, None if opaque else visible
 

@@ -84,10 +84,10 @@ def _run(state: RankState, step: int, factor: float) -> tuple[training_step.Grad
         roots, started = arguments["tensors"], arguments["grad_tensors"]
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         started = [started] if isinstance(started, torch.Tensor) else list(started or [None] * len(roots))
-        walk = autograd_graph.walk_graph(roots)
-        node_names |= walk.node_names
-        feeds_others |= any(id(leaf) not in param_ids for leaf in walk.leaves)
-        del walk
+        graph = autograd_graph.LossGraph(roots)
+        node_names |= graph.node_names
+        feeds_others |= any(id(leaf) not in param_ids for leaf in graph.leaves)
+        del graph
         started = [factor * (torch.ones_like(t) if g is None else g) for t, g in zip(roots, started, strict=True)]
         return original(roots, started, *args[2:], **{k: v for k, v in kwargs.items() if k not in _STARTS})
 
@@ -299,7 +299,7 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
     """
     with autograd_graph.recorded_lines():
         loss = forward()
-    parents = autograd_graph.parents_behind([loss.grad_fn])
+    graph = autograd_graph.LossGraph([loss])
     arrived: dict[Any, bool] = {}  # node -> True if it received a nonzero gradient
     passed: dict[Any, list[bool]] = {}  # node -> for each input, True if a nonzero gradient left
 
@@ -311,12 +311,12 @@ def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Te
         return arrived.get(node, False) and not any(passed[node][index : index + 1])
 
     with contextlib.ExitStack() as stack:
-        for node in dict.fromkeys(node for edges in parents.values() for node, _ in edges):
+        for node in (node for node in graph.nodes if node.next_functions):
             stack.enter_context(node.register_hook(partial(note, node)))
         training_step.run_backward(loss)
     ends = {}
     for name, leaf in leaves.items():
-        node = next(autograd_graph.nearest_above(leaf, parents, turns_to_zero), None)
+        node = next(graph.nearest(leaf, turns_to_zero), None)
         if node is not None:
             ends[name] = PathEnd("zero", operation_of(node.name()), line_of(node))
     return ends

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent, PathEnd
 from ddpcheck.findings.source_lines import user_location
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, node_of, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, node_of
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
@@ -205,7 +205,7 @@ class Snapshot(Struct):
             losses = [t for index, t in enumerate(tensors) if self.used is None or index in self.used]
             constants = (t for t in _tensors(output) if not t.requires_grad and t.is_floating_point())
             losses += constants  # the loss may use constants, too
-            reached.update(id(leaf) for leaf in walk_graph(losses).leaves)
+            reached.update(id(leaf) for leaf in LossGraph(losses).leaves)
             return losses
 
         random_state = generators(thorough=True)

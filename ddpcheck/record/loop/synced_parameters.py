@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import gradient_node, walk_graph, will_be_reached
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, gradient_node, will_be_reached
 from ddpcheck.gather.ddp.ddp_wrapper import inner_module, is_ddp
 from ddpcheck.gather.ddp.model_parts import hidden_parameters
 from ddpcheck.gather.ddp.sharding import is_gathered, parameter_groups, reduces
@@ -102,7 +102,7 @@ class SyncedParameters:
 
     def behind(self, root: Any) -> set[int]:
         index_of = {id(leaf): index for index, leaf in enumerate(self.leaves)}
-        return {index_of[id(leaf)] for leaf in walk_graph([], nodes=[root]).leaves if id(leaf) in index_of}
+        return {index_of[id(leaf)] for leaf in LossGraph([root]).leaves if id(leaf) in index_of}
 
     def add_zero_gradients(self, indices: Iterable[int]) -> None:
         """Run a backward pass with zero gradients, which DDP's reducer accepts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import defined_at, relative_path, variables_of
 from ddpcheck.gather.autograd import exchanges
-from ddpcheck.gather.autograd.autograd_graph import kept_tensor, made_shapes, node_of, nodes_behind, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, kept_tensor, made_shapes, node_of
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_in_wrappers
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.steps.gradient_distance import sketch
@@ -35,7 +35,7 @@ _MOST_LOOKED_AT = 64  # candidate rows
 _INPUTS = {"all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor"}
 _SAVED = "_saved_"  # prefix of a node's tensors saved for backward
 _PARALLEL = 1e-4  # max 1 - cosine of rows that differ in scale only
-_APART = 1e-2  # min 1 - cosine of distinguishable rows
+_DISTINCT = 1e-2  # min 1 - cosine of distinguishable rows
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Gathered:
 @dataclass(slots=True)
 class _Parts:
     count: int  # world size of the group
-    own: int
+    group_rank: int
     shape: tuple[int, ...]  # shape of the gathered tensor
     operation: str = ""
     location: Location | None = None
@@ -67,11 +67,11 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         self._parts: list[_Parts] = []
         self._step = -1  # step of the gathered tensors
 
-    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+    def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
         step = self._run.steps
         if self._step != step:
             self._gathered, self._parts, self._step = [], [], step
-        tensor = given.get(_INPUTS.get(call.operation, ""))
+        tensor = arguments.get(_INPUTS.get(call.operation, ""))
         if not self._run.are_probed() or not isinstance(tensor, torch.Tensor) or not tensor.dim():
             return
         count, location = len(call.members), Location.parse(call.location)
@@ -83,7 +83,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
             self._parts.append(_Parts(count, group_rank, shape, call.operation, location, node, is_global))
         if call.differentiable or tensor.dim() < 2 or node_of(tensor) is None or not tensor.is_floating_point():
             return
-        if tensor.numel() <= _MOST_ELEMENTS and (rows := _own_rows(tensor)) is not None:
+        if tensor.numel() <= _MOST_ELEMENTS and (rows := _distinct_rows(tensor)) is not None:
             shape = tensor.numel() // tensor.shape[-1] * count, tensor.shape[-1]
             self._gathered.append(_Gathered(call.operation, location, shape, rows, node_of(tensor)))
 
@@ -101,16 +101,17 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         if not parts or self._step != self._run.steps or not isinstance(losses, torch.Tensor):
             return
         ends = {op.node for op in gathered}
-        candidates = ((node, _put_back(node, parts, ends)) for node in _nodes(node_of(losses), ends))
-        joins = {node: joined for node, joined in candidates if joined is not None}
+        nodes = _nodes(losses, ends)
+        joins = {node: joined for node in nodes if (joined := _put_back(node, parts, ends)) is not None}
         for node, joined in itertools.islice(joins.items(), 1):
             origins = ends if joined.node is None else {*ends, joined.node}
-            others = _nodes(node_of(losses), origins | joins.keys())
-            self._follow(node, joined, besides=any(to in origins for other in others for to, _ in other.next_functions))
+            nodes_beside = _nodes(losses, origins | joins.keys())
+            inputs = (child for node_beside in nodes_beside for child, _ in node_beside.next_functions)
+            self._follow(node, joined, besides=any(child in origins for child in inputs))
         for op in gathered:
-            alike = sum(other.shape == op.shape for other in gathered)  # views, for example, possibly concatenated
-            shapes = [(op.shape[0] * count, op.shape[1]) for count in range(1, alike + 1)]
-            constants = (constant for shape in shapes for constant in _constants(node_of(losses), shape, ends))
+            views = [view for view in gathered if view.shape == op.shape]  # possibly concatenated
+            shapes = [(op.shape[0] * count, op.shape[1]) for count in range(1, len(views) + 1)]
+            constants = (constant for shape in shapes for constant in _constants(nodes, shape))
             if any(_holds(constant, op.rows) for constant in constants):
                 names = self._without_gradient(losses, ends)
                 self._run.add(GatheredConstant(self._step, op.operation, op.location, op.shape[0], names))
@@ -118,8 +119,7 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
 
     def _without_gradient(self, loss: torch.Tensor, ends: set[Any]) -> tuple[str, ...]:
         """Return wrapped parameters that affect the loss only through gathered tensors."""
-        behind = walk_graph([], nodes=ends).leaves
-        made_of = {id(leaf) for leaf in behind} - {id(leaf) for leaf in walk_graph([loss]).leaves}
+        made_of = {id(leaf) for leaf in LossGraph(ends).leaves} - {id(leaf) for leaf in LossGraph([loss]).leaves}
         numbered = [watch.numbered for watch in list(self._run.watches)]
         return tuple(name for names in numbered for key, name in names.items() if key in made_of)
 
@@ -128,12 +128,12 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         function = getattr(type(node), "_forward_cls", None)
         source_line = parts.location if function is None else defined_at(function.backward)
 
-        def keep(given: Any) -> None:
-            captured.extend(None if grad is None else grad.detach().clone() for grad in given)
+        def keep(gradients: Any) -> None:
+            captured.extend(None if grad is None else grad.detach().clone() for grad in gradients)
 
-        def note(handed: Any, _given: Any) -> None:
+        def note(input_grads: Any, _output_grads: Any) -> None:
             remove_hooks(handles)
-            digest, factor = _handed_on(node, handed, captured, parts)
+            digest, factor = _passed_gradient(node, input_grads, captured, parts)
             digest = digest if parts.of_all else ()
             inside = parts.node is not None
             if not inside or abs(factor - 1) < _PARALLEL:  # a backward that sums over ranks changes the factor
@@ -144,14 +144,14 @@ class GatherRecorder(Recorder, subjects=("loss",), inner=("awaits_backward",)):
         handles.append(node.register_hook(UnpickledHook(note, self)))
 
 
-def _constants(root: Any, shape: tuple[int, int], ends: set[Any]) -> Iterator[torch.Tensor]:
+def _constants(nodes: Sequence[Any], shape: tuple[int, int]) -> Iterator[torch.Tensor]:
     """Yield saved tensors without gradient of a loss's nodes, reshaped to `shape`.
 
     Such a tensor is a factor of a product, or one side of a distance. Values along a broadcast dimension are equal, so
     the first is taken.
     """
     rows = shape[0]
-    for node in _nodes(root, ends):
+    for node in nodes:
         sizes = {size for shape in made_shapes(node) for size in shape}  # cheap check before reading saved tensors
         for name in dir(node) if rows in sizes else ():
             tensor = kept_tensor(node, name.removeprefix(_SAVED)) if name.startswith(_SAVED) else None
@@ -170,12 +170,12 @@ def _as_rows(tensor: torch.Tensor, shape: tuple[int, int]) -> Iterator[torch.Ten
         yield matrix.T
 
 
-def _own_rows(tensor: torch.Tensor) -> torch.Tensor | None:
+def _distinct_rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return some distinguishable, normalized rows of a rank's features, or None."""
     if tensor.shape[-1] < _FEWEST_ELEMENTS:
         return None
     rows = _normed(tensor.detach().reshape(-1, tensor.shape[-1])[:_MOST_LOOKED_AT])
-    close = (rows @ rows.T > 1 - _APART).tolist()
+    close = (rows @ rows.T > 1 - _DISTINCT).tolist()
     chosen: list[int] = []
     for index in range(len(rows)):
         if len(chosen) < _MOST_ROWS and not any(close[index][picked] for picked in chosen):
@@ -204,42 +204,45 @@ def _put_back(node: Any, parts: list[_Parts], ends: set[Any]) -> _Parts | None:
     parts = [part for part in parts if part.node is None]
     if node.name().startswith(_JOINS):
         present = [index for index, next_node in enumerate(following) if next_node is not None]
-        return next((part for part in parts if len(following) == part.count and present == [part.own]), None)
+        return next((part for part in parts if len(following) == part.count and present == [part.group_rank]), None)
     into_constant = node.name().endswith("CopySlices") and following[0] is None
     return next((part for part in parts if into_constant and made_shapes(node)[:1] == (part.shape,)), None)
 
 
-def _handed_on(node: Any, handed: Any, given: Any, parts: _Parts) -> tuple[tuple[float, ...], float]:
+def _passed_gradient(
+    node: Any, input_grads: Any, output_grads: Sequence[torch.Tensor | None], parts: _Parts
+) -> tuple[tuple[float, ...], float]:
     """Return a sketch of all parts' gradient, and the own part's scale factor."""
-    pairs = zip(handed, node.next_functions, strict=True)
+    pairs = zip(input_grads, node.next_functions, strict=True)
     own_grad = next((grad.detach().flatten() for grad, (to, _) in pairs if to is not None and grad is not None), None)
-    arrived = [grad.detach().flatten() for grad in given if grad is not None]
+    arrived = [grad.detach().flatten() for grad in output_grads if grad is not None]
     if own_grad is None or not arrived:
         return (), 0.0
-    if len(given) == parts.count > 1:
-        part_grads = [torch.zeros_like(own_grad) if grad is None else grad.detach().flatten() for grad in given]
+    if len(output_grads) == parts.count > 1:
+        part_grads = [torch.zeros_like(own_grad) if grad is None else grad.detach().flatten() for grad in output_grads]
     else:
         part_grads = list(arrived[0].chunk(parts.count))
     if any(grad.shape != own_grad.shape for grad in part_grads):
         return (), 0.0
-    factor = float(own_grad.norm() / part_grads[parts.own].norm().clamp_min(1e-30))
-    factor = factor if torch.allclose(own_grad, part_grads[parts.own] * factor, rtol=_PARALLEL) else 0.0
-    lost = any(bool(grad.any()) for index, grad in enumerate(part_grads) if index != parts.own)
+    factor = float(own_grad.norm() / part_grads[parts.group_rank].norm().clamp_min(1e-30))
+    factor = factor if torch.allclose(own_grad, part_grads[parts.group_rank] * factor, rtol=_PARALLEL) else 0.0
+    lost = any(bool(grad.any()) for index, grad in enumerate(part_grads) if index != parts.group_rank)
     return tuple(sketch(torch.cat(part_grads)).tolist()) if lost else (), factor
 
 
-def _nodes(root: Any, ends: set[Any]) -> Iterator[Any]:
-    """Iterate over the graph nodes above `ends`, at most `_MOST_NODES`."""
-    return (node for node in nodes_behind([root], _MOST_NODES, lambda node: node not in ends) if node not in ends)
+def _nodes(loss: torch.Tensor, ends: set[Any]) -> list[Any]:
+    """Return the graph nodes of a loss above `ends`, at most `_MOST_NODES`."""
+    graph = LossGraph([loss], limit=_MOST_NODES, is_end=ends.__contains__)
+    return [node for node in graph.nodes if node not in ends]
 
 
 _MOST_TARGET_NODES = 64
 _MOST_TARGETS = 4  # max tensors since the last backward pass
 _ALIKE = 0.99  # min cosine of a row before and after the gather (may be normalized, scaled or rounded)
-_GIVEN = ("tensor", "input_tensor", "self", "input")
+_INPUT_NAMES = ("tensor", "input_tensor", "self", "input")
 _OF_PRODUCTS = ("mat2", "self", "other", "x1", "x2")  # saved tensors of matrix products and distances
 _KEEPS_COLUMNS = (
-    *("Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
+    *("LogSoftmax", "Mul", "Div", "Add", "Sub", "MaskedFill", "Clone", "ToCopy", "Where", "Alias", "Neg", "Squeeze"),
     *("View", "UnsafeView", "Reshape", "Permute", "Unsqueeze", "T", "Transpose"),  # of an einsum, or transposed
     *("Sum", "Expand", "Pow", "Sqrt", "Exp"),  # of a cosine similarity, or of distances
 )
@@ -253,10 +256,10 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
         self._gathered: list[tuple[torch.Tensor, Call, Location | None]] = []
         self.awaits_backward = False
 
-    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+    def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
         if "all_gather" not in call.operation or not self._run.are_probed() or len(call.members) < 2:
             return
-        tensor = next((given[name] for name in _GIVEN if isinstance(given.get(name), torch.Tensor)), None)
+        tensor = next((arguments[name] for name in _INPUT_NAMES if isinstance(arguments.get(name), torch.Tensor)), None)
         if tensor is not None and tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() <= _MOST_ELEMENTS:
             self._gathered = [*self._gathered, (tensor.detach(), call, _line_of_cross_entropy())][-_MOST_TARGETS:]
             self.awaits_backward = True
@@ -267,9 +270,9 @@ class TargetRecorder(Recorder, subjects=("evaluation",)):
         if not gathered or not isinstance(loss, torch.Tensor) or node_of(loss) is None:
             return
         last: GatheredTargets | None = None
-        for targets, columns in _cross_entropies(node_of(loss)):
+        for targets, columns in _cross_entropies(loss):
             for tensor, call, line in gathered:
-                column = _place_of(tensor, columns)
+                column = _first_column_of(tensor, columns)
                 if column is None or columns.shape[1] < 2 * len(tensor):
                     continue
                 different = tuple(targets.unique().tolist())
@@ -293,37 +296,36 @@ def _line_of_cross_entropy() -> Location | None:
     return None
 
 
-def _is_cross_entropy(called: ast.expr, held: Mapping[str, Any]) -> bool:
-    name, *attributes = ast.unparse(called).split(".")
-    value = held.get(name)
+def _is_cross_entropy(function: ast.expr, variables: Mapping[str, Any]) -> bool:
+    name, *attributes = ast.unparse(function).split(".")
+    value = variables.get(name)
     for attribute in attributes:
         members = getattr(value, "__dict__", None) or {}
         value = members.get(attribute, members.get("_modules", {}).get(attribute))
     return [name, *attributes][-1] == "cross_entropy" or isinstance(value, torch.nn.CrossEntropyLoss)
 
 
-def _cross_entropies(root: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cross_entropies(loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the targets and class matrix (a column per class) of cross entropies."""
-    for node in nodes_behind([root], _MOST_TARGET_NODES, lambda node: not node.name().startswith("NllLoss")):
-        if not node.name().startswith("NllLoss"):
-            continue
+    graph = LossGraph([loss], limit=_MOST_TARGET_NODES, is_end=lambda node: node.name().startswith("NllLoss"))
+    for node in graph.ends:
         targets = kept_tensor(node, "target")
         soft = [next_node for next_node, _ in node.next_functions if next_node is not None]
         is_soft = len(soft) == 1 and soft[0].name().startswith("LogSoftmax")
         classes = kept_tensor(soft[0], "result") if is_soft else None
         if targets is None or targets.dim() != 1 or classes is None:
             continue
-        products = nodes_behind(
-            soft, _MOST_TARGET_NODES, lambda node: node.name().startswith(("LogSoftmax", *_KEEPS_COLUMNS))
+        behind = LossGraph(
+            soft, limit=_MOST_TARGET_NODES, is_end=lambda node: not node.name().startswith(_KEEPS_COLUMNS)
         )
-        for kept in (kept_tensor(product, name) for product in products for name in _OF_PRODUCTS):
+        for kept in (kept_tensor(product, name) for product in behind.nodes for name in _OF_PRODUCTS):
             matrix = kept[0] if kept is not None and kept.dim() == 3 else kept
             if matrix is not None and matrix.dim() == 2 and classes.shape[-1] in matrix.shape:
                 columns = matrix if matrix.shape[1] == classes.shape[-1] else matrix.T
                 yield targets.detach(), columns.detach()
 
 
-def _place_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
+def _first_column_of(rows: torch.Tensor, columns: torch.Tensor) -> int | None:
     """Return the first column of the only block equal to `rows`, or None."""
     count, width = rows.shape
     if columns.shape[0] != width or columns.shape[1] < count or count < 2:

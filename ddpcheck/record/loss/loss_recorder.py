@@ -17,7 +17,7 @@ from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import last_assignment, location_of, user_frame, user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import in_backward, kept_tensor, made_shapes, node_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, in_backward, kept_tensor, made_shapes, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder, guarded, patched
 from ddpcheck.gather.state.fingerprints import fingerprint, own_part
@@ -35,7 +35,7 @@ _PASSED = ("Mul", "Div", "Neg", "Add", "Sub", "View", "Reshape", "Squeeze", "Uns
 _SINK = "_DDPSinkBackward"  # through which DDP returns the forward outputs if find_unused_parameters
 _SUMS, _MEANS = ("Sum", "NansumBackward"), ("Mean",)
 _CHOICES = ("Index", "MaskedSelect")  # selection of elements by value
-_REDUCES_TO_MEAN, _REDUCES_TO_SUM = 1, 2  # values of `reduction` in torch's losses
+_REDUCTIONS: dict[Any, str] = {1: "mean", 2: "sum"}  # by the value of `reduction` in torch's losses
 _MOST_FOLLOWED = 6  # max operations between a mean and the selection of its elements
 _MOST_SOURCES = 256
 _MOST_VARIABLES = 64  # max local variables of the function that calls backward
@@ -47,11 +47,11 @@ class LossRecorder(Recorder, subjects=("loss",)):
     """Recorder of backward passes in sampled optimizer steps."""
 
     def __init__(
-        self, run: Recording, optimizers: OptimizerRecorder, others: Sequence[Any], taken: AutogradGradRecorder
+        self, run: Recording, optimizers: OptimizerRecorder, listeners: Sequence[Any], taken: AutogradGradRecorder
     ) -> None:
         """Initialize; `optimizers` get each backward pass, `taken` each `torch.autograd.grad`.
 
-        `others` get the backward passes that they await (`awaits_backward`), by `note_backward(losses)`.
+        `listeners` get the backward passes that they await (`awaits_backward`), by `note_backward(losses)`.
         """
         self._run = run
         self._scaled: tuple[int, Any] = (0, None)  # id of the last scaled loss, and its gradient scaler
@@ -64,15 +64,15 @@ class LossRecorder(Recorder, subjects=("loss",)):
         self._exchanged = -1  # last step with a gather or broadcast
         self._sources: dict[tuple[CodeType, int], LossSource] = {}  # by line that calls backward
         name = _ENGINE if hasattr(torch.autograd, _ENGINE) else "backward"
-        patched(torch.autograd, name, partial(_backward, (self, others, optimizers, taken)))
+        patched(torch.autograd, name, partial(_backward, (self, listeners, optimizers, taken)))
         patched(torch.amp.GradScaler, "scale", self._scales)
 
-    def note_collective(self, call: Call, given: Mapping[str, Any]) -> None:
+    def note_collective(self, call: Call, arguments: Mapping[str, Any]) -> None:
         """Record the input of a sum all_reduce with a few elements at most."""
         if "gather" in call.operation or "broadcast" in call.operation:
             self._exchanged = self._run.steps
-        tensor = given.get("tensor")
-        if call.operation != "all_reduce" or given.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
+        tensor = arguments.get("tensor")
+        if call.operation != "all_reduce" or arguments.get("op", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
             return
         if not self._is_probed(self._run.steps):
             return
@@ -124,7 +124,7 @@ class LossRecorder(Recorder, subjects=("loss",)):
             note = _note_of(arrived, number, kind, node, scales, lines_of_terms.get(node), head)
             handles.append(node.register_prehook(UnpickledHook(note, self)))
         totals: list[float] = []
-        for node in log_softmaxes([node_of(losses)]) if node_of(losses) is not None else ():
+        for node in log_softmaxes([losses]):
             handles.append(node.register_prehook(UnpickledHook(partial(_note_targets, totals), self)))
 
         def ended() -> None:
@@ -161,16 +161,16 @@ _Recorders = tuple[LossRecorder, Sequence[Any], OptimizerRecorder, AutogradGradR
 def _backward(
     recorders: _Recorders, tensors: Any, *arguments: Any, accumulate_grad: bool = True, **_named: Any
 ) -> Generator[None, Any, None]:
-    """Notify recorders of a backward pass, each despite errors in others."""
-    recorder, others, optimizers, taken = recorders
+    """Notify recorders of a backward pass, each despite errors in another."""
+    recorder, listeners, optimizers, taken = recorders
     if not accumulate_grad:
         gradients = yield
         taken.taken(arguments[3] if len(arguments) > 3 else (), gradients)
         return
     losses = tensors[0] if isinstance(tensors, tuple) and len(tensors) == 1 else tensors
-    for other in others:
-        if other.awaits_backward:
-            other.note_backward(losses)
+    for listener in listeners:
+        if listener.awaits_backward:
+            listener.note_backward(losses)
     if in_backward():  # of a checkpoint: part of the outer backward pass
         return
     ended = recorder.begins(losses)
@@ -213,19 +213,19 @@ def _note_of(
 ) -> Callable[[Any], None]:
     count, chosen = _count(node)
 
-    def note(given: Any) -> None:
-        if given[0] is not None and given[0].numel():
-            factor = float(own_part(given[0]).flatten()[0])  # a DTensor if the model is split
+    def note(gradients: Any) -> None:
+        if gradients[0] is not None and gradients[0].numel():
+            factor = float(own_part(gradients[0]).flatten()[0])  # a DTensor if the model is split
             by = [tuple(value for name, value in scales if name == kind_of_scale) for kind_of_scale in ("Div", "Mul")]
             arrived[number] = ScaledTerm(kind, factor, count, chosen, by[0], by[1], line, head)
 
     return note
 
 
-def _note_targets(found: list[float], given: Any) -> None:
+def _note_targets(totals: list[float], gradients: Any) -> None:
     """Record the total target weight from the gradient of log-probabilities."""
-    if given[0] is not None:
-        found.append(-float(own_part(given[0]).double().sum()))
+    if gradients[0] is not None:
+        totals.append(-float(own_part(gradients[0]).double().sum()))
 
 
 _Scales = tuple[tuple[str, float], ...]
@@ -240,10 +240,9 @@ def _terms(loss: torch.Tensor) -> Iterator[tuple[Any, str, _Scales]]:
         if node is None or len(pending) > _MOST_NODES:
             return
         name = node.name()
-        if name.startswith(_MEANS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_MEAN:
-            terms.append((node, "mean", scales))
-        elif name.startswith(_SUMS) or getattr(node, "_saved_reduction", None) == _REDUCES_TO_SUM:
-            terms.append((node, "sum", scales))
+        reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", None))
+        if reduction or name.startswith((*_MEANS, *_SUMS)):
+            terms.append((node, reduction or ("mean" if name.startswith(_MEANS) else "sum"), scales))
         elif name == _SINK:
             pending.append((*node.next_functions[min(index, len(node.next_functions) - 1)], scales))
         elif name.startswith(_PASSED):
@@ -300,8 +299,10 @@ _GOES_ON = ("Mul", "Div", "Neg", "Add", "Sub", "Sum", "Mean", "View", "Reshape",
 def targets_of(loss: torch.Tensor) -> tuple[LossTarget, ...]:
     """Return the targets of a loss that combines torch's losses arithmetically."""
     targets = []
-    nodes = nodes_behind([node_of(loss)], _MOST_NODES, lambda n: not _has_target(n) and n.name().startswith(_GOES_ON))
-    for target in (kept_tensor(node, "target") for node in filter(_has_target, nodes)):
+    graph = LossGraph(
+        [loss], limit=_MOST_NODES, is_end=lambda node: _has_target(node) or not node.name().startswith(_GOES_ON)
+    )
+    for target in (kept_tensor(node, "target") for node in filter(_has_target, graph.nodes)):
         if type(target) is torch.Tensor and target.layout == torch.strided and target.dim() and not target.is_complex():
             if not target.requires_grad and target.numel() > 1:
                 targets.append(LossTarget(fingerprint(target), len(target), target.numel(), _bits(target.detach())))

@@ -121,10 +121,8 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
         return _follow_name(trace, scope, node.id, min(before, place_of(node)), part)
     if isinstance(node, ast.BinOp):
         return _follow_operation(trace, scope, node, before)
-    if isinstance(node, ast.UnaryOp | ast.Await):
+    if isinstance(node, ast.UnaryOp | ast.Await | ast.NamedExpr):
         return _follow(trace, scope, node.operand if isinstance(node, ast.UnaryOp) else node.value, before, part)
-    if isinstance(node, ast.NamedExpr):
-        return _follow(trace, scope, node.value, before, part)
     if isinstance(node, ast.IfExp):
         return _follow(trace, scope, node.body, before, part) or _follow(trace, scope, node.orelse, before, part)
     if isinstance(node, ast.Tuple) and isinstance(part, int) and part < len(node.elts):
@@ -167,27 +165,24 @@ def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: in
 def _is_constant(scope: Scope, node: ast.expr) -> bool:
     """Return True for a constant, or a library call on constants: `torch.zeros(1, device=device)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        is_library = isinstance(resolved(scope, node.func.value), types.ModuleType)
-        return (
-            is_library
-            and function_of(resolved(scope, node.func))[0] is None
-            and all(isinstance(argument, ast.Constant) for argument in node.args)
-        )
+        is_in_module = isinstance(resolved(scope, node.func.value), types.ModuleType)
+        is_library = is_in_module and function_of(resolved(scope, node.func))[0] is None
+        return is_library and all(isinstance(argument, ast.Constant) for argument in node.args)
     return isinstance(node, ast.Constant)
 
 
 def _follow_operation(trace: _Trace, scope: Scope, node: ast.BinOp, before: Place) -> bool:
     if isinstance(node.op, ast.Mult | ast.Div):
-        left, right = _is_number(scope, node.left), _is_number(scope, node.right)
-        left, right = left or _has_loss(scope, node.right), right or _has_loss(scope, node.left)
-        if left and right:  # both or neither contain a loss
-            left = right = False
-        if isinstance(node.op, ast.Div) or right:
+        scales_right = _is_number(scope, node.left) or _has_loss(scope, node.right)
+        scales_left = _is_number(scope, node.right) or _has_loss(scope, node.left)
+        if scales_left and scales_right:  # both or neither contain a loss
+            scales_left = scales_right = False
+        if isinstance(node.op, ast.Div) or scales_left:
             trace.factors.append((scope, node.right, node.lineno))
             if isinstance(node.op, ast.Div) and not _is_number(scope, node.right):
                 return _made_here(trace, scope, node)  # division by a count, for example: the mean of a sum
             return _follow(trace, scope, node.left, before, None) or _made_here(trace, scope, node.left)
-        if left:
+        if scales_right:
             trace.factors.append((scope, node.left, node.lineno))
             return _follow(trace, scope, node.right, before, None) or _made_here(trace, scope, node.right)
     if isinstance(node.op, ast.Mult | ast.Div | ast.Add | ast.Sub):
@@ -315,10 +310,8 @@ def called_in(scope: Scope, lines: Container[int] | None = None) -> Iterator[tup
 
 
 def _factors(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
-        return [node.left, node.right]
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
-        return [node.value]
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+        return [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = node.func.attr.strip("_").removeprefix("foreach_")
         return node.args if name in ("mul", "div", "multiply", "divide") else []
@@ -343,7 +336,7 @@ def _says_world_size(scope: Scope, node: ast.AST, seen: set[Any]) -> bool:
     if (scope.body, text) in seen:
         return False
     seen.add((scope.body, text))
-    if text in _given_as_world_size(tree):
+    if text in _world_size_arguments(tree):
         return True
     for body in (scope.body, tree):
         for _, target, value in bindings(body, text):
@@ -373,7 +366,7 @@ def _results(called: Any, part: int | None, seen: set[Any]) -> Iterator[tuple[Sc
 
 
 @functools.cache
-def _given_as_world_size(tree: ast.Module) -> frozenset[str]:
+def _world_size_arguments(tree: ast.Module) -> frozenset[str]:
     """Return the expressions passed as `world_size` or `num_replicas` in a file."""
     keywords = (keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords)
     values = (keyword.value for keyword in keywords if keyword.arg in (_WORLD_SIZE, "num_replicas"))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.gather.autograd.autograd_graph import node_of, nodes_behind
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, node_of
 from ddpcheck.gather.autograd.loss_terms import head_of
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import version_of
@@ -109,17 +109,14 @@ class MicroBatches(Recorder, subjects=("loss",)):
     def _hook(self, step: int, position: int, output: Any) -> None:
         tensors = _tensors(output)
         sequences = next((len(tensor) for tensor in tensors if tensor.ndim == 3), 0)
-        nodes = log_softmaxes(node_of(tensor) for tensor in tensors)
-        for count, node in enumerate(nodes):
-            if _has_own_head(node, nodes):
-                which = step, f"log_softmax {count}", position, sequences
-                self._measure(node, 0, which, _of_log_probabilities)
+        nodes = log_softmaxes(tensors)
+        for index in _with_unshared_head(nodes):
+            which = step, f"log_softmax {index}", position, sequences
+            self._measure(nodes[index], 0, which, _of_log_probabilities)
         scores = [tensor for tensor in tensors if tensor.ndim > 1 and tensor.is_floating_point()]
-        score_nodes = [node_of(tensor) for tensor in scores]
-        for count, logits in enumerate(scores):
-            if _has_own_head(node_of(logits), score_nodes):
-                which = step, f"output {count}", position, sequences
-                self._measure(*_where_used(logits), which, _Logits(logits))
+        for index in _with_unshared_head([node_of(tensor) for tensor in scores]):
+            which = step, f"output {index}", position, sequences
+            self._measure(*_where_used(scores[index]), which, _Logits(scores[index]))
 
     def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
         """Measure the gradient at an output of a node; `which`: step, head, position and sequences."""
@@ -145,19 +142,16 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return list(islice(leaves, _MOST_HEADS))
 
 
-def log_softmaxes(roots: Iterable[Any]) -> list[Any]:
-    """Return the first `log_softmax` nodes of a graph from its roots."""
-    nodes = nodes_behind(roots, _NODES, lambda node: not _is_log_softmax(node))
-    return list(islice(filter(_is_log_softmax, nodes), _MOST_HEADS))
+def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the first `log_softmax` nodes of the graph behind tensors."""
+    graph = LossGraph(tensors, limit=_NODES, is_end=lambda node: node.name().startswith("LogSoftmaxBackward"))
+    return graph.ends[:_MOST_HEADS]
 
 
-def _is_log_softmax(node: Any) -> bool:
-    return bool(node.name().startswith("LogSoftmaxBackward"))
-
-
-def _has_own_head(node: Any, nodes: Sequence[Any]) -> bool:
-    head = head_of(node)
-    return head is None or [head_of(other) for other in nodes].count(head) == 1
+def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
+    """Return the indices of nodes whose `head_of` is not that of another node, or is unknown."""
+    heads = [head_of(node) for node in nodes]
+    return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 
 
 def _where_used(logits: torch.Tensor) -> tuple[Any, int]:

@@ -24,7 +24,7 @@ from ddpcheck.findings.evidence.script import GradientsClipped, GradientsZeroed
 from ddpcheck.findings.evidence.steps import Call
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import user_location, variables_of
-from ddpcheck.gather.autograd.autograd_graph import walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph
 from ddpcheck.gather.autograd.exchanges import has_parts, part_of_gradient
 from ddpcheck.gather.ddp.ddp_wrapper import parameters_of
 from ddpcheck.gather.patching import Recorder, patched
@@ -228,7 +228,7 @@ class ZeroingRecorder(Recorder, subjects=("loop",)):
             elif tracked.stale:
                 tracked.stale_params = [tensor_ref(p) for p in parameters_of(optimizer) if _mark(p)]
             if _repeats(tracked.zeroed_before) and not tracked.for_inputs and isinstance(loss, torch.Tensor):
-                leaves = walk_graph([loss]).leaves if leaves is None else leaves
+                leaves = LossGraph([loss]).leaves if leaves is None else leaves
                 tracked.for_inputs = any(not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
     def backward_ended(self) -> None:

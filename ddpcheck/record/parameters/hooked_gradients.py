@@ -23,7 +23,7 @@ from ddpcheck.record.recording import UnpickledHook
 _MOST_ELEMENTS = 1 << 24
 _FEWEST = 4  # elements needed to classify a change
 _SAME = 1e-4  # relative tolerance
-_REGISTERS = {
+_REGISTRATIONS = {
     "_backward_hooks": "register_full_backward_hook",
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
@@ -63,15 +63,12 @@ class HookedGradients:
     def attach_to_module(self, name: str, module: nn.Module) -> list[Any]:
         """Register hooks on a module with full backward hooks, before its forward pass."""
         handles: list[Any] = []
-        for attribute in ("_backward_hooks", "_backward_pre_hooks"):
+        for attribute, registration in _REGISTRATIONS.items():
             if getattr(module, "_is_full_backward_hook", None) is False or not self._has_hooks(module, attribute):
                 continue
-            first, last = (
-                UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
-                for note in (self._keep_all, self._arrived_all)
-            )
-            register: Any = getattr(module, _REGISTERS[attribute])
-            handles += [register(hook) for hook in (first, last)]
+            for note in (self._keep_all, self._arrived_all):
+                hook = UnpickledHook(lambda _module, grads, *_more, note=note: note(name, grads))
+                handles.append(getattr(module, registration)(hook))
             _call_first(getattr(module, attribute), handles[-2])
         return handles
 
@@ -83,12 +80,13 @@ class HookedGradients:
         for number, gradient in enumerate(gradients):
             before = self._before.pop(f"{name} {number}", None)
             if before is not None and before.shape == getattr(gradient, "shape", None):
-                change = change_of(before.flatten(), gradient.detach().flatten())
+                change = change_of(before, gradient.detach())
                 if change.kind == "scaled" and change.number != 1.0:
                     self.factors[name] = change.number
 
-    def _has_hooks(self, leaf: Any, held: str) -> bool:
-        hooks = [hook for hook in (getattr(leaf, held, None) or {}).values() if not isinstance(hook, UnpickledHook)]
+    def _has_hooks(self, leaf: Any, attribute: str) -> bool:
+        registered = (getattr(leaf, attribute, None) or {}).values()
+        hooks = [hook for hook in registered if not isinstance(hook, UnpickledHook)]
         lines = [line for line in map(defined_at, hooks) if line is not None and is_user_file(line.path)]
         self.location = self.location or next(iter(lines), None)
         return bool(hooks)
@@ -107,7 +105,7 @@ class HookedGradients:
         """Record the change of a gradient, after the last hook."""
         before = self._before.pop(name, None)
         if before is not None and before.shape == gradient.shape and not torch.equal(before, gradient):
-            self.changed[name] = change_of(before.flatten(), gradient.detach().flatten())
+            self.changed[name] = change_of(before, gradient.detach())
 
 
 def _call_first(hooks: Any, handle: Any) -> None:
@@ -119,7 +117,7 @@ def _call_first(hooks: Any, handle: Any) -> None:
 def change_of(before: torch.Tensor, after: torch.Tensor) -> HookedGradient:
     """Classify the change of elements, if ranks can be compared by it."""
     same = max(_SAME, 8 * torch.finfo(before.dtype).eps)
-    old, new = before.double(), after.double()
+    old, new = before.flatten().double(), after.flatten().double()
     finite = old.isfinite() & new.isfinite() & (old.abs() > 1e-30)
     whole = bool(finite.all())
     old, new = old[finite], new[finite]

@@ -16,7 +16,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.modules import WrapperFacts
 from ddpcheck.findings.evidence.steps import GradientState, PathEnd, StepEvidence, UnregisteredTensor
-from ddpcheck.gather.autograd.autograd_graph import gradient_nodes, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, gradient_nodes, named_parameters, unregistered_tensors
 from ddpcheck.gather.autograd.gradient_paths import COMPILED_CODE, function_returning_none
 from ddpcheck.gather.ddp.ddp_wrapper import SeenParameter, changes, parameters_in_wrappers
 from ddpcheck.gather.ddp.sharding import gathered_twice, is_gathered, shards_in_use
@@ -229,7 +229,7 @@ class StepProbe:
         self.keep = keep  # linear function of a gradient, by name, whose result is kept; `None` to keep nothing
         self._arrived_none: set[str] = set()
         self._before = parts.now().parameters
-        self._roots: list[Any] = []
+        self._graph: LossGraph | None = None  # of the forward outputs, if autograd Functions are in it
         self._handles: list[Any] = []
         self.attach()
 
@@ -299,9 +299,9 @@ class StepProbe:
 
     def forward_returned(self, tensors: Sequence[torch.Tensor]) -> None:
         """Walk the graph of the tensors that a forward pass returned, while it exists."""
-        walk = walk_graph(tensors)
-        self.reentrant |= any("CheckpointFunctionBackward" in name for name in walk.node_names)
-        self._roots = [tensor.grad_fn for tensor in tensors] if walk.functions else []
+        graph = LossGraph(tensors)
+        self.reentrant |= graph.has_reentrant_checkpoint
+        self._graph = graph if graph.functions else None
         params = self._parts.now().parameters
         new = {} if params is self._before else {name: p for name, p in params.items() if name not in self._before}
         if new:
@@ -314,7 +314,7 @@ class StepProbe:
             twice = gathered_twice(self._module)
             self.beside |= {name for name, p in self._parameters.items() if id(p) in twice}
         known_ids = {*map(id, params.values()), *map(id, self._leaves)}
-        unknown = {id(leaf) for leaf in walk.leaves if leaf.requires_grad} - known_ids
+        unknown = {id(leaf) for leaf in graph.leaves if leaf.requires_grad} - known_ids
         if unknown:
             names = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in unregistered_tensors(self._module)}
             wanted = unknown - parameters_in_wrappers()
@@ -327,10 +327,10 @@ class StepProbe:
         Function, through which outputs outside of the loss return None: no gradient is lost.
         """
         self.detach()
-        roots, self._roots = self._roots, []
+        graph, self._graph = self._graph or LossGraph([]), None
         leaves = dict(zip(self._parameters, self._leaves, strict=True))
         for name in sorted(self._arrived_none - self.arrivals.keys()):
-            end = function_returning_none(roots, leaves[name])
+            end = function_returning_none(graph, leaves[name])
             if _SINK not in end.reason:
                 self.lost[name] = end
 

@@ -219,7 +219,9 @@ class RankLayers(Recorder, subjects=("parity",)):
         """Record the generator state; in a single process, compute on each rank's rows."""
         if self._backward != self._samples.backwards:
             self._backward, self._calls = self._samples.backwards, 0
-        key, generator = f"dropout {self._calls}", _generator(inputs[0])
+        key, generator = f"dropout {self._calls}", torch.default_generator
+        if inputs[0].is_cuda:
+            generator = torch.cuda.default_generators[inputs[0].device.index or 0]
         self._calls += 1
         if not self._samples.replays:
             entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
@@ -260,12 +262,6 @@ class RankLayers(Recorder, subjects=("parity",)):
         return batch_norm
 
 
-def _generator(inputs: torch.Tensor) -> torch.Generator:
-    if inputs.device.type == "cuda":
-        return torch.cuda.default_generators[inputs.device.index or 0]
-    return torch.default_generator
-
-
 def _without_padding(
     compute: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> torch.Tensor:
@@ -284,9 +280,9 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 class Frameworks(Recorder, subjects=("parity",)):
     """Patch of Lightning for a single device, and detector of accelerate's schedule stepping."""
 
-    def __init__(self, *, is_alone: bool) -> None:
+    def __init__(self, *, is_single_process: bool) -> None:
         self.steps_schedules = False  # True if a schedule is stepped once per rank, as accelerate does
-        if is_alone:
+        if is_single_process:
             when_imported(_LIGHTNING, self._follow_lightning)
         when_imported(("accelerate.scheduler",), lambda home: patched(home.AcceleratedScheduler, "step", self._steps))
         Patch(torch.jit, "script", functools.partial(scripting_in, _originals_in_place))
@@ -303,8 +299,8 @@ class Frameworks(Recorder, subjects=("parity",)):
 @contextlib.contextmanager
 def _originals_in_place(_code: object) -> Iterator[None]:
     """Restore the original functions while TorchScript compiles, instead of the patched ones."""
-    places = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
-    current = [(owner, name, getattr(owner, name)) for owner, name in places]
+    functions = ((owner, name) for owner in (torch, functional) for name in _REPLACED if hasattr(owner, name))
+    current = [(owner, name, getattr(owner, name)) for owner, name in functions]
     for owner, name, function in current:
         setattr(owner, name, inspect.unwrap(function))
     try:
@@ -322,7 +318,7 @@ def _on_one_device(construct: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-_OTHER_SEED = 7919
+_NOISE_SEED = 7919
 _FASTER = 16.0  # clock speed-up factor
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
 
@@ -334,7 +330,7 @@ class Noise:
         self._is_on = False
         # relative rounding error of gradients: of float32, or of the coarsest autocast dtype used
         self.eps = torch.finfo(torch.float32).eps
-        self._signs = torch.Generator().manual_seed(_OTHER_SEED)
+        self._signs = torch.Generator().manual_seed(_NOISE_SEED)
         patched(torch.autocast, "__enter__", self._enters)
         for name in _CLOCKS:
             Patch(time, name, _skewed)
@@ -347,9 +343,9 @@ class Noise:
             return
         self._is_on = True
         torch.manual_seed(torch.initial_seed() % (1 << 62))
-        random.seed(_OTHER_SEED)
+        random.seed(_NOISE_SEED)
         if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(_OTHER_SEED)
+            numpy.random.seed(_NOISE_SEED)
 
     def _enters(self, autocast: Any) -> None:
         if autocast._enabled:
@@ -365,10 +361,10 @@ class Noise:
 
     def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def seed(*given: Any, **named: Any) -> Any:
-            if self._is_on and given and type(given[0]) is int:
-                given = (given[0] + _OTHER_SEED, *given[1:])
-            return original(*given, **named)
+        def seed(*arguments: Any, **named: Any) -> Any:
+            if self._is_on and arguments and type(arguments[0]) is int:
+                arguments = (arguments[0] + _NOISE_SEED, *arguments[1:])
+            return original(*arguments, **named)
 
         return seed
 

@@ -67,7 +67,7 @@ def redirect_files(folder: str | Path, since: float, keep: Sequence[str | Path])
 
 class _File(NamedTuple):
     path: str  # symlinks resolved
-    place: str  # path of the content on disk
+    disk_path: str  # of the content
     status: os.stat_result | None  # None if the script must not see the file
     is_folder: bool
 
@@ -117,9 +117,9 @@ class _Overlay:
             file = self._find(os.path.realpath(file.path))
         return None if file.path != text and self._is_exempt(file.path) else file
 
-    def script_path(self, place: str) -> str:
+    def script_path(self, path: str) -> str:
         """Return the path under which the script knows a file."""
-        return (place.removeprefix(self._files) or "/") if f"{place}/".startswith(f"{self._files}/") else place
+        return (path.removeprefix(self._files) or "/") if f"{path}/".startswith(f"{self._files}/") else path
 
     def entries(self, path: str) -> dict[str, os.DirEntry[str]]:
         """Return the overlay files of a folder, and originals that are not hidden."""
@@ -132,13 +132,13 @@ class _Overlay:
         return by_name
 
     def read(self, file: _File) -> str:
-        return file.place
+        return file.disk_path
 
     def open(self, flags: int, file: _File) -> str:
         if file.status is None:
-            return self._room(file.path) if flags & os.O_CREAT else file.place
-        if file.place != file.path or not S_ISREG(file.status.st_mode) or flags & _MAKE == _MAKE:
-            return file.place  # `os.mkdir` and similar functions raise at this path
+            return self._room(file.path) if flags & os.O_CREAT else file.disk_path
+        if file.disk_path != file.path or not S_ISREG(file.status.st_mode) or flags & _MAKE == _MAKE:
+            return file.disk_path  # `os.mkdir` and similar functions raise at this path
         return self._room(file.path) if flags & _NEW == _NEW else self.copy(file)
 
     def change(self, file: _File) -> str:
@@ -150,7 +150,7 @@ class _Overlay:
             os.makedirs(self._files + file.path, exist_ok=True)
             for name in self.entries(file.path):
                 self.copy(self._find(f"{file.path}/{name}"))
-        elif file.status is not None and file.place == file.path:
+        elif file.status is not None and file.disk_path == file.path:
             draft = f"{self._folder}/{os.getpid()}-{threading.get_ident()}"
             shutil.copy2(file.path, draft, follow_symlinks=False)
             os.replace(draft, self._room(file.path))
@@ -166,7 +166,7 @@ class _Overlay:
 
     def remove(self, file: _File, of_folder: bool = False) -> str | None:
         if file.status is None or file.is_folder != of_folder:
-            return file.place  # the original function raises at this path
+            return file.disk_path  # the original function raises at this path
         if of_folder and self.entries(file.path):
             raise OSError(errno.ENOTEMPTY, "")
         self._hide(file)
@@ -174,7 +174,7 @@ class _Overlay:
 
     def _hide(self, file: _File) -> None:
         self._parents.clear()
-        if file.place == file.path and not file.is_folder and self._birth(file.path) >= self._began:
+        if file.disk_path == file.path and not file.is_folder and self._birth(file.path) >= self._began:
             self.real.unlink(file.path)  # another program created the file for this run
         self._removals[file.path] = time.time()
 
@@ -188,14 +188,15 @@ class _Overlay:
         return self._files + path
 
     def _find(self, path: str) -> _File:
-        place = self._files + path
-        upper = self._status(place) if self.real.access(place, os.F_OK, follow_symlinks=False) else None  # a fast check
+        overlay_path = self._files + path
+        exists = self.real.access(overlay_path, os.F_OK, follow_symlinks=False)  # a fast check
+        upper = self._status(overlay_path) if exists else None
         original = self._status(path)
         upper_is_folder, is_folder = (status is not None and S_ISDIR(status.st_mode) for status in (upper, original))
         is_covered = upper is not None and not (upper_is_folder and is_folder)
         if original is not None and not is_covered and not self._is_hidden(path, original):
             return _File(path, path, original, is_folder)
-        return _File(path, place if upper or original else path, upper, upper_is_folder)
+        return _File(path, overlay_path if upper or original else path, upper, upper_is_folder)
 
     def _status(self, path: str) -> os.stat_result | None:
         with contextlib.suppress(OSError):
@@ -296,7 +297,7 @@ class _Functions:
                 flags = use if use != _BY_CALL else named.get("flags", named.get("shared", [*arguments, 0, 0][1])) or 0
                 flags = _UPDATE if flags is True else flags
                 use = functools.partial(self._overlay.open, flags) if flags & _WRITES else self._overlay.read
-            holder[key] = self._place(holder[key], use, follow, folder)
+            holder[key] = self._redirected(holder[key], use, follow, folder)
             if holder[key] is None:
                 return None
         try:
@@ -307,12 +308,12 @@ class _Functions:
             raise
 
     @passes_on
-    def _place(self, path: Any, use: _Use, follow: bool, folder: int | None) -> Any:
+    def _redirected(self, path: Any, use: _Use, follow: bool, folder: int | None) -> Any:
         try:
             if (file := self._overlay.locate(path, follow, folder)) is None:
                 return path
-            place = use(file)
-            return os.fsencode(place) if place is not None and isinstance(path, bytes) else place
+            target = use(file)
+            return os.fsencode(target) if target is not None and isinstance(path, bytes) else target
         except Exception as error:
             if is_of_signal(error):
                 raise
@@ -383,11 +384,11 @@ class _Scan(contextlib.AbstractContextManager["_Scan"], Iterator["_Entry"]):
     """Iterator returned by the patched `os.scandir`."""
 
     def __init__(self, entries: dict[str, os.DirEntry[str]], folder: Any) -> None:
-        self._left = (_Entry(entry, folder) for entry in entries.values())
-        self.close = self._left.close
+        self._entries = (_Entry(entry, folder) for entry in entries.values())
+        self.close = self._entries.close
 
     def __next__(self) -> _Entry:
-        return next(self._left)
+        return next(self._entries)
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -70,14 +70,14 @@ class ParityRecorder(Recorder, subjects=("parity",)):
         self.samples = Samples(self.write, reader, options)
         self._draws = RandomDraws(self.samples, replays=options.draws)
         self._layers = RankLayers(self.samples)
-        self._frameworks = Frameworks(is_alone=reader is not None)
+        self._frameworks = Frameworks(is_single_process=reader is not None)
         self._optimizers: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._names: Any = WeakIdKeyDictionary()  # parameter names
         self._losses: list[torch.Tensor] = []
         self._loss_at: Location | None = None
         self._clip: tuple[float, float] | None = None  # (norm, max_norm) of the last clip since the step
-        self._given = torch.zeros(_FEATURES + 1, dtype=torch.float64)
+        self._input_features = torch.zeros(_FEATURES + 1, dtype=torch.float64)
         self._steps = 0
         self._full_at = 0
         self._in_closure: ParityStep | None = None  # pending step, if the optimizer was called with a closure
@@ -159,7 +159,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             return
         for tensor in tree_tensors((inputs, named)):
             if tensor.dim() and 0 < tensor.numel() <= _LARGEST and tensor.layout == torch.strided:
-                self._given += _features(tensor.detach())
+                self._input_features += _features(tensor.detach())
 
     def _backward(self, tensors: Any = None, *_arguments: Any, **_named: Any) -> None:
         if os.getpid() != self._process:
@@ -223,7 +223,7 @@ class ParityRecorder(Recorder, subjects=("parity",)):
 
     def _compare_rows(self, number: int) -> None:
         """Exit if the step has the rows of several micro-batches per rank."""
-        key, rows = f"rows {number}", self._given[-1].item()
+        key, rows = f"rows {number}", self._input_features[-1].item()
         if self._reader is None:
             self.samples.keep(key, rows)
             return
@@ -276,10 +276,10 @@ class ParityRecorder(Recorder, subjects=("parity",)):
             loss_at=self._loss_at,
             clip=self._clip,
             backwards=self.samples.backwards,
-            samples=tuple((self._given * (not self.samples.is_padded)).tolist()),  # padded rows differ
+            samples=tuple((self._input_features * (not self.samples.is_padded)).tolist()),  # padded rows differ
         )
         self.write(entry)
-        self._clip, self._losses, self._given = None, [], torch.zeros_like(self._given)
+        self._clip, self._losses, self._input_features = None, [], torch.zeros_like(self._input_features)
 
     def _known_rates(self) -> set[float]:
         groups = (group for optimizer in [*self._optimizers] for group in optimizer.param_groups)
@@ -369,7 +369,7 @@ def start(options: ParityOptions, folder: str) -> None:
         redirect_files(folder, options.since, [options.samples])
     recorder = current = ParityRecorder(options)
 
-    def failed(error: Exception, one: Recorder) -> None:
-        current.write(WatchingFailed("", one.name, ("parity",), 0, in_a_line(error)))
+    def failed(error: Exception, failed_recorder: Recorder) -> None:
+        current.write(WatchingFailed("", failed_recorder.name, ("parity",), 0, in_a_line(error)))
 
     OwnErrors.taken_by = failed

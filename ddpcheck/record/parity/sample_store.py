@@ -26,7 +26,7 @@ _LENGTHS = struct.Struct("<II")
 _NAME = "samples-{}"
 _LARGEST = 1 << 26  # max bytes of a rank's file
 _LARGEST_VALUE = 1 << 24
-_LEFT_FREE = 1 << 25  # bytes kept free on the file system for the ranks' logs
+_MIN_FREE = 1 << 25  # bytes kept free on the file system for the ranks' logs
 
 
 class NotTogetherError(Exception):
@@ -59,8 +59,8 @@ class SampleWriter:
             self.why_full = f"a rank keeps no more than {_LARGEST >> 20} MiB, and {_LARGEST_VALUE >> 20} MiB at a time"
             return
         system = os.fstatvfs(self._file.fileno())
-        if system.f_bavail * system.f_frsize < _LEFT_FREE + len(blob):
-            self.why_full = f"fewer than {_LEFT_FREE >> 20} MiB are free for temporary files"
+        if system.f_bavail * system.f_frsize < _MIN_FREE + len(blob):
+            self.why_full = f"fewer than {_MIN_FREE >> 20} MiB are free for temporary files"
             return
         record = _LENGTHS.pack(len(name), len(blob)) + name + blob
         try:
@@ -81,12 +81,12 @@ class SampleReader:
     def __init__(self, folder: Path, world_size: int) -> None:
         self.world_size = world_size
         self._paths = [Path(folder, _NAME.format(rank)) for rank in range(world_size)]
-        self._places = [_places_in(path) for path in self._paths]
+        self._offsets = [_offsets_in(path) for path in self._paths]
 
     def get(self, key: str) -> list[Any]:
         """Return the values of a key in rank order, without missing ranks."""
         values = []
-        for path, offsets in zip(self._paths, self._places, strict=True):
+        for path, offsets in zip(self._paths, self._offsets, strict=True):
             if key in offsets:
                 start, size = offsets[key]
                 with path.open("rb") as file:
@@ -96,15 +96,15 @@ class SampleReader:
 
     def count(self, key: str) -> int:
         """Return the number of ranks with a value under a key."""
-        return sum(key in offsets for offsets in self._places)
+        return sum(key in offsets for offsets in self._offsets)
 
 
 class _Pickler(pickle.Pickler):
     """Pickler of tensors as raw bytes, ten times faster than torch.save."""
 
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is torch.Tensor and thing.layout == torch.strided and not thing.is_quantized:
-            plain = thing.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized:
+            plain = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
             return _tensor, (plain.reshape(-1).view(torch.uint8).numpy().tobytes(), plain.dtype, tuple(plain.shape))
         return NotImplemented
 
@@ -114,7 +114,7 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return flat.reshape(shape)
 
 
-def _places_in(path: Path) -> dict[str, tuple[int, int]]:
+def _offsets_in(path: Path) -> dict[str, tuple[int, int]]:
     offsets: dict[str, tuple[int, int]] = {}
     if not path.exists():
         return offsets
@@ -213,19 +213,18 @@ def rows_of(value: Any) -> int:
     return int(shape[0]) if len(shape) else 0
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(first: Any, second: Any) -> bool:
     """Return True if two values are equal, tensors and arrays element by element."""
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
-    if isinstance(one, Mapping | UserDict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(
-            type(a) is type(b) and is_same(a, b) for a, b in zip(one, other, strict=True)
-        )
-    if getattr(one, "shape", None) != getattr(other, "shape", None):
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and bool(torch.equal(first, second))
+    if isinstance(first, Mapping | UserDict):
+        return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(type(a) is type(b) and is_same(a, b) for a, b in pairs)
+    if getattr(first, "shape", None) != getattr(second, "shape", None):
         return False
-    equal = one == other
+    equal = first == second
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
@@ -249,14 +248,14 @@ def scale_batch_size(size: int, scaled: int) -> Iterator[str]:
                 yield from _scale_inside(value, size, scaled, name, seen)
 
 
-def _scale(held: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
-    if id(held) in seen or len(held) > _MOST:
+def _scale(variables: MutableMapping[Any, Any], size: int, scaled: int, path: str, seen: set[int]) -> Iterator[str]:
+    if id(variables) in seen or len(variables) > _MOST:
         return
-    seen.add(id(held))
-    for name, value in [*held.items()]:
+    seen.add(id(variables))
+    for name, value in [*variables.items()]:
         full_path = f"{path}.{name}" if path else f"{name}"
         if _has_size(name, value, size):
-            held[name] = scaled
+            variables[name] = scaled
             yield full_path
         elif full_path.count(".") < _DEEPEST:
             yield from _scale_inside(value, size, scaled, full_path, seen)

@@ -41,6 +41,7 @@ from ddpcheck.record.parity.sample_store import (
 from ddpcheck.record.rank.environment import ParityOptions
 
 _MOST_WAITING = 4096  # max values recorded before the process has a rank
+_BATCH_SIZE_INDEX = {data.DataLoader: 1, data.BatchSampler: 2}  # of the constructors' batch_size, without `self`
 _MOST_WITHOUT = 64  # max batches recorded of a pass without a backward pass
 
 
@@ -52,7 +53,7 @@ class _Pass:
     rows: int = 0
     is_over: bool = False
     is_replayed: bool | None = None  # None if not decided yet
-    rows_of_one: int = -1  # samples per pass in this process, -1 if unknown
+    process_rows: int = -1  # samples per pass in this process, -1 if unknown
     length: int = -1  # batches per pass, -1 if unknown
 
 
@@ -86,7 +87,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self.on_pass: Callable[[], object] = lambda: None  # called before each pass over a loader
         self._evaluated = -1  # number of backward passes at the end of the last evaluation
         self._refused = set[str]()
-        for kind in (data.DataLoader, data.BatchSampler):
+        for kind in _BATCH_SIZE_INDEX:
             Patch(kind, "__init__", functools.partial(self._constructing, kind=kind))
         patched(data.DataLoader, "__iter__", self._begins)
         Patch(_BaseDataLoaderIter, "__next__", self._taking)
@@ -220,14 +221,14 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     # Loaders
 
     def _constructing(self, construct: Callable[..., None], kind: type) -> Callable[..., None]:
-        position = 1 if kind is data.DataLoader else 2  # index of batch_size in the arguments, without `self`
+        index = _BATCH_SIZE_INDEX[kind]
         size_of = guarded(self._size_of)
 
         @functools.wraps(construct)
         def __init__(loader: Any, *arguments: Any, **named: Any) -> None:
-            if (size := size_of(sys._getframe(1), kind, loader, arguments, named, position)) is not None:
-                if len(arguments) > position:
-                    arguments = (*arguments[:position], size, *arguments[position + 1 :])
+            if (size := size_of(sys._getframe(1), kind, loader, arguments, named)) is not None:
+                if len(arguments) > index:
+                    arguments = (*arguments[:index], size, *arguments[index + 1 :])
                 else:
                     named = {**named, "batch_size": size}
             construct(loader, *arguments, **named)
@@ -235,7 +236,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         return __init__
 
     def _size_of(
-        self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any], place: int
+        self, frame: FrameType, kind: type, loader: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> int | None:
         """Return the global batch size to use; on a rank, record its size."""
         if os.getpid() != self._process or not (line := _line_of(frame, loader)):
@@ -245,7 +246,8 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._constructed[name + line] += 1
         if kind is data.DataLoader:
             self._keys[loader] = key
-        size = arguments[place] if len(arguments) > place else named.get("batch_size", 1)
+        index = _BATCH_SIZE_INDEX[kind]
+        size = arguments[index] if len(arguments) > index else named.get("batch_size", 1)
         if type(size) is not int or named.get("batch_sampler") is not None:
             return None
         if self._reader is None:
@@ -279,7 +281,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         self._passes[key] += 1
         with contextlib.suppress(Exception):  # a sampler without a length
             pass_.length = len(loader)
-            pass_.rows_of_one = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
+            pass_.process_rows = len(loader.sampler) if loader.batch_sampler is None or loader.batch_size else -1
         self.on_pass()
         iterator = yield
         self._open[iterator] = pass_
@@ -296,13 +298,13 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
             try:
                 batch = original(iterator)
             except StopIteration:
-                if (replayed := self._in_place_of(pass_, None)) is None:
+                if (replayed := self._replayed_batch(pass_, None)) is None:
                     self._ended(pass_)
                     raise
                 return replayed[0]
             finally:
                 self.loads = outer
-            replayed = self._in_place_of(pass_, batch)
+            replayed = self._replayed_batch(pass_, batch)
             if replayed is None and self._has_ended(pass_):
                 self._ended(pass_)
                 raise StopIteration
@@ -313,22 +315,22 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
 
         return __next__
 
-    def _took(self, made: _Pass, batch: Any) -> None:
+    def _took(self, pass_: _Pass, batch: Any) -> None:
         if self._reader is None:
-            if made.batches < _MOST_WITHOUT or made.began < self.backwards:
-                self.keep(f"{made.key} batch#{made.batches}", batch)
-        made.batches += 1
-        made.rows += rows_of(batch)
+            if pass_.batches < _MOST_WITHOUT or pass_.began < self.backwards:
+                self.keep(f"{pass_.key} batch#{pass_.batches}", batch)
+        pass_.batches += 1
+        pass_.rows += rows_of(batch)
 
-    def _ended(self, made: _Pass) -> None:
-        if made.is_over:
+    def _ended(self, pass_: _Pass) -> None:
+        if pass_.is_over:
             return
-        made.is_over = True
-        if made.began == self.backwards:
+        pass_.is_over = True
+        if pass_.began == self.backwards:
             self.note_evaluation()
-        self.keep(f"{made.key} ended", (made.batches, made.rows))
-        trains = made.began < self.backwards
-        self._sink(PassTaken(made.key, made.rows, made.rows_of_one, trains, made.batches))
+        self.keep(f"{pass_.key} ended", (pass_.batches, pass_.rows))
+        trains = pass_.began < self.backwards
+        self._sink(PassTaken(pass_.key, pass_.rows, pass_.process_rows, trains, pass_.batches))
 
     def note_evaluation(self) -> None:
         """Record that the script evaluates until the next backward pass."""
@@ -342,43 +344,46 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
     @property
     def is_under_way(self) -> bool:
         """Return True if a loader pass is in progress without a backward pass."""
-        return any(m.began == self.backwards and m.batches and not m.is_over for m in self._open.values())
+        return any(
+            pass_.began == self.backwards and pass_.batches and not pass_.is_over for pass_ in self._open.values()
+        )
 
-    def _is_replayed(self, made: _Pass) -> bool:
+    def _is_replayed(self, pass_: _Pass) -> bool:
         """Return True if a pass trains, or evaluates samples of other ranks."""
-        if made.is_replayed is None:
+        if pass_.is_replayed is None:
             assert self._reader is not None
-            ended = self._reader.get(f"{made.key} ended")
+            ended = self._reader.get(f"{pass_.key} ended")
             rows = sum(rank_rows for _, rank_rows in ended)
-            others = 0 <= made.rows_of_one < rows - self._reader.world_size and rows % max(1, made.rows_of_one)
+            takes_fewer_rows = 0 <= pass_.process_rows < rows - self._reader.world_size
+            takes_part = takes_fewer_rows and rows % max(1, pass_.process_rows) > 0
             is_short = all(batches <= _MOST_WITHOUT for batches, _ in ended)
-            made.is_replayed = self._reader.count(f"{made.key} trains") > 0 or (bool(others) and is_short)
-        return made.is_replayed
+            pass_.is_replayed = self._reader.count(f"{pass_.key} trains") > 0 or (takes_part and is_short)
+        return pass_.is_replayed
 
-    def _has_ended(self, made: _Pass) -> bool:
+    def _has_ended(self, pass_: _Pass) -> bool:
         """Return True if no rank has another batch in a training pass."""
-        if self._reader is None or not self._is_replayed(made):
+        if self._reader is None or not self._is_replayed(pass_):
             return False
-        ended = self._reader.get(f"{made.key} ended")
-        return bool(ended) and max(batches for batches, _ in ended) * self._turns <= made.batches
+        ended = self._reader.get(f"{pass_.key} ended")
+        return bool(ended) and max(batches for batches, _ in ended) * self._turns <= pass_.batches
 
-    def _in_place_of(self, made: _Pass, batch: Any) -> tuple[Any] | None:
+    def _replayed_batch(self, pass_: _Pass, batch: Any) -> tuple[Any] | None:
         """Return the batch of all ranks, or None to keep the own batch."""
         if self._reader is None:
             return None
-        key = f"{made.key} batch"
-        if not self._is_replayed(made):
+        key = f"{pass_.key} batch"
+        if not self._is_replayed(pass_):
             self.rows.clear()
             return None
-        if not self._reader.count(f"{key}#{made.batches // self._turns}"):
+        if not self._reader.count(f"{key}#{pass_.batches // self._turns}"):
             return None
         try:
-            value = self.replayed(key, made.batches)
+            value = self.replayed(key, pass_.batches)
         except Exception as error:
             self.refuse(key, str(error))
             return None
         if batch is None:
-            made.batches += 1
+            pass_.batches += 1
         return (value,)
 
     def note_backward(self) -> None:
@@ -391,10 +396,10 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
                     self.keep(f"{pass_.key} trains", True)
 
 
-def _line_of(frame: FrameType, thing: object) -> str:
+def _line_of(frame: FrameType, instance: object) -> str:
     """Return the program line that constructs or iterates over an object."""
     for current in frames_from(frame):
         if is_of_program(current.f_code.co_filename):
-            if current.f_code.co_name != "__init__" or next(iter(variables_of(current).values()), None) is not thing:
+            if current.f_code.co_name != "__init__" or next(iter(variables_of(current).values()), None) is not instance:
                 return str(location_of(current))
     return ""

@@ -280,12 +280,8 @@ def _numbers_of(value: Any) -> _Numbers | None:
     if type(value) is bool:
         return None
     if isinstance(value, torch.Tensor) and value.dim():
-        if (
-            value.numel() > _FEW_ELEMENTS
-            or value.layout != torch.strided
-            or value.is_complex()
-            or value.device.type == "meta"
-        ):
+        is_plain = value.layout == torch.strided and not value.is_complex() and value.device.type != "meta"
+        if value.numel() > _FEW_ELEMENTS or not is_plain:
             return None
         return tuple(map(float, value.detach().flatten().tolist()))
     if type(value) is dict:

@@ -21,7 +21,7 @@ from ddpcheck.anomalous import detect_anomalous_params
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.source_lines import assignment_of, making_of
-from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters, unregistered_tensors, walk_graph
+from ddpcheck.gather.autograd.autograd_graph import LossGraph, all_names, named_parameters, unregistered_tensors
 from ddpcheck.gather.collectives.store_exchange import StoreExchange
 from ddpcheck.gather.state.fingerprints import fingerprint
 from ddpcheck.gather.state.reachable import function_variables
@@ -78,7 +78,7 @@ def _hidden_in_checkpoints(loss: Any) -> set[int]:
     """Return ids of parameters in re-entrant checkpoints (not in the graph yet)."""
     param_ids: set[int] = set()
     roots = [tensor for tensor in tree_tensors(loss) if tensor.requires_grad]
-    for node in walk_graph(roots).functions:
+    for node in LossGraph(roots).functions:
         if node._forward_cls is CheckpointFunction:
             for module in _modules_in(node.run_function):
                 param_ids |= {id(parameter) for parameter in module.parameters()}
