@@ -71,7 +71,7 @@ def check_consistency(
 
 
 def gather_if_different(value: Any, group: Any, purpose: str, timeout: float, absence: str) -> list[Any]:
-    """Return the plain data `value` of all ranks, or [] if all digests are equal.
+    """Return the plain data of all ranks, or [] if all digests are equal.
 
     Raises HangError if a rank does not answer in `timeout` seconds: "ranks ... did not" and `absence`, with advice.
     """

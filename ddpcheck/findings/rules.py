@@ -153,7 +153,7 @@ def sections_of(rule: Rule) -> tuple[tuple[str, str], ...]:
 
 
 def find_rule(text: str) -> Rule:
-    """Return the rule with a code (in any case) or a name, or raise `UsageError`."""
+    """Return the rule of a code (in any case) or name, or raise `UsageError`."""
     wanted = text.strip()
     rule = RULES.get(wanted.upper()) or next((rule for rule in RULES.values() if rule.name == wanted.lower()), None)
     if rule is None:

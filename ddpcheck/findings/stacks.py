@@ -68,7 +68,7 @@ _BLANK = re.compile(r"\n\s*\n")
 
 
 def _threads(dump: str) -> list[tuple[bool, tuple[Frame, ...]]]:
-    """Return the stack of each thread; the flag is True for the thread that wrote the dump."""
+    """Return the stack of each thread, with True for the writer of the dump."""
     return [(block.lstrip().startswith("Current thread"), frames_of(block)) for block in _BLANK.split(dump)]
 
 

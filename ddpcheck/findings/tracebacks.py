@@ -84,7 +84,7 @@ def is_misuse(error: DDPCheckError) -> bool:
 
 
 def as_bug(error: BaseException, phase: str = "") -> BugError:
-    """Wrap a bug in a `BugError` with the full traceback; `phase`: status of the rank."""
+    """Wrap a bug in a `BugError` with the full traceback; `phase` of the rank."""
     if isinstance(error, BugError):
         return error
     lines = str(error).strip().splitlines()
