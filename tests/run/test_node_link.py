@@ -105,7 +105,7 @@ def test_who_does_not_come_is_named_and_the_others_are_not_lost(job: Job, monkey
     (job.folder / "1" / LOG).write_bytes(b"x")
     codes: dict[int, int | None] = {}
     thread = told(b"end", links[1], codes)
-    assert until(lambda: links[0]._others[1].is_done)
+    assert until(lambda: links[0]._nodes[1].is_done)
     monkeypatch.setattr(node_link, "WAIT", 0.5)
     assert links[0].collect(interrupted=False) == {1: b"end"}
     assert links[0].refused == {2: "they have not come within 0.5 s"}
@@ -272,7 +272,7 @@ def test_the_first_node_ends_the_ranks_where_none_gets_on(
     links = job.start(3)
     for link, standing in zip(links, (own, *others), strict=True):
         link.stands(standing, (2 * link.number, 2 * link.number + 1), ranks)
-    assert until(lambda: all(one.state and one.state.world_size for one in links[0]._others.values()))
+    assert until(lambda: all(one.state and one.state.world_size for one in links[0]._nodes.values()))
     assert not any(link.must_end() for link in links[1:])  # before the first one has decided
     assert links[0].must_end() == ends
     if ends:
@@ -288,7 +288,7 @@ def test_a_node_that_was_not_heard_for_a_while_may_have_got_on(job: Job, monkeyp
         link.stands("stuck", (link.number,), 2)
     assert until(lambda: links[0].must_end())
     links[1].close()
-    links[0]._ends = False
+    links[0]._first.ends = False
     monkeypatch.setattr(node_link, "_FRESH", 0.1)
     time.sleep(0.5)
     assert not links[0].must_end()

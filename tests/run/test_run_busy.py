@@ -146,9 +146,9 @@ def test_ranks_part_at_what_one_of_them_has_called_last(
             log.add_call(Call(operation, "0", (0, 1)))
     watch = HangWatch(tmp_path, 60.0, lambda: None)
     watch.stop()
-    assert watch._part_now([0, 1]) is part
+    assert watch._diverge_now([0, 1]) is part
     if ranks[1] == ["all_reduce"]:
-        assert watch._part_now([0])  # rank 1 has ended
+        assert watch._diverge_now([0])  # rank 1 has ended
 
 
 # What ranks record

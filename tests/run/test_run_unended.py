@@ -51,7 +51,7 @@ def watched(
     monkeypatch.setattr(watch._ranks, "stacks", lambda _: stacks)
     monkeypatch.setattr(living_ranks, "gloo_wants_gil", lambda pid: ranks[pid][2])
     facts = {number: RankFacts(is_idle=True) for number in range(len(ranks))}
-    watch._cannot_get_on({number: number for number in facts}, facts, 60.0, not world_size)
+    watch._are_hung({number: number for number in facts}, facts, 60.0, not world_size)
     return watch
 
 
@@ -235,7 +235,7 @@ def test_a_rank_that_was_stopped_is_told_and_left(tmp_path: Path) -> None:
             while not is_stopped(process.pid):
                 time.sleep(0.01)
             for _ in range(2):
-                watch._tell_what_is_stopped({1: process.pid})
+                watch._report_stopped({1: process.pid})
             assert told == [f"rank 1 was stopped by a signal; `kill -CONT {process.pid}` ends that"]
         finally:
             process.kill()
@@ -298,5 +298,5 @@ def test_why_a_script_is_ended_is_told_before(
     watch = HangWatch(tmp_path, 60.0, lambda: None, told.append)
     watch.stop()
     watch.hang, watch.unended = (seen, None) if isinstance(seen, Hang) else (None, seen)
-    watch._tell_why_it_ends(living)
+    watch._report_end(living)
     assert told == [f"{why}; ending the script"]
