@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ddpcheck.findings.evidence import loop, replicas, script
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.rules import RULES
 from ddpcheck.rules.gradients.wrapper_lines import CHECKS, judge_all_of_wrappers, judge_constructions
 from ddpcheck.rules.gradients.wrappers import are_rounded
 from ddpcheck.rules.registry import row_of
@@ -36,7 +37,8 @@ def _copies(facts: ScriptFacts) -> Verdicts:
     uses = facts.of(replicas.StateUsed) if whole and all(map(all_gradients_agree, steps)) else []
     written = [[entry for entry in log if entry.wrapper == loop.OF_A_COPY] for log in facts.of(loop.ModuleChanged)]
     faults = judge_states(states, written) or judge_uses(uses, states, written)
-    if faults and faults[0].code == "DDP306" and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
+    params_differ = bool(faults) and RULES[faults[0].code].values_differ
+    if params_differ and any(map(are_rounded, facts.wrappers)):  # copies inherit the rounding
         return {"replicas": Verdict(lacking=_ROUNDED)}
     return {"replicas": Verdict([replace(fault, tags=(*fault.tags, "of a copy")) for fault in faults])}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddpcheck.findings.evidence.steps import PathEnd
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by
 
 Mark = tuple[str, str]
@@ -104,21 +105,20 @@ def fold(
     return shown
 
 
-# The palette of Okabe and Ito, distinguishable with any kind of color blindness
-# (https://jfly.uni-koeln.de/color/). The name of the rule is on every node as well.
-COLOURS: Mapping[str, str] = {
-    "DDP101": "#E69F00",
-    "DDP102": "#F0E442",
-    "DDP103": "#D55E00",
-    "DDP104": "#0072B2",
-    "DDP105": "#56B4E9",
-    "DDP106": "#009E73",
-    "DDP107": "#BBBBBB",
-    "DDP108": "#CC79A7",
-    "DDP110": "#000000",
-    "DDP111": "#5D3A9B",
-}
-DARK = ("DDP104", "DDP110", "DDP111")  # colors that need white text
+def _luma(color: str) -> float:
+    """Return the brightness of a color #RRGGBB, from 0 to 255 (ITU-R BT.601)."""
+    red, green, blue = bytes.fromhex(color[1:])
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+COLOURS: Mapping[str, str] = {code: rule.color for code, rule in RULES.items() if rule.color}
+"""Fill of parameters by the code of their finding.
+
+The palette of Okabe and Ito, distinguishable with any kind of color blindness (https://jfly.uni-koeln.de/color/). The
+name of the rule is on every node as well.
+"""
+_LEAST_LUMA = 100  # of 255; darker colors need white text
+DARK = [code for code, color in COLOURS.items() if _luma(color) < _LEAST_LUMA]
 
 
 def colour(code: str) -> dict[str, str]:

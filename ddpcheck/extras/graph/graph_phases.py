@@ -159,20 +159,20 @@ def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return modules
 
 
-def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
-    """Build the model as in a check; optionally `materialise` lazy parameters.
+def prepare(target: str | Recipe, seed: int, *, wrapped: bool) -> None:
+    """Build the model as in a check, and materialise lazy parameters.
 
-    If `wrapped`, the model is wrapped too, so that changes made by the wrapper are drawn.
+    If `wrapped`, a model without lazy parameters is wrapped too, so that changes made by the wrapper are drawn.
     """
-    build(target, seed)
+    is_lazy = bool(build(target, seed).uninitialised)
     state = rank_state()
-    if materialise:
+    if is_lazy:
         batch = make_batch(state.recipe, STEP, seed=state.seed, world_size=state.world_size)
         shard = to_device(state.recipe.local_batch(batch, state.rank, state.world_size), state.device)
         for module in (state.module, state.reference.module):
             with torch.no_grad():
                 call_loss(state.recipe, module, copied(shard), STEP)
-    if not wrapped:
+    if not wrapped or is_lazy:
         state.recipe = replace(state.recipe, wrap=lambda module, _device: module)
     wrap()
 

@@ -35,6 +35,7 @@ from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
+from ddpcheck.rules.gradients.ddp302_reducer_mismatch import describe_rounding
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -228,8 +229,8 @@ class _MatrixRun:
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
             return row("skipped", reason=option_set.skip_reason)
-        if option_set.unsafe_reason:
-            return row("stops", code="DDP104", reason=option_set.unsafe_reason)
+        for finding in option_set.unsafe:
+            return row("stops", code=finding.code, reason=finding.message)
         state = self._check(options, f"options {len(self.rows) + 1} of about {expected}: {options}")
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
@@ -260,9 +261,7 @@ class _MatrixRun:
         elif (options.hook or self.facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self.facts.bits, 0.0):
             verdict = "lossy"
         if errors:
-            text = errors[0].message
-            if options.hook and errors[0].code == "DDP302":
-                text = f"what {options.hook} rounds away is up to {error or 0.0:.2g} of a gradient: {text}"
+            text = describe_rounding(errors[0], options.hook, error or 0.0) if options.hook else errors[0].message
         return MatrixRow(
             options.arguments,
             verdict,

@@ -16,6 +16,9 @@ from ddpcheck.harness import World
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.matrix import MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_variant
+from ddpcheck.rules.gradients.ddp302_reducer_mismatch import not_of_whole_batch
+from ddpcheck.rules.loss.ddp514_accumulation_scale import not_mean_of_samples
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -58,12 +61,8 @@ def variant_rows(
                 if reason := next(filter(None, reasons), ""):
                     yield row("skipped", reason=reason)
                 elif title != COMPILED and (worst := _worst([entry.differences for entry in facts])):
-                    reason = (
-                        f"even without DDP, the gradients of {MICRO_BATCHES} micro-batches, whose losses are divided "
-                        f"by {MICRO_BATCHES}, differ from those of the whole batch ({worst}): the loss is not a mean "
-                        "over samples"
-                    )
-                    yield row("wrong", code="DDP514", reason=reason)
+                    finding = not_mean_of_samples(worst, MICRO_BATCHES)
+                    yield row("wrong", code=finding.code, reason=finding.message)
                 else:
                     deadline = time.monotonic() + _LONGEST_COMPILATION if title == COMPILED else math.inf
                     yield _judge_step(world.run(step), row)
@@ -81,16 +80,16 @@ def variant_rows(
 def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> MatrixRow:
     if any(step.graphs == 0 for step in steps):
         return row("incomplete", reason="torch.compile has compiled nothing of it")
-    if any(step.gradients != steps[0].gradients for step in steps):
-        return row("wrong", code="DDP301", reason="the gradients differ between ranks")
+    for finding in judge_variant([step.gradients for step in steps]):
+        return row("wrong", code=finding.code, reason=finding.message)
     error = max((difference.error for step in steps for difference in step.differences), default=None)
     worst = _worst([step.differences for step in steps])
     if worst is None:
         return row("right", error=error)
     if any(step.drew for step in steps):
         return row("incomplete", reason="its random numbers differ in micro-batches, so its gradients are not compared")
-    reason = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
-    return row("wrong", code="DDP302", reason=reason, error=error)
+    finding = not_of_whole_batch(worst)
+    return row("wrong", code=finding.code, reason=finding.message, error=error)
 
 
 def _worst(differences: Sequence[Sequence[Difference]]) -> Difference | None:

@@ -12,6 +12,7 @@ from ddpcheck.extras.repro.script import script_for, script_name, why_none, worl
 from ddpcheck.extras.repro.target_code import imports_from_ddpcheck, own_modules
 from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 
@@ -95,7 +96,7 @@ def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
     """Probe the target in a separate process, without the loss if necessary."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
-    for train in (True, False)[finding.code.startswith("DDP4") :]:
+    for train in (True, False)[RULES[finding.code].family == "running" :]:
         with World(1, device=str(report.world.get("device", "cpu")), timeout=timeout) as world:
             try:
                 return world.run(partial(calls.probe.look, target, seed, train))[0]

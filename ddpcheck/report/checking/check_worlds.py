@@ -242,7 +242,7 @@ class CheckWorlds:
             return
         if empty := judge_empty_shards(error.failures, self.asked.world_size):
             self.state.add(empty)
-            self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
+            self.state.log.rest_skipped = f"{empty[0].code}: {error.first.exception}" if error.first else ""
             return
         facts = FailureFacts(error.failures, self._logs(), [*error.results])
         self.state.timelines = timelines_of_failure(facts)

@@ -11,7 +11,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.rules.gradients.wrappers import judge_begun, judge_wrappers
 from ddpcheck.rules.program.restored_state import locate_restored_file
-from ddpcheck.rules.verdict import OF_BUFFERS, Verdict, Verdicts
+from ddpcheck.rules.verdict import Verdict, Verdicts
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 from ddpcheck.trace.gradients import UNEQUAL
 from ddpcheck.trace.losses import sums_rightly
@@ -69,7 +69,7 @@ def _compare_replicas(facts: ScriptFacts, findings: Sequence[Finding]) -> tuple[
     """Return what matches between ranks, and why not all was compared."""
     count = max((sum(map(len, w.of(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers), default=0)
     not_compared = _gaps(facts, count)
-    if not count or any(finding.code not in OF_BUFFERS for finding in findings):
+    if not count or any(not RULES[finding.code].buffers_only for finding in findings):
         return "", not_compared
     subjects = "modules, parameters, buffers and gradients"
     if _are_sharded(facts):

@@ -1,4 +1,4 @@
-"""DDP214 buffer-value: warning, takes_severity, spreads, stops_run
+"""DDP214 buffer-value: warning, takes_severity, spreads, buffers_only, stops_run
 
 A buffer has drifted: its value differs between ranks.
 
@@ -15,7 +15,7 @@ Detected: If the wrapper does not broadcast buffers, the ranks compare the value
 Ignore: If each rank should keep its own statistics, as plain BatchNorm does with broadcast_buffers=False.
 Line: The line that writes the buffer. If there is none, the line that creates the first buffer. For BatchNorm
     statistics that are estimated again, the line of this estimate.
-Checks: report wrapping, reducer; run replicas
+Checks: report wrapping, reducer; run replicas; repro buffers
 Explains: DDP304 DDP312; DDP516 if only the loss
 Reports: pytorch/pytorch#13711 open-mmlab/mmdetection#4582 open-mmlab/mmpose#998
 Example:

@@ -1,4 +1,4 @@
-"""DDP215 buffer-overwritten: warning, takes_severity, spreads, stops_run
+"""DDP215 buffer-overwritten: warning, takes_severity, spreads, buffers_only, stops_run
 
 A buffer that a rank computed is discarded: the broadcast replaces it with rank 0's.
 
@@ -12,7 +12,7 @@ Detected: After each step, the ranks compare the values of their buffers. A buff
 Ignore: If rank 0's samples represent the data well enough. Most people accept this for the running statistics of
     BatchNorm.
 Line: The line that writes the buffer. If there is none, the line that creates the first buffer.
-Checks: report wrapping, reducer; run replicas
+Checks: report wrapping, reducer; run replicas; repro buffers
 Explains: DDP516 if only the loss
 Reports: huggingface/pytorch-image-models#110 facebookresearch/moco#41
 Example:

@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare their modules by name
     warning.
 Ignore: If modules of different ranks compute different functions on purpose.
 Line: The line that creates the first module. If the mode differs, the last call of eval() on the ranks that evaluate.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516; quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DDP306 state-diverged: error, spreads, keeps_results
+"""DDP306 state-diverged: error, spreads, values_differ, at_step, keeps_results
 
 Parameters, buffers or optimizer state differ between ranks after a step.
 
@@ -16,7 +16,7 @@ Ignore: If ranks diverge on purpose between averages, as in local SGD. In this c
 Line: The line that writes the parameters outside of the optimizer's step. If there is none, the step of the optimizer
     (`ddpcheck run`), or the line that creates the first parameter (`ddpcheck report`). For a copy, the line that writes
     it, else the line that makes it. For loaded state, the line that loads it.
-Checks: report reducer; run replicas, optimizers
+Checks: report reducer; run replicas, optimizers; repro state
 Repeats: judge_all_of_wrappers, compare_groups
 Explains: DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
