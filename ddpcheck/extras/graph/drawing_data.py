@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Literal
 
 from ddpcheck.findings.evidence.steps import PathEnd
@@ -105,20 +106,15 @@ def fold(
     return shown
 
 
-def _luma(color: str) -> float:
-    """Return the brightness of a color #RRGGBB, from 0 to 255 (ITU-R BT.601)."""
-    red, green, blue = bytes.fromhex(color[1:])
-    return 0.299 * red + 0.587 * green + 0.114 * blue
-
-
 COLOURS: Mapping[str, str] = {code: rule.color for code, rule in RULES.items() if rule.color}
 """Fill of parameters by the code of their finding.
 
 The palette of Okabe and Ito, distinguishable with any kind of color blindness (https://jfly.uni-koeln.de/color/). The
 name of the rule is on every node as well.
 """
-_LEAST_LUMA = 100  # of 255; darker colors need white text
-DARK = [code for code, color in COLOURS.items() if _luma(color) < _LEAST_LUMA]
+_LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue (ITU-R BT.601)
+_BRIGHTNESS = {code: sum(map(mul, _LUMA, bytes.fromhex(color[1:]))) for code, color in COLOURS.items()}  # to 255
+DARK = [code for code, brightness in _BRIGHTNESS.items() if brightness < 100]  # need white text
 
 
 def colour(code: str) -> dict[str, str]:

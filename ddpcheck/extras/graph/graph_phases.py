@@ -31,7 +31,7 @@ from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import frames_from, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.findings.wording import group_by
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, all_names, contents
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, all_names, contents, nodes_behind
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors
 from ddpcheck.gather.phases import local_step as local
@@ -269,7 +269,7 @@ def draw_autograd(
     """
     from torchviz import make_dot
 
-    count = _count_nodes([*losses.values()])
+    count = sum(1 for _ in nodes_behind([loss.grad_fn for loss in losses.values()], sys.maxsize))
     if count > MOST_NODES:
         raise UsageError(
             f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
@@ -292,16 +292,6 @@ def draw_autograd(
             graph.edge(key, stops[label], style="dashed")
     numbers: dict[str, str] = {}
     return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(graph.source))
-
-
-def _count_nodes(losses: Sequence[torch.Tensor]) -> int:
-    pending = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(pending)
-    for node in pending:  # grows during the loop
-        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(children)
-        pending += dict.fromkeys(children)
-    return len(seen)
 
 
 def _with_deep_stack(function: Any, frames: int) -> Any:

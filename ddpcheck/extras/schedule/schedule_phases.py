@@ -39,12 +39,14 @@ from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_written
 
-_RANKS_OF_A_MACHINE = 8
+_RANKS_OF_A_MACHINE = 8  # in the environment variables of the launcher
 
 
 def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> SimulatedRank:
     """Train as one rank without the other ranks, and save the collectives."""
-    _set_environment(rank, world.world_size)
+    local_size = min(_RANKS_OF_A_MACHINE, world.world_size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(local_size))
+    os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
     run_as_written()
     calls, answers = join_simulated(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
@@ -79,13 +81,6 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
         return world_size
     size = samples_of(training_step.make_batch(recipe, 0, seed=seed, world_size=1))
     return world_size if size is None or size >= world_size else min(2, max(size, 1))
-
-
-def _set_environment(rank: int, world_size: int) -> None:
-    """Set the environment variables of a launcher, with 8 ranks per machine."""
-    local_size = min(_RANKS_OF_A_MACHINE, world_size)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
-    os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
 
 
 def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
@@ -378,12 +373,8 @@ def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[Sched
         return SimulatedGroup(rank, size, folder, answers)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
-    dist.init_process_group(
-        BACKEND,
-        store=dist.HashStore(),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     collective_log.replace_functions(("new_group",), _of_our_backend)
     collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
     collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))

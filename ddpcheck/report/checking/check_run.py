@@ -167,7 +167,9 @@ class CheckRun(CheckWorlds):
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local, self.state.of_models(local))
-            self._check_shards(local)
+            if findings := judge_shards(local, self.state.models):
+                self._add(findings)
+                self._skip_rest(f"{findings[0].code}: ranks that compute one model together have different samples")
             self._check_split_by_hand(local)
             self._check_in_step(when=any(item.calls for item in local))
             self._check_layout(local, step)
@@ -199,12 +201,6 @@ class CheckRun(CheckWorlds):
             with self._phase("parameters", f"{words}: the optimizer"):
                 self._all(calls.local_step.local_update, step)
         shutil.rmtree(averaged, ignore_errors=True)
-
-    def _check_shards(self, local: Sequence[LocalStep]) -> None:
-        """Stop the check if ranks that compute one model have different samples."""
-        if findings := judge_shards(local, self.state.models):
-            self._add(findings)
-            self._skip_rest(f"{findings[0].code}: ranks that compute one model together have different samples")
 
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
         """Stop the check if `model` splits layers over ranks without DTensor."""

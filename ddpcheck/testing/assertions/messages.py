@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
-from ddpcheck.findings.rules import RULES, Rule
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.selection import is_any_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
@@ -44,7 +44,8 @@ def parity_failure_message(
     distances = [_distance(entry, tolerance) for entry in report.parity if entry.reference in wanted.values()]
     mismatched = [distance for distance in distances if not distance[0] <= distance[1]]
     if tolerance is not None and not mismatched:
-        selected = tuple(finding for finding in selected if not _is_by_tolerance(RULES[finding.code]))
+        by_tolerance = {code for code, rule in RULES.items() if rule.gradients_differ and not rule.needs_average}
+        selected = tuple(finding for finding in selected if finding.code not in by_tolerance)
     explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
     unexplained = [] if explained_codes or selected else mismatched  # ignored findings count as an explanation
     withheld = [finding for finding in relevant if RULES[finding.code].undecided and finding not in selected]
@@ -89,11 +90,6 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
 def _rules_on_gradients(check: str) -> list[str]:
     """Return the codes of rules on gradients that differ from the reference of a check, their last one."""
     return [code for code, rule in RULES.items() if rule.gradients_differ and rule.checks["report"][-1] == check]
-
-
-def _is_by_tolerance(rule: Rule) -> bool:
-    """Return True if gradients break a rule because they are beyond a tolerance, and not because they are unequal."""
-    return rule.gradients_differ and not rule.needs_average
 
 
 def _is_on_gradients(finding: Finding) -> bool:
