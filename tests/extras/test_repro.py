@@ -14,8 +14,7 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.extras.repro import script as repro_script
 from ddpcheck.extras.repro import write_reproduction
-from ddpcheck.extras.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
-from ddpcheck.extras.repro.target_code import imports_from_ddpcheck
+from ddpcheck.extras.repro.script import COMPARISONS, imports_from_ddpcheck, tolerance_for, why_none, world_size_for
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report

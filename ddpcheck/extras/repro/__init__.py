@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.extras import calls
-from ddpcheck.extras.repro.script import script_for, script_name, why_none, world_size_for
-from ddpcheck.extras.repro.target_code import imports_from_ddpcheck, own_modules
+from ddpcheck.extras.repro.script import (
+    imports_from_ddpcheck,
+    own_modules,
+    script_for,
+    script_name,
+    why_none,
+    world_size_for,
+)
 from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
