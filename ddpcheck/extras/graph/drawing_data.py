@@ -39,7 +39,7 @@ class ModuleFact:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedParameter:
+class MarkedParam:
     """Parameter or unregistered trained tensor with a finding."""
 
     mark: Mark
@@ -56,7 +56,7 @@ class GraphView:
     nodes: tuple[Node, ...]  # in order of execution
     edges: Mapping[tuple[str, str], bool]  # (source, target) -> True if a gradient flows back
     modules: Mapping[str, ModuleFact]  # by path
-    parameters: tuple[MarkedParameter, ...] = ()
+    parameters: tuple[MarkedParam, ...] = ()
     autograd: str = ""  # dot source of the autograd graph, or "" if not drawn
 
 

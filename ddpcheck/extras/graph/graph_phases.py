@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.extras.graph.drawing_data import (
-    GraphView,
-    Mark,
-    MarkedParameter,
-    ModuleFact,
-    Node,
-    colour,
-    fold,
-    module_of,
-)
+from ddpcheck.extras.graph.drawing_data import GraphView, Mark, MarkedParam, ModuleFact, Node, colour, fold, module_of
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
@@ -239,7 +230,7 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         names = aliases.get(id(tensor), (name,))
         parent = shown.get(module_of(names[0]), module_of(names[0]))
         readers = recorder.readers.get(id(tensor)) or [stop_key(ends[alias]) for alias in names if alias in ends]
-        parameters[names] = MarkedParameter(mark, parent, names, tuple(tensor.shape), tuple(readers))
+        parameters[names] = MarkedParam(mark, parent, names, tuple(tensor.shape), tuple(readers))
     return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()), source)
 
 
