@@ -412,4 +412,4 @@ def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
     return one_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
 
 
-locate_hook_of_synchronisation = partial(locate_reduction, "DDP301", ("hook",))
+relocate = partial(locate_reduction, ("hook",))

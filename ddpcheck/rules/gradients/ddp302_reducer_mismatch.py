@@ -116,4 +116,4 @@ def not_of_whole_batch(worst: Difference) -> Finding:
     return make_finding("DDP302", (worst.name,), message)
 
 
-locate_hook_of_reducer = partial(locate_reduction, "DDP302", ("hook",))
+relocate = partial(locate_reduction, ("hook",))

@@ -446,4 +446,4 @@ def judge_gathered_loss(losses: Losses) -> list[Finding]:
     return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))
 
 
-locate_scale = partial(locate_reduction, "DDP303", ("hook", "scale"))
+relocate = partial(locate_reduction, ("hook", "scale"))

@@ -39,7 +39,7 @@ from ddpcheck.trace.script_facts import PartSteps
 from ddpcheck.trace.unwrapped_params import Steps, is_averaged, is_equal, param_name
 
 judge_initial_parameters = partial(judge_initial_values, "DDP208")
-locate_initial_values = partial(locate_values, "DDP208", after_forward=False)
+relocate = partial(locate_values, after_forward=False)
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:

@@ -405,13 +405,11 @@ def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
     )
 
 
-def locate_divergence(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP306 to the line that writes the parameters, or steps an optimizer in backward."""
-    if finding.code != "DDP306":
-        return finding
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that writes the parameters, or steps an optimizer in backward."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    return locate_values("DDP306", finding, changes, after_forward=True)
+    return locate_values(finding, changes, after_forward=True)
 
 
 def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:

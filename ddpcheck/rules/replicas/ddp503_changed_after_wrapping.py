@@ -143,10 +143,8 @@ def judge_replaced(changes: Changes) -> list[Finding]:
     return findings
 
 
-def locate_parameter_change(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP503 to the line that changes the parameters."""
-    if finding.code != "DDP503":
-        return finding
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that changes the parameters."""
     subjects = set(finding.subjects)
     loads = [change for rank_changes in changes for change in rank_changes if change.how == "load_state_dict"]
     for change in (*changes_of_kind(changes, "requires_grad", "parameters", "replaced"), *loads):

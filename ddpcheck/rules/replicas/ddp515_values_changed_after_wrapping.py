@@ -120,11 +120,9 @@ def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[F
     )
 
 
-def locate_changed_values(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate DDP515 to the line that changes the values; by default, to the line that wraps."""
-    if finding.code != "DDP515":
-        return finding
+def relocate(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that changes the values; by default, to the line that wraps."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    moved = locate_values("DDP515", finding, changes, after_forward=False)
+    moved = locate_values(finding, changes, after_forward=False)
     return replace(finding, location=wrapped_at) if moved is finding else moved
