@@ -70,7 +70,7 @@ class Rule:
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
     repeats: tuple[str, ...] = ()  # rows of `run` whose findings repeat an earlier one of a rule that names the row too
-    repro: str = ""  # comparison of `report --repro` that shows the defect, see `ddpcheck/extras/repro/script.py`
+    repro: str = ""  # comparison of `report --repro` in `extras.repro.script` that shows the defect
     color: str = ""  # fill of a parameter with this finding in `ddpcheck graph`, as #RRGGBB; "" if not drawn
     stops_ddp: bool = False  # if the wrapper raises, hangs or aborts at construction or in the step
     search_tolerates: bool = False  # if find_unused_parameters=True prevents that; it stays an error

@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
     """What a script prints on each rank, and which of these facts show the defect."""
 
     steps: str  # number of steps: "all", "two", "first" (with the finding), "next", or "named" (0 if none is named)
-    facts: str  # expression that yields the facts, with the `rank` of `harness.py`
+    facts: str  # expression that yields the facts, with `rank`, a `Rank` of the harness
     at_fault: str  # test of the values of a fact by rank, in `ranks`; "differ": between ranks
     prints: str  # description of the facts
 
