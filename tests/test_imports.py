@@ -52,8 +52,8 @@ LIGHT = (
     "extras",
 )
 HEAVY = """
-    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .graph.autograd_view. .matrix.matrix_phases.
-    .schedule.schedule_phases. .schedule.simulated_group. .repro.probe. .repro.harness. .first_recipe.guessing.
+    .recipe.recipe. .recipe.pytree. .graph.graph_phases. .matrix.matrix_phases.
+    .schedule.schedule_phases. .repro.probe. .repro.harness. .first_recipe.guessing.
     .assertions.on_rank. .launchers.init_dist.
 """.split()
 """Of those what runs on ranks, and imports torch."""

@@ -45,12 +45,15 @@ def _explanation(rule: Rule) -> str:
     return "\n".join(parts)
 
 
+_INTERNAL = ("repeats", "repro", "color")  # fields that JSON does not have
+
+
 def run_rules(arguments: argparse.Namespace) -> int:
     """List all rules."""
     load_rules_of_others()
     if arguments.format == "json":
         rules = [
-            {name: value for name, value in asdict(rule).items() if not isinstance(value, bool) and name != "repeats"}
+            {name: value for name, value in asdict(rule).items() if not (isinstance(value, bool) or name in _INTERNAL)}
             | {"severity": rule.severity.value, "explains": consequences_of(rule), "explained_by": causes_of(rule)}
             for rule in RULES.values()
         ]

@@ -70,17 +70,36 @@ class Rule:
     explains: tuple[Explains, ...] = ()  # consequences
     checks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # check lines by command ("report", "run")
     repeats: tuple[str, ...] = ()  # views of `run` that find a defect again, after any rule that names the view
-    stops_ddp: bool = False  # if the wrapper raises, hangs or aborts in the step
+    repro: str = ""  # comparison of `report --repro` in `extras.repro.script` that shows the defect
+    color: str = ""  # fill of a parameter with this finding in `ddpcheck graph`, as #RRGGBB; "" if not drawn
+    stops_ddp: bool = False  # if the wrapper raises, hangs or aborts at construction or in the step
+    search_tolerates: bool = False  # if find_unused_parameters=True prevents that; it stays an error
     takes_severity: bool = False  # if a finding is as severe as the worst of its consequences
     needs_average: bool = False  # if the defect is that the wrapper does not average; the script may average by itself
     spreads: bool = False  # if findings on more and more tensors are one defect
-    by_family: bool = False  # if findings on the blocks of one list (experts) are one defect
+    no_gradient: bool = False  # if parameters contribute nothing to the loss
+    conditional_use: bool = False  # if so on some ranks or steps only; blocks of a list (experts) are one defect
+    values_differ: bool = False  # if parameters have different values on the ranks
+    unless_split: bool = False  # if it is intended when each rank has a part of the model
+    unequal_start: bool = False  # if values differ before the first step
+    at_step: bool = False  # if a finding of `run` without another line is at the optimizer's step
+    gradients_differ: bool = False  # if gradients differ between ranks, or from the average or the single process
+    undecided: bool = False  # if gradients cannot be compared
+    buffers_only: bool = False  # if only buffers differ, on which the gradients of the step do not depend
+    needless_option: bool = False  # if an option of the wrapper costs time and is not needed
+    uneven_steps: bool = False  # if ranks make different numbers of steps
+    ends_run: bool = False  # if the finding is on the failure or the hang itself
     stops_run: bool = False  # if a defect can be the reason for a run that fails or hangs
     keeps_gradients: bool = False  # if it cannot be why gradients differ from a single process (DDP314)
     keeps_results: bool = False  # likewise for shown numbers, if gradients are equal
 
+    @property
+    def family(self) -> str:
+        """Family of the rule, by the prefix of its code."""
+        return FAMILIES[self.code[:-2]]
 
-_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Repeats|Explains|Reports|Example):", re.MULTILINE)
+
+_FIELD = re.compile("^(Why|Fix|Detected|Ignore|Line|Checks|Repeats|Explains|Reports|Color|Example):", re.MULTILINE)
 
 
 def parse_rule(docstring: str) -> Rule:
@@ -88,7 +107,8 @@ def parse_rule(docstring: str) -> Rule:
 
     The first line has code, name, severity and flags that are set. The summary and labelled fields follow. `Explains`
     lists codes, separated by semicolons: "quietly" before the codes, "if" and a condition after them. `Checks` lists
-    check lines by command ("report wrapping; run replicas, optimizers"). Code of `Example` is indented by 4.
+    check lines by command ("report wrapping; run replicas, optimizers"), and after "repro" the name of a comparison.
+    Code of `Example` is indented by 4.
     """
     head, _, text = docstring.strip().partition("\n")
     named, _, rest = head.partition(": ")
@@ -105,8 +125,9 @@ def parse_rule(docstring: str) -> Rule:
         Explains(tuple(codes.removeprefix("quietly ").split()), when or "always", codes.startswith("quietly "))
         for codes, _, when in relations
     )
-    checks = (part.split(" ", 1) for part in filter(None, fields.get("checks", "").split("; ")))
-    fields["checks"] = {command: tuple(lines.split(", ")) for command, lines in checks}
+    checks = dict(part.split(" ", 1) for part in filter(None, fields.get("checks", "").split("; ")))
+    fields["repro"] = checks.pop("repro", "")
+    fields["checks"] = {command: tuple(lines.split(", ")) for command, lines in checks.items()}
     fields.update(dict.fromkeys(flags, True))
     return Rule(code, name, Severity(severity), " ".join(summary.split()), **fields)
 

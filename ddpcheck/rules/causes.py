@@ -125,9 +125,9 @@ class ReportedCauses:
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return the key of a root cause; indices in names become '*' if `by_family`."""
+    """Return the key of a root cause; indices in names become '*' if its use is conditional."""
     subjects: Iterable[str] = finding.subjects
-    if RULES[finding.code].by_family:
+    if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)
     return finding.code, frozenset(subjects)
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpcheck.findings.report import CheckStatus, Finding, Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names, without_prefix
 from ddpcheck.rules.causes import find_causes
-from ddpcheck.trace.replicas import OF_BUFFERS
 
 Told = tuple[Finding, Finding]  # a finding, and its root cause in the report (or itself)
 
@@ -101,7 +101,7 @@ def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
     codes = join_names(list(dict.fromkeys(parts)), most=5)
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
-    stands = bool(verdict.held) and all(finding.code in OF_BUFFERS for finding, _ in explained)
+    stands = bool(verdict.held) and all(RULES[finding.code].buffers_only for finding, _ in explained)
     return f"{codes}; {_without_buffers(verdict.held)}" if stands else codes
 
 

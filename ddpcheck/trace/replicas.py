@@ -17,7 +17,6 @@ from ddpcheck.trace.check_context import JudgeContext
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's normalisation layers
-OF_BUFFERS = ("DDP214", "DDP215")  # findings on buffers, which have no effect on the gradients of a step
 VALUE_CHANGES = ("values", "written")  # `ModuleChanged.what` of changes of parameter values
 Changes = Sequence[Sequence[ModuleChanged]]  # changes of one wrapper, or of copies, by rank
 WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a write, evidence, ranks (() for all)

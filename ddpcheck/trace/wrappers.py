@@ -11,12 +11,13 @@ from ddpcheck.findings.evidence.loop import OF_A_COPY, ModuleChanged
 from ddpcheck.findings.evidence.replicas import StateUsed
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import counted, format_ranks
 from ddpcheck.stream.entries import NotCompared, ReplicaCaptured, StepsReported
 from ddpcheck.trace.captured import without_rounding
 from ddpcheck.trace.gradients import UNEQUAL
 from ddpcheck.trace.losses import sums_rightly
-from ddpcheck.trace.replicas import OF_BUFFERS, Changes
+from ddpcheck.trace.replicas import Changes
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper
 from ddpcheck.trace.unwrapped_params import all_gradients_agree
 from ddpcheck.trace.view import NotRecorded, ScriptView, View
@@ -72,7 +73,7 @@ class Wrappers(ScriptView):
         """Yield what matches between ranks."""
         facts = self.facts
         count = max(sum(map(len, w.of(ReplicaCaptured))) // len(w.ranks) for w in facts.wrappers)
-        if count and all(finding.code in OF_BUFFERS for finding in findings):
+        if count and all(RULES[finding.code].buffers_only for finding in findings):
             subjects = "modules, parameters, buffers and gradients"
             if self._are_sharded:
                 built = [(context.values_built, wrapper) for wrapper in facts.wrappers for context in wrapper.sharded]

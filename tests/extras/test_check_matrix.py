@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import ddpcheck
-from ddpcheck.extras.matrix.check_matrix import _MatrixRun
-from ddpcheck.extras.matrix.variants import COMPILED, SYNCED, UNSYNCED, variant_rows
+from ddpcheck.extras.matrix.check_matrix import COMPILED, SYNCED, UNSYNCED, _MatrixRun, variant_rows
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow
@@ -177,7 +176,7 @@ def loss(model, batch):
 
 @pytest.mark.slow
 def test_what_cannot_be_split_or_compiled_is_skipped_with_the_reason(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcheck.extras.matrix.variants._LONGEST_COMPILATION", 1e-3)
+    monkeypatch.setattr("ddpcheck.extras.matrix.check_matrix._LONGEST_COMPILATION", 1e-3)
     found = variants_of(recipe("\nbatch = lambda step: torch.ones(10, 8)\n"))
     assert {row.verdict for row in found.values()} == {"skipped"}
     assert found[UNSYNCED].reason == "the 5 samples of a rank cannot be split into 2 equal micro-batches"

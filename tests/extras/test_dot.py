@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpcheck.extras.graph.dot import draw, lay_out, picture_format, summary
-from ddpcheck.extras.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParameter, ModuleFact, Node
+from ddpcheck.extras.graph.drawing_data import COLOURS, DARK, GraphView, MarkedParam, ModuleFact, Node
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
@@ -20,11 +20,11 @@ from tests.dotsource import Dot, parse
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not installed")
 
 
-def marked(name: str, code: str, *readers: str, where: str = "", shape: tuple[int, ...] = (8, 8)) -> MarkedParameter:
-    return MarkedParameter((code, where), name.rpartition(".")[0], (name,), shape, readers)
+def marked(name: str, code: str, *readers: str, where: str = "", shape: tuple[int, ...] = (8, 8)) -> MarkedParam:
+    return MarkedParam((code, where), name.rpartition(".")[0], (name,), shape, readers)
 
 
-def picture(*marks: MarkedParameter, name: str = "encoder", reason: str = "detach()") -> GraphView:
+def picture(*marks: MarkedParam, name: str = "encoder", reason: str = "detach()") -> GraphView:
     """encoder -> detach() -> head -> loss, with a module that is never called."""
     end = PathEnd("cut", reason, Location("net.py", 17), "")
     return GraphView(
@@ -130,13 +130,13 @@ def test_the_title_has_target_world_size_codes_and_a_legend_of_what_is_there() -
 
 
 def test_a_tied_parameter_is_drawn_once_with_all_its_names() -> None:
-    view = picture(MarkedParameter(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8)))
+    view = picture(MarkedParam(("DDP101", ""), "idle", ("idle.weight", "other.weight"), (1, 8)))
     assert parse(draw(view, report("DDP101"))).node("idle.weight = other.weight")
     assert summary(view, report("DDP101")) == "2 modules drawn, 1 anomalous parameter (DDP101)"
 
 
 def test_a_tensor_of_no_module_has_a_box_that_says_nothing_of_calls_and_a_node_of_its_own() -> None:
-    view = picture(MarkedParameter(("DDP106", ""), "Config", ("batch",)))
+    view = picture(MarkedParam(("DDP106", ""), "Config", ("batch",)))
     dot = parse(draw(view, report("DDP106")))
     assert dot.clusters_of(dot.node("unregistered-parameter\nbatch"))[1:] == ["Config"]
     assert "batch" in dot.labels() and dot.edges[0][0] == "n1"

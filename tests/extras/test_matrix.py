@@ -123,7 +123,7 @@ def test_skipping_all_reduces_is_not_tried_where_ranks_leave_out_different_param
             t for t in further_option_sets(ModelFacts(absent=absent), DEFAULTS, ()) if "skip" in str(t.options)
         ]
         assert not option_set.skip_reason
-        return option_set.unsafe_reason
+        return "".join(finding.message for finding in option_set.unsafe)
 
     same = {(0, 0): frozenset("a"), (0, 1): frozenset("a"), (1, 0): frozenset("b"), (1, 1): frozenset("b")}
     assert skipping(same) == ""

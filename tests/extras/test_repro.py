@@ -14,8 +14,7 @@ import pytest
 from ddpcheck import cli
 from ddpcheck.extras.repro import script as repro_script
 from ddpcheck.extras.repro import write_reproduction
-from ddpcheck.extras.repro.script import COMPARISONS, tolerance_for, why_none, world_size_for
-from ddpcheck.extras.repro.target_code import imports_from_ddpcheck
+from ddpcheck.extras.repro.script import COMPARISONS, imports_from_ddpcheck, tolerance_for, why_none, world_size_for
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location, Report
@@ -426,13 +425,14 @@ def test_scripts_are_formatted_like_the_code_around_them(tmp_path: Path) -> None
 def test_every_code_that_a_detector_may_emit_has_a_comparison_that_exists() -> None:
     harness = (ROOT / "ddpcheck" / "extras" / "repro" / "harness.py").read_text()
     known = set(re.findall(r"(?:    def |self\.)(\w+)", harness))
-    for code, (steps, facts, at_fault, tells) in COMPARISONS.items():
-        assert steps in ("named", "first", "next", "two", "all") and tells, code
-        assert set(re.findall(r"rank\.(\w+)", f"{facts} {at_fault}")) <= known, code
+    for name, (steps, facts, at_fault, prints) in COMPARISONS.items():
+        assert steps in ("named", "first", "next", "two", "all") and prints, name
+        assert set(re.findall(r"rank\.(\w+)", f"{facts} {at_fault}")) <= known, name
         ast.parse(f"lambda ranks: {at_fault}")
     emitted = {rule.code for rule in RULES.values() if "report" in rule.checks}
     emitted -= {"DDP521", "DDP522"}  # found by `run` and `watch` alone; and seen by what follows the compiler only
-    assert len(emitted) > 50 and emitted <= set(COMPARISONS) <= set(RULES)
+    shown = {rule.code for rule in RULES.values() if rule.repro}
+    assert len(emitted) > 50 and emitted <= shown and {RULES[code].repro for code in shown} == set(COMPARISONS)
 
 
 def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> None:
@@ -446,7 +446,7 @@ def test_no_two_modules_that_scripts_have_parts_of_define_the_same_name() -> Non
 def test_a_finding_that_no_script_shows_gets_a_sentence_and_no_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(COMPARISONS, "DDP101")
+    monkeypatch.delitem(COMPARISONS, "missing")
     out = tmp_path / "out"
     assert cli.main(["report", f"{FAULTS}/parameters/unused.py:broken", "--repro", str(out)]) == 1
     said = f"ddpcheck: no script shows DDP101 (unused-parameter), nothing written to {out}\n"

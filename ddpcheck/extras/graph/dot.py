@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from graphviz import Digraph, escape, nohtml
 
-from ddpcheck.extras.graph.drawing_data import GraphView, MarkedParameter, ModuleFact, Node, colour, module_of, prefixes
+from ddpcheck.extras.graph.drawing_data import GraphView, MarkedParam, ModuleFact, Node, colour, module_of, prefixes
 from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Report
 from ddpcheck.findings.rules import RULES
@@ -137,7 +137,7 @@ def _title(view: GraphView, report: Report) -> Iterator[str]:
         yield "dashed arrow: data only, no gradient flows back"
 
 
-def _group(marked: Sequence[MarkedParameter], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParameter]]:
+def _group(marked: Sequence[MarkedParam], depth: int) -> dict[tuple[str, tuple[str, str]], list[MarkedParam]]:
     """Group parameters by module and mark, or by outer module if too many."""
     groups = group_by(marked, lambda parameter: (prefixes(parameter.module)[: depth + 1][-1], parameter.mark))
     return groups if depth == 0 or len(groups) <= MOST_PARAMETER_NODES else _group(marked, depth - 1)

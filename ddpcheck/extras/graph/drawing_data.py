@@ -6,9 +6,11 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Literal
 
 from ddpcheck.findings.evidence.steps import PathEnd
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by
 
 Mark = tuple[str, str]
@@ -37,7 +39,7 @@ class ModuleFact:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedParameter:
+class MarkedParam:
     """Parameter or unregistered trained tensor with a finding."""
 
     mark: Mark
@@ -54,7 +56,7 @@ class GraphView:
     nodes: tuple[Node, ...]  # in order of execution
     edges: Mapping[tuple[str, str], bool]  # (source, target) -> True if a gradient flows back
     modules: Mapping[str, ModuleFact]  # by path
-    parameters: tuple[MarkedParameter, ...] = ()
+    parameters: tuple[MarkedParam, ...] = ()
     autograd: str = ""  # dot source of the autograd graph, or "" if not drawn
 
 
@@ -104,21 +106,15 @@ def fold(
     return shown
 
 
-# The palette of Okabe and Ito, distinguishable with any kind of color blindness
-# (https://jfly.uni-koeln.de/color/). The name of the rule is on every node as well.
-COLOURS: Mapping[str, str] = {
-    "DDP101": "#E69F00",
-    "DDP102": "#F0E442",
-    "DDP103": "#D55E00",
-    "DDP104": "#0072B2",
-    "DDP105": "#56B4E9",
-    "DDP106": "#009E73",
-    "DDP107": "#BBBBBB",
-    "DDP108": "#CC79A7",
-    "DDP110": "#000000",
-    "DDP111": "#5D3A9B",
-}
-DARK = ("DDP104", "DDP110", "DDP111")  # colors that need white text
+COLOURS: Mapping[str, str] = {code: rule.color for code, rule in RULES.items() if rule.color}
+"""Fill of parameters by the code of their finding.
+
+The palette of Okabe and Ito, distinguishable with any kind of color blindness (https://jfly.uni-koeln.de/color/). The
+name of the rule is on every node as well.
+"""
+_LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue (ITU-R BT.601)
+_BRIGHTNESS = {code: sum(map(mul, _LUMA, bytes.fromhex(color[1:]))) for code, color in COLOURS.items()}  # to 255
+DARK = [code for code, brightness in _BRIGHTNESS.items() if brightness < 100]  # need white text
 
 
 def colour(code: str) -> dict[str, str]:

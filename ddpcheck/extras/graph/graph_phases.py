@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcheck.extras.graph.autograd_view import draw_autograd
-from ddpcheck.extras.graph.drawing_data import GraphView, Mark, MarkedParameter, ModuleFact, Node, fold, module_of
+from ddpcheck.extras.graph.drawing_data import GraphView, Mark, MarkedParam, ModuleFact, Node, colour, fold, module_of
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.evidence.steps import PathEnd
 from ddpcheck.findings.replace import replace
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import frames_from, user_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.findings.wording import group_by
-from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, all_names, contents
+from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, all_names, contents
 from ddpcheck.gather.autograd.gradient_paths import LEAVES_TORCH, TensorRecorder, cut_reason, function_name
 from ddpcheck.gather.autograd.unregistered_leaves import held_tensors
 from ddpcheck.gather.phases import local_step as local
@@ -159,20 +162,20 @@ def _named_modules(module: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     return modules
 
 
-def prepare(target: str | Recipe, seed: int, *, wrapped: bool, materialise: bool) -> None:
-    """Build the model as in a check; optionally `materialise` lazy parameters.
+def prepare(target: str | Recipe, seed: int, *, wrapped: bool) -> None:
+    """Build the model as in a check, and materialise lazy parameters.
 
-    If `wrapped`, the model is wrapped too, so that changes made by the wrapper are drawn.
+    If `wrapped`, a model without lazy parameters is wrapped too, so that changes made by the wrapper are drawn.
     """
-    build(target, seed)
+    is_lazy = bool(build(target, seed).uninitialised)
     state = rank_state()
-    if materialise:
+    if is_lazy:
         batch = make_batch(state.recipe, STEP, seed=state.seed, world_size=state.world_size)
         shard = to_device(state.recipe.local_batch(batch, state.rank, state.world_size), state.device)
         for module in (state.module, state.reference.module):
             with torch.no_grad():
                 call_loss(state.recipe, module, copied(shard), STEP)
-    if not wrapped:
+    if not wrapped or is_lazy:
         state.recipe = replace(state.recipe, wrap=lambda module, _device: module)
     wrap()
 
@@ -227,5 +230,71 @@ def trace(marks: Mapping[str, Mark], *, autograd: bool = False) -> GraphView | N
         names = aliases.get(id(tensor), (name,))
         parent = shown.get(module_of(names[0]), module_of(names[0]))
         readers = recorder.readers.get(id(tensor)) or [stop_key(ends[alias]) for alias in names if alias in ends]
-        parameters[names] = MarkedParameter(mark, parent, names, tuple(tensor.shape), tuple(readers))
+        parameters[names] = MarkedParam(mark, parent, names, tuple(tensor.shape), tuple(readers))
     return GraphView(tuple(recorder.nodes.values()), recorder.edges, facts, tuple(parameters.values()), source)
+
+
+MOST_NODES = 3_000  # Graphviz needs minutes for larger graphs
+_FRAMES_PER_NODE = 4  # Python frames per node in the recursion of torchviz
+_STACK = 512 << 20  # bytes of address space; only the used part takes memory
+_STOP = {"shape": "octagon", "color": "#B00020", "fillcolor": "#FFF1F0", "fontcolor": "#B00020"}
+_ADDRESS = re.compile(r"\b\d{9,}\b")
+
+
+def draw_autograd(
+    losses: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    marks: Mapping[str, Mark],
+    ends: Mapping[str, PathEnd],
+) -> str:
+    """Return dot source of the autograd graph of losses.
+
+    Args:
+        losses: Scalar losses, by name.
+        tensors: Parameters and other trained leaf tensors, by name.
+        marks: Marks of tensors with findings, by name; tensors outside the graph are drawn beside the graph.
+        ends: Ends of the autograd paths of tensors, by name.
+
+    Raises:
+        UsageError: The graph has more than `MOST_NODES` nodes.
+    """
+    from torchviz import make_dot
+
+    count = len(LossGraph(losses.values(), limit=sys.maxsize).nodes)
+    if count > MOST_NODES:
+        raise UsageError(
+            f"the autograd graph of the loss has {count:,} nodes, and --view autograd draws {MOST_NODES:,}: use --view "
+            "modules, or a recipe with a smaller model"
+        )
+    graph = _with_deep_stack(
+        lambda: make_dot(tuple(losses.values()), params={**tensors, **losses}), _FRAMES_PER_NODE * count
+    )
+    stops: dict[str, str] = {}
+    for name, (code, where) in marks.items():
+        tensor = tensors.get(name)
+        key, shape = (name, "") if tensor is None else (str(id(tensor)), str(tuple(tensor.shape)))
+        label = "\n".join(filter(None, (name, shape, f"{code} {RULES[code].name}", where)))
+        graph.node(key, label, **colour(code))
+        if end := ends.get(name):
+            label = f"{end.reason}\nat {end.location}" if end.location else end.reason
+            if label not in stops:
+                stops[label] = f"stop{len(stops)}"
+                graph.node(stops[label], label, **_STOP)
+            graph.edge(key, stops[label], style="dashed")
+    numbers: dict[str, str] = {}
+    return _ADDRESS.sub(lambda match: numbers.setdefault(match[0], f"n{len(numbers)}"), str(graph.source))
+
+
+def _with_deep_stack(function: Any, frames: int) -> Any:
+    """Call a recursive function in a thread with room for `frames` frames."""
+    results: list[Any] = []
+    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
+    sys.setrecursionlimit(limit + frames)
+    try:
+        thread = threading.Thread(target=lambda: results.append(function()))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(size)
+        sys.setrecursionlimit(limit)
+    return results[0]

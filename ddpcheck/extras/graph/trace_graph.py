@@ -9,6 +9,7 @@ from ddpcheck.extras import calls
 from ddpcheck.extras.graph.drawing_data import COLOURS, GraphView, Mark
 from ddpcheck.findings import errors
 from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import format_ranks, format_steps
 from ddpcheck.harness import start_world
 from ddpcheck.report.checking.check import check
@@ -38,13 +39,12 @@ def trace_graph(
         raise kinds.get(report.error.exit_code, errors.BugError)(report.error.message, detail=report.error.detail)
     if options.get("progress"):
         options["progress"]("following the tensors")
-    lazy = any(finding.code == "DDP110" for finding in report.findings)
     wrapped = any(item.name == "wrapping" and item.status in ("passed", "failed") for item in report.checks)
     settings = {name: report.world[name] for name in ("world_size", "backend", "device", "timeout")}
     prepare = partial(calls.graph_phases.prepare, target, report.world["seed"])
     try:
         with start_world(**settings, watch=CollectiveMismatchWatch(), hosts=hosts) as world:
-            world.run(partial(prepare, wrapped=wrapped and not lazy, materialise=lazy))
+            world.run(partial(prepare, wrapped=wrapped))
             view = world.run(partial(calls.graph_phases.trace, marks(report.findings), autograd=autograd))[0]
     except errors.RankError as error:
         error.raise_cause()
@@ -59,7 +59,7 @@ def marks(findings: tuple[Finding, ...]) -> dict[str, Mark]:
     for finding in sorted(findings, key=Finding.sort_key):
         ranks = [f"on {format_ranks(finding.ranks)}"] if finding.ranks else []
         where = [*ranks, f"in {format_steps(finding.steps)}"] if finding.steps else ranks
-        if where and finding.code in ("DDP104", "DDP105"):  # rules on ranks or steps without the parameter
+        if where and RULES[finding.code].conditional_use:  # ranks and steps are those without the parameter
             where = ["not", *where]
         for name in finding.subjects if finding.code in COLOURS else ():
             marked.setdefault(name, (finding.code, " ".join(where)))

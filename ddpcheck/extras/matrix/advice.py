@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ddpcheck.extras.matrix.option_sets import FIND_UNUSED
 from ddpcheck.findings.report import Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import join_names
 from ddpcheck.report.matrix.matrix import Advice, MatrixRow
 from ddpcheck.report.matrix.option_sets import DEFAULTS
-
-_NEEDLESS = "DDP109"
-_NEVER_TRAINED = ("DDP101", "DDP102")
 
 
 def advise(rows: Sequence[MatrixRow], *, noise: float | None = None) -> tuple[Advice, ...]:
@@ -67,7 +65,8 @@ def _on_needs(defaults: MatrixRow, fine: Sequence[MatrixRow], *, is_known: bool)
         reason = "." if is_known else f": without, it {verb}: {_because(defaults)}"
         choices = " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
         yield Advice("needs", f"It needs {choices}{reason}")
-        if defaults.code in _NEVER_TRAINED:
+        rule = RULES.get(defaults.code)
+        if rule and rule.no_gradient and not rule.conditional_use:
             yield Advice(
                 "needs", f"It avoids the error of DDP, but trains nothing more. To fix that: {defaults.what_to_do}"
             )
@@ -100,7 +99,7 @@ def _on_fine(fine: Sequence[MatrixRow], noise: float) -> Iterator[Advice]:
         rounds = f"rounds gradients by up to {row.error:.1e}" if row.verdict == "lossy" and row.error else ""
         right = "right in all that was compared" if row.verdict == "incomplete" else "right"
         warnings = {code: message for code, message in _warnings(row).items() if code not in expected}
-        needless = any(finding.code == _NEEDLESS for finding in row.findings)
+        needless = any(RULES[finding.code].needless_option for finding in row.findings)
         if needless and (row.options == FIND_UNUSED or row.own):  # otherwise reported once, for the option by itself
             cost = f"; {takes} here" if ratio > 1 else ""
             costs.append(f"{row.title} is needless: every parameter contributes in every step on every rank{cost}.")

@@ -5,10 +5,11 @@ A row is a check with these wrapper options. The single process does not depend 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,25 +17,33 @@ from typing import TYPE_CHECKING
 from ddpcheck.extras import calls
 from ddpcheck.extras.matrix.advice import advise
 from ddpcheck.extras.matrix.option_sets import (
+    BACKEND,
+    MICRO_BATCHES,
     ModelFacts,
     OptionSet,
+    VariantFacts,
+    VariantStep,
     WrappedRow,
     first_option_sets,
     further_option_sets,
 )
-from ddpcheck.extras.matrix.variants import variant_rows
-from ddpcheck.findings.errors import EXIT_HANG, RankError
+from ddpcheck.findings.errors import EXIT_HANG, RankError, TargetError
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import WrappedModule
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import counted, suggests_names
+from ddpcheck.harness import World
 from ddpcheck.report.checking.check import decided
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
 from ddpcheck.report.matrix.matrix import Matrix, MatrixRow, StepTime, Verdict
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
+from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_variant
+from ddpcheck.rules.gradients.ddp302_reducer_mismatch import describe_rounding, not_of_whole_batch
+from ddpcheck.rules.loss.ddp514_accumulation_scale import not_mean_of_samples
 from ddpcheck.worlds.launchers.leader import Leader
 
 if TYPE_CHECKING:
@@ -45,6 +54,10 @@ _WARM_UP = 2
 _FEWEST_PAIRS, _MOST_PAIRS = 5, 101
 _SECONDS_A_ROW = 1.0
 _EPS = {64: 2.3e-16, 32: 1.2e-7, 16: 7.9e-3}  # machine epsilon by gradient bits; for 16, of bfloat16
+COMPILED = f'torch.compile(backend="{BACKEND}")'
+UNSYNCED = f"{MICRO_BATCHES} micro-batches, no_sync in the first"
+SYNCED = f"{MICRO_BATCHES} micro-batches, each synchronised"
+_LONGEST_COMPILATION = 60.0  # seconds; the timeout of the world itself is much longer
 
 
 @suggests_names("check_matrix")
@@ -228,8 +241,8 @@ class _MatrixRun:
         row = partial(MatrixRow, options.arguments, hook=options.hook)
         if option_set.skip_reason:
             return row("skipped", reason=option_set.skip_reason)
-        if option_set.unsafe_reason:
-            return row("stops", code="DDP104", reason=option_set.unsafe_reason)
+        for finding in option_set.unsafe:
+            return row("stops", code=finding.code, reason=finding.message)
         state = self._check(options, f"options {len(self.rows) + 1} of about {expected}: {options}")
         set_by_wrap = next((item.set_by_wrap for item in state.wrapped if isinstance(item, WrappedRow)), {})
         if set_by_wrap:
@@ -260,9 +273,7 @@ class _MatrixRun:
         elif (options.hook or self.facts.own_hook) and (error or 0.0) > 10 * _EPS.get(self.facts.bits, 0.0):
             verdict = "lossy"
         if errors:
-            text = errors[0].message
-            if options.hook and errors[0].code == "DDP302":
-                text = f"what {options.hook} rounds away is up to {error or 0.0:.2g} of a gradient: {text}"
+            text = describe_rounding(errors[0], options.hook, error or 0.0) if options.hook else errors[0].message
         return MatrixRow(
             options.arguments,
             verdict,
@@ -329,3 +340,66 @@ def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
         seconds=statistics.median(row for _, row in pairs),
         pairs=len(pairs),
     )
+
+
+def variant_rows(
+    target: Recipe | str, asked: CheckOptions, base: MatrixRow, progress: Callable[[str], None], hosts: Leader | None
+) -> Iterator[MatrixRow]:
+    """Yield a row for each variant of the steps of row `base`, with a new world after a failure."""
+    options = None if base.own else base.options
+    steps: dict[str, Callable[[], VariantStep]] = {
+        UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),
+        SYNCED: partial(calls.matrix_phases.accumulated_step, True),
+        COMPILED: calls.matrix_phases.compiled_step,
+    }
+    world: World | None = None
+    facts: list[VariantFacts] = []
+    deadline = math.inf  # deadline of the current compilation
+
+    def look(_world: World, _finished: frozenset[int], _running: frozenset[int]) -> str | None:
+        return "{ranks} did not finish to compile in time" if time.monotonic() > deadline else None
+
+    with contextlib.ExitStack() as worlds:
+        for title, step in steps.items():
+            label = title if base.options == DEFAULTS else f"{base.options}, {title}"
+            progress(label)
+            row = partial(MatrixRow, base.arguments, hook=base.hook, label=label)
+            deadline = math.inf
+            try:
+                if world is None:  # first variant, or previous variant failed
+                    world = worlds.enter_context(asked.world(hosts, look))
+                    facts = world.run(partial(calls.matrix_phases.prepare, target, asked.seed, options))
+                reasons = (entry.not_compiled if title == COMPILED else entry.not_split for entry in facts)
+                if reason := next(filter(None, reasons), ""):
+                    yield row("skipped", reason=reason)
+                elif title != COMPILED and (worst := _worst([entry.differences for entry in facts])):
+                    finding = not_mean_of_samples(worst, MICRO_BATCHES)
+                    yield row("wrong", code=finding.code, reason=finding.message)
+                else:
+                    deadline = time.monotonic() + _LONGEST_COMPILATION if title == COMPILED else math.inf
+                    yield _judge_step(world.run(step), row)
+            except (RankError, TargetError) as error:
+                text = f"to compile it takes more than {_LONGEST_COMPILATION:g} s"
+                yield row("skipped", reason=text) if time.monotonic() > deadline else row("stops", reason=str(error))
+                worlds.close()
+                world = None
+
+
+def _judge_step(steps: Sequence[VariantStep], row: Callable[..., MatrixRow]) -> MatrixRow:
+    if any(step.graphs == 0 for step in steps):
+        return row("incomplete", reason="torch.compile has compiled nothing of it")
+    for finding in judge_variant([step.gradients for step in steps]):
+        return row("wrong", code=finding.code, reason=finding.message)
+    error = max((difference.error for step in steps for difference in step.differences), default=None)
+    worst = _worst([step.differences for step in steps])
+    if worst is None:
+        return row("right", error=error)
+    if any(step.drew for step in steps):
+        return row("incomplete", reason="its random numbers differ in micro-batches, so its gradients are not compared")
+    finding = not_of_whole_batch(worst)
+    return row("wrong", code=finding.code, reason=finding.message, error=error)
+
+
+def _worst(differences: Sequence[Sequence[Difference]]) -> Difference | None:
+    bad = [difference for items in differences for difference in items if difference.bad]
+    return max(bad, key=lambda difference: difference.error, default=None)

@@ -13,8 +13,9 @@ import msgspec
 
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.modules import SplitModule
-from ddpcheck.findings.wording import format_ranks, format_steps
+from ddpcheck.findings.report import Finding
 from ddpcheck.report.matrix.option_sets import DEFAULTS, DDPOptions
+from ddpcheck.rules.parameters.ddp104_rank_dependent_parameter import judge_skipped_reductions
 
 VARIED = (
     "find_unused_parameters",
@@ -89,7 +90,7 @@ class OptionSet:
 
     options: DDPOptions  # the combination
     skip_reason: str = ""  # why the options make no difference; empty if they can
-    unsafe_reason: str = ""  # why DDP may hang, so that the options are not run; empty if safe
+    unsafe: Sequence[Finding] = ()  # why DDP may hang, so that the options are not run
 
 
 def first_option_sets(facts: ModelFacts) -> list[DDPOptions]:
@@ -116,7 +117,7 @@ def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DD
         "" if any(facts.absent.values()) else "every parameter contributes in every step, so there is nothing to skip"
     )
     skipping = base.plus(find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    option_sets.append(OptionSet(skipping, unneeded, _why_skipping_is_unsafe(facts)))
+    option_sets.append(OptionSet(skipping, unneeded, judge_skipped_reductions(facts.absent)))
     option_sets += [OptionSet(base.plus(hook=hook), _why_no_hook(facts, hook)) for hook in COMPRESSION_HOOKS]
     seen = {*map(str, first_option_sets(facts))}
     by_title: dict[str, OptionSet] = {}
@@ -124,20 +125,6 @@ def further_option_sets(facts: ModelFacts, base: DDPOptions, graphs: Sequence[DD
         if set(option_set.options.arguments) <= set(facts.known) and str(option_set.options) not in seen:
             by_title.setdefault(str(option_set.options), option_set)
     return list(by_title.values())
-
-
-def _why_skipping_is_unsafe(facts: ModelFacts) -> str:
-    """Explain why skipped all-reduces may hang; empty if all ranks skip the same."""
-    for step in sorted({step for step, _ in facts.absent}):
-        by_rank = {rank: names for (absent_step, rank), names in facts.absent.items() if absent_step == step}
-        first = min(by_rank)
-        odd = [rank for rank, names in by_rank.items() if names != by_rank[first]]
-        if odd:
-            who = f"{format_ranks(odd)} and rank {first} leave out different parameters in {format_steps([step])}"
-            return (
-                f"{who}; one rank skips an all-reduce in which the other waits, if a bucket holds no other parameters"
-            )
-    return ""
 
 
 def _why_no_hook(facts: ModelFacts, hook: str) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpcheck.extras import calls
-from ddpcheck.extras.repro.script import script_for, script_name, why_none, world_size_for
-from ddpcheck.extras.repro.target_code import imports_from_ddpcheck, own_modules
+from ddpcheck.extras.repro import script as scripts
 from ddpcheck.findings.errors import RankError, TargetError, UsageError
 from ddpcheck.findings.report import Finding, Report
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.source_lines import relative_path
 from ddpcheck.harness import World
 
@@ -45,17 +45,17 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
     if finding is None and not report.findings:
         raise UsageError("the report has no finding, so there is nothing to reproduce")
     finding = finding or report.findings[0]
-    if why := why_none(finding, report):
+    if why := scripts.why_none(finding, report):
         raise UsageError(why)
-    info, name, folder = _look(report, target, finding), script_name(finding), Path(directory)
+    info, name, folder = _look(report, target, finding), scripts.script_name(finding), Path(directory)
     entry, texts = Path(info.file).resolve(), dict[str, str]()
     roots = [info.attribute.partition(".")[0]] if info.attribute else info.parts
-    imported = imports_from_ddpcheck(entry, roots)
-    for relative, path in own_modules(entry, info.package, info.loaded).items():
-        imported += imports_from_ddpcheck(path)
+    imported = scripts.imports_from_ddpcheck(entry, roots)
+    for relative, path in scripts.own_modules(entry, info.package, info.loaded).items():
+        imported += scripts.imports_from_ddpcheck(path)
         header = f"# From {relative_path(str(path))}, for {name}; {_MARKS[0]}.\n"
         texts[relative] = header + path.read_text(encoding="utf-8")
-    texts[name] = script_for(finding, report, info, texts, imported)
+    texts[name] = scripts.script_for(finding, report, info, texts, imported)
     prepare(folder)
     files = {folder / relative: text for relative, text in texts.items()}
     for path, text in files.items():
@@ -73,7 +73,7 @@ def write_reproduction(report: Report, target: str, directory: str | Path, *, fi
 
 def command_for(report: Report, script: Path) -> str:
     """Return the command line that runs the reproduction of the first finding."""
-    size = world_size_for(report.findings[0], report)
+    size = scripts.world_size_for(report.findings[0], report)
     return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(size), str(script)])
 
 
@@ -95,7 +95,7 @@ def _look(report: Report, target: str, finding: Finding) -> TargetInfo:
     """Probe the target in a separate process, without the loss if necessary."""
     seed, timeout = int(report.world.get("seed", 0)), float(report.world.get("timeout", 30))
     trouble: Any = None
-    for train in (True, False)[finding.code.startswith("DDP4") :]:
+    for train in (True, False)[RULES[finding.code].family == "running" :]:
         with World(1, device=str(report.world.get("device", "cpu")), timeout=timeout) as world:
             try:
                 return world.run(partial(calls.probe.look, target, seed, train))[0]

@@ -3,76 +3,87 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import importlib.util
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ddpcheck.extras.repro.target_code import imports_of, names_in
+from ddpcheck.findings.errors import UsageError
 from ddpcheck.findings.report import Finding, Report
 from ddpcheck.findings.rules import RULES
-from ddpcheck.findings.source_lines import relative_path
+from ddpcheck.findings.source_lines import is_user_file, relative_path
 from ddpcheck.findings.wording import format_ranks, format_steps, join_names, printable
 from ddpcheck.rules.loss.ddp305_loss_normalisation import BY_SAMPLE
 
 if TYPE_CHECKING:
     from ddpcheck.extras.repro.probe import TargetInfo
 
+
+class Comparison(NamedTuple):
+    """What a script prints on each rank, and which of these facts show the defect."""
+
+    steps: str  # number of steps: "all", "two", "first" (with the finding), "next", or "named" (0 if none is named)
+    facts: str  # expression that yields the facts, with `rank`, a `Rank` of the harness
+    at_fault: str  # test of the values of a fact by rank, in `ranks`; "differ": between ranks
+    prints: str  # description of the facts
+
+
 _TABLE = """
-DDP101 DDP102 DDP103 DDP104 DDP105 DDP108 DDP110 DDP112 DDP513 | next | rank.unused()
+missing | next | rank.unused()
     all(len(v) == rank.steps for v in ranks) or (any(ranks) and not rank.tolerated)
     parameters without gradient on this rank, by step, and the error that DDP raises
-DDP106 | two | rank.look("forward", rank.stray) | any | shapes of tensors with gradients that DDP does not know
-DDP107 DDP307 | all | rank.look("backward", rank.kinds) | "a gradient" not in str(ranks)
+unregistered | two | rank.look("forward", rank.stray) | any | shapes of tensors with gradients that DDP does not know
+zero | all | rank.look("backward", rank.kinds) | "a gradient" not in str(ranks)
     parameters whose gradient is zero in every step
-DDP109 | all | rank.look("backward", rank.search) | all("True, unused: 0" in text for v in ranks for _, text in v)
+search | all | rank.look("backward", rank.search) | all("True, unused: 0" in text for v in ranks for _, text in v)
     that DDP searches for unused parameters, and finds none
-DDP504 | all | rank.look("backward step", rank.kinds)
+stale | all | rank.look("backward step", rank.kinds)
     all(t[0] == "a" for v in ranks for _, t in v[::2]) and len({t[-8:] for v in ranks for _, t in v}) == 1
     parameters that have a gradient in every step and never move
-DDP517 | first | rank.discarded() | any | parameters whose gradient is zeroed before a step has used it
-DDP201 DDP202 DDP203 DDP204 DDP205 DDP206 DDP207 DDP209 DDP211 DDP212 DDP213 DDP222 DDP511
-    named | rank.look("bare start backward", rank.structure) | differ | layouts of parameters, buffers and modules
-DDP221 DDP223 DDP507 | named | rank.look("start step", rank.options) | differ | options of wrapper and optimizer
-DDP208 | named | rank.look("start step", lambda: dict(rank.net.named_parameters())) | differ | values of parameters
-DDP214 DDP215 | first | rank.look("step", lambda: dict(rank.net.named_buffers())) | differ | values of buffers
-DDP216 | first | rank.look("step", rank.attributes) | differ | values of attributes that are no buffers
-DDP306 DDP508 DDP515 | first | rank.look("step", rank.state) | differ
+discarded | first | rank.discarded() | any | parameters whose gradient is zeroed before a step has used it
+layouts | named | rank.look("bare start backward", rank.structure) | differ | layouts of parameters, buffers and modules
+options | named | rank.look("start step", rank.options) | differ | options of wrapper and optimizer
+parameters | named | rank.look("start step", lambda: dict(rank.net.named_parameters())) | differ | values of parameters
+buffers | first | rank.look("step", lambda: dict(rank.net.named_buffers())) | differ | values of buffers
+attributes | first | rank.look("step", rank.attributes) | differ | values of attributes that are no buffers
+state | first | rank.look("step", rank.state) | differ
     values of parameters, buffers and state of the optimizer
-DDP111 DDP301 DDP501 DDP502 DDP509 | first | rank.reductions() | differ or ", 0 of" in str(ranks)
+reduction | first | rank.reductions() | differ or ", 0 of" in str(ranks)
     gradients that differ between ranks after backward or the error that DDP raises, and no_sync called in vain
-DDP503 | next | rank.reductions() | differ | the error that DDP raises, or gradients after backward
-DDP302 DDP311 DDP406 | first | rank.compare(lambda: rank.last(bare=True, average=True)) | any
+next-reduction | next | rank.reductions() | differ | the error that DDP raises, or gradients after backward
+average | first | rank.compare(lambda: rank.last(bare=True, average=True)) | any
     how far DDP's gradients are from the average of the ranks' own, or the error that DDP raises
-DDP303 DDP304 DDP305 DDP309 DDP310 DDP312 DDP514 DDP516
-    first | rank.compare(rank.single_process(numbers), numbers=numbers) | any
+single-process | first | rank.compare(rank.single_process(numbers), numbers=numbers) | any
     how far DDP's gradients are from those of one process on the whole batch
-DDP308 | first | rank.compare(lambda: rank.last(bare=True), bare=True) | any | how far two runs are apart
-DDP401 DDP402 DDP403 DDP404 DDP405 | all | rank.look("batch", rank.empty) | any
+repetition | first | rank.compare(lambda: rank.last(bare=True), bare=True) | any | how far two runs are apart
+progress | all | rank.look("batch", rank.empty) | any
     its position or failure, and steps in which it has no samples; if it is stuck, its Python stack after the timeout
-DDP407 | first | rank.recorded("reduced") | differ and all(sorted(str(v)) == sorted(str(ranks[0])) for v in ranks)
+packing | first | rank.recorded("reduced") | differ and all(sorted(str(v)) == sorted(str(ranks[0])) for v in ranks)
     the numbers that it reduces for rank 0's samples, if other ranks have them in another order
-DDP505 DDP519 | first | rank.shards() | any | how many of its samples are on another rank too, and how many on none
-DDP510 | first | rank.recorded("drawn") | all(v == ranks[0] for v in ranks)
+shards | first | rank.shards() | any | how many of its samples are on another rank too, and how many on none
+draws | first | rank.recorded("drawn") | all(v == ranks[0] for v in ranks)
     the random numbers that it draws although each rank has a different seed, if all draw the same
 """
 COMPARISONS = {
-    code: fields
-    for codes, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=DDP)", _TABLE.strip()))
-    for code in codes.split()
+    name: Comparison(*fields)
+    for name, *fields in (re.split(r" \| |\n +", row) for row in re.split(r"\n(?=[^ ])", _TABLE.strip()))
 }
-"""[steps, facts, test for a fault in `ranks`, description of the facts printed by each rank] by code"""
+"""By the name that follows "repro" in the `Checks` of the rules that they show."""
+_ON_EACH_RANK = ("missing", "unregistered", "zero", "search")  # shown by each rank without the others
 
 
 def why_none(finding: Finding, report: Report) -> str:
     """Return the reason why a finding has no script, or ""."""
-    text = f"no script shows {finding.code} ({RULES[finding.code].name})"
-    if finding.code not in COMPARISONS:
+    rule = RULES[finding.code]
+    text = f"no script shows {finding.code} ({rule.name})"
+    if rule.repro not in COMPARISONS:
         return text
-    if _is_split(report) and finding.code not in ("DDP101", "DDP102", "DDP103"):  # reproducible without shared samples
+    if _is_split(report) and not (rule.no_gradient and not rule.conditional_use):  # reproducible without shared samples
         return f"{text} of a model that is split over ranks (tensor parallelism)"
     return ""
 
@@ -84,16 +95,18 @@ def _is_split(report: Report) -> bool:
 def world_size_for(finding: Finding, report: Report) -> int:
     """Return the smallest world size known to show the fault."""
     reported = int(report.world.get("world_size", 2))
-    of_all = finding.code in "DDP101 DDP102 DDP103 DDP106 DDP107 DDP108 DDP109 DDP110 DDP112".split()
-    return min(reported, 2) if of_all and not (finding.ranks or _is_split(report)) else reported
+    rule = RULES[finding.code]
+    on_each_rank = rule.repro in _ON_EACH_RANK and not (rule.conditional_use or rule.undecided or finding.ranks)
+    return min(reported, 2) if on_each_rank and not _is_split(report) else reported
 
 
 def tolerance_for(finding: Finding, report: Report) -> float:
     """Return the relative tolerance, between the reported tolerance and error."""
-    reference = "local" if "average" in COMPARISONS[finding.code][1] else "single-process"
+    comparison = RULES[finding.code].repro
+    reference = "local" if comparison == "average" else "single-process"
     entries = [entry for entry in report.parity if entry.reference == reference]
-    if finding.code == "DDP308" or not entries:
-        return 1e-5 if finding.code == "DDP308" else 1e-3  # reordered sums change less
+    if comparison == "repetition" or not entries:
+        return 1e-5 if comparison == "repetition" else 1e-3  # reordered sums change less
     beyond = [entry.relative_error / 3 for entry in entries if entry.relative_error > entry.tolerance]
     return float(f"{min([max(1e-4, *(10 * entry.tolerance for entry in entries)), max(beyond, default=1.0)]):.1g}")
 
@@ -181,18 +194,18 @@ def script_for(
 
 def _repro_body(finding: Finding, report: Report, uses_random_numbers: bool, code: str) -> str:
     """Return the function body that shows the fault; local names avoid clashes."""
-    (steps, facts, at_fault, _), world = COMPARISONS[finding.code], report.world
+    comparison, world = COMPARISONS[RULES[finding.code].repro], report.world
     num_steps, first = int(world.get("steps", 3)), min(finding.steps, default=0) + 1
     steps_to_failure = first if finding.steps else 0  # 0: the initial state shows the fault, and a step may crash
     counts = {"first": first, "next": max(first, min(first + 1, num_steps)), "two": max(first, 2), "all": num_steps}
-    at_fault = at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
-    show = f"rank.show({facts}, {'any' if at_fault == 'any' else 'at_fault'})"
+    at_fault = comparison.at_fault.replace("differ", "any(v != ranks[0] for v in ranks)")
+    show = f"rank.show({comparison.facts}, {'any' if at_fault == 'any' else 'at_fault'})"
     if world.get("device", "cpu") == "cpu" and re.search("SyncBatchNorm|sync_batchnorm", code):
         show = f"with synchronised_on_cpu():  # not needed on GPUs\n    {show}"
     settings = {
         **{name: world.get(name, usual) for name, usual in (("device", "cpu"), ("backend", "gloo"), ("seed", 0))},
-        "steps": counts.get(steps, steps_to_failure),
-        "may_hang": finding.code.startswith("DDP4"),
+        "steps": counts.get(comparison.steps, steps_to_failure),
+        "may_hang": RULES[finding.code].family == "running",
         "subjects": [*finding.subjects],
         "tolerance": tolerance_for(finding, report),
         "in_group": "process group of one" in " ".join(map(str, world.get("notes", ()))),
@@ -201,7 +214,7 @@ def _repro_body(finding: Finding, report: Report, uses_random_numbers: bool, cod
     drawn = f'def numbers(module, data):\n    return random_numbers("{which}", module, data)'
     functions = {
         f"def at_fault(ranks):\n    return {at_fault}": at_fault != "any",
-        drawn if uses_random_numbers else "numbers = None": "numbers" in facts,
+        drawn if uses_random_numbers else "numbers = None": "numbers" in comparison.facts,
     }
     texts = {name: json.dumps(x) if isinstance(x, str | list) else repr(x) for name, x in settings.items()}
     kwargs = "\n".join(f"    {name}={text}," for name, text in texts.items())
@@ -258,10 +271,11 @@ def _parts_of(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _docstring(finding: Finding, report: Report, line: str, beside: Iterable[str]) -> str:
-    environment, (_, _, at_fault, tells) = report.environment, COMPARISONS[finding.code]
+    environment = report.environment
     seen_with = f"torch {environment.get('torch', '?')}, Python {environment.get('python', '?')}"
     world_size, rule = world_size_for(finding, report), RULES[finding.code]
-    tells += " that differ between ranks" if at_fault == "differ" else ""
+    comparison = COMPARISONS[rule.repro]
+    prints = f"{comparison.prints} that differ between ranks" if comparison.at_fault == "differ" else comparison.prints
     ranks = format_ranks(finding.ranks) if finding.ranks else "every rank"
     fields = {
         "what": join_names(finding.subjects, most=8),
@@ -276,7 +290,95 @@ def _docstring(finding: Finding, report: Report, line: str, beside: Iterable[str
         fill(f"{finding.code} {rule.name}: {finding.message}"),
         "\n".join(fill(f"{label:<11}{text}", subsequent_indent=" " * 11) for label, text in fields.items() if text),
         f"Run it with\n\n    torchrun --standalone --nproc-per-node {world_size} {script_name(finding)}",
-        fill(f"Each rank prints {tells}. The exit code is 1 if the fault shows, and 0 if not."),
+        fill(f"Each rank prints {prints}. The exit code is 1 if the fault shows, and 0 if not."),
     ]
     inside = printable("\n\n".join(paragraphs), "\n").replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{inside}\n"""\n\n'
+
+
+def own_modules(entry: Path, package: str, loaded: Sequence[tuple[str, str]]) -> dict[str, Path]:
+    """Return the source files of user modules, by path relative to the script.
+
+    User modules are files below the folder of `entry` or the working folder that are not installed. Includes imports
+    inside functions, and the modules `loaded` (name and file) by the target in `package`.
+    """
+    roots = [entry.parents[len(package.split(".")) if package else 0], Path.cwd().resolve()]
+    modules: dict[str, Path] = {}
+    pending = [("", entry), *((name, Path(file).resolve()) for name, file in loaded)]
+    while pending:
+        name, path = pending.pop()
+        if name:
+            is_package = path.stem == "__init__"
+            relative = name.replace(".", "/") + ("/__init__.py" if is_package else ".py")
+            installed = {"site-packages", "dist-packages"} & set(path.parts) or not is_user_file(str(path))
+            if relative in modules or path == entry or installed or not any(map(path.is_relative_to, roots)):
+                continue
+            modules[relative], package = path, name if is_package else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for module, item in imports_of(node).values():
+                with contextlib.suppress(ImportError):  # relative import beyond the top-level package
+                    parts = f"{importlib.util.resolve_name(module, package)}.{item}".rstrip(".").split(".")
+                    for count in range(1, len(parts) + 1) if parts[0] != "ddpcheck" else ():
+                        stems = [Path(root, *parts[:count]) for root in roots]
+                        files = [file for stem in stems for file in (stem / "__init__.py", stem.with_suffix(".py"))]
+                        pending += [(".".join(parts[:count]), file.resolve()) for file in files if file.is_file()][:1]
+    return dict(sorted(modules.items()))
+
+
+def imports_of(node: ast.AST) -> dict[str, tuple[str, str]]:
+    """Return (module, name in the module) by name bound in an import statement."""
+    if isinstance(node, ast.Import):
+        return {a.asname or a.name.partition(".")[0]: (a.name, "") for a in node.names}
+    if isinstance(node, ast.ImportFrom):
+        return {a.asname or a.name: ("." * node.level + (node.module or ""), a.name) for a in node.names}
+    return {}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the identifiers (`ast.Name`) in a piece of code."""
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
+
+
+def imports_from_ddpcheck(path: Path, roots: Iterable[str] | None = None) -> list[tuple[str, str]]:
+    """Return the (module, name) imports from ddpcheck in a user file.
+
+    With `roots`, code that does not run if only these names are used is exempt, such as tests and the
+    `__name__ == "__main__"` block.
+
+    Raises:
+        UsageError: The code uses other names of ddpcheck.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    ours = {name: item for node in tree.body for name, item in imports_of(node).items() if _is_ours(item)}
+    idle = [node for node in tree.body if roots is not None and _is_not_run_on_import(node)]
+    wanted = {*(roots or ()), *(name for node in tree.body if node not in idle for name in names_in(node))}
+    while used := [node for node in idle if getattr(node, "name", "") in wanted]:
+        idle = [node for node in idle if node not in used]
+        wanted.update(name for node in used for name in names_in(node))
+    for item in (item for node in tree.body if node not in idle and not imports_of(node) for item in ast.walk(node)):
+        what = "an import" if any(map(_is_ours, imports_of(item).values())) else ""
+        if isinstance(item, ast.Attribute) and item.attr == "Recipe" and isinstance(item.value, ast.Name):
+            item.value.id = "Recipe"  # an attribute of any object
+        elif isinstance(item, ast.Name) and item.id in ours and ours[item.id][1] != "Recipe":
+            what = ours[item.id][1] or item.id
+        if what:
+            raise UsageError(
+                f"{relative_path(str(path))}:{getattr(item, 'lineno', 0)} needs ddpcheck itself ({what}), so no "
+                "reproduction can run without it; keep the recipe in a file that imports only ddpcheck.Recipe"
+            )
+    return list(ours.values())
+
+
+def _is_ours(item: tuple[str, str]) -> bool:
+    return item[0].partition(".")[0] == "ddpcheck"
+
+
+def _is_not_run_on_import(node: ast.stmt) -> bool:
+    """Return True if importing the file need not execute this statement.
+
+    It is a `__main__` block, or a function or class that is undecorated or decorated only by pytest.
+    """
+    if isinstance(node, ast.If):
+        return sorted(ast.unparse(node.test).split(" == ")) == ["'__main__'", "__name__"]
+    marks = getattr(node, "decorator_list", None)
+    return marks is not None and all(ast.unparse(mark).startswith("pytest.") for mark in marks)

@@ -91,7 +91,13 @@ def check_schedule(
         suppress=suppress,
         baseline=baseline,
     )
-    return _Simulation(target, decided(options, target), progress or (lambda _words: None)).run()
+    simulation, start = (
+        _Simulation(target, decided(options, target), progress or (lambda _words: None)),
+        time.perf_counter(),
+    )
+    with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
+        simulation.run(Path(folder))
+    return simulation.report(time.perf_counter() - start)
 
 
 class _Simulation:
@@ -106,15 +112,8 @@ class _Simulation:
         self.shards = 0
         self.unsettled = False  # True if the collectives still change in each round
 
-    def run(self) -> Report:
-        """Simulate the ranks until one fails, and return the report."""
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="ddpcheck-", ignore_cleanup_errors=True) as folder:
-            self._simulate(Path(folder))
-        return self._report(time.perf_counter() - start)
-
-    def _simulate(self, folder: Path) -> None:
-        """Repeat rounds until the data sent between ranks no longer changes."""
+    def run(self, folder: Path) -> None:
+        """Repeat rounds until a rank fails, or the data sent between ranks no longer changes."""
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))
@@ -163,9 +162,7 @@ class _Simulation:
                     break
         return results
 
-    # The report
-
-    def _report(self, seconds: float) -> Report:
+    def report(self, seconds: float) -> Report:
         status_pairs = {"collectives": [(finding, finding) for finding in self.findings]}
         simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
         verdicts = {"ranks": Verdict(held=simulated), "collectives": self._of_collectives()}

@@ -1,17 +1,34 @@
-"""Rank phases that simulate one rank without the other ranks."""
+"""Rank phases that simulate one rank: in its process group, the other ranks are copies of it.
+
+Data from a root is known if its rank was simulated before: it is stored in a folder. So are small tensors of
+collectives called from Python, on which a branch may depend, e.g. a vote to skip a step: a later simulation round gets
+the answers of a real world. Only the order of collectives matters here, not the values. torch's `FakeProcessGroup` is
+similar, but leaves results unchanged.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
-from ddpcheck.extras.schedule.simulated_group import combine as combine
-from ddpcheck.extras.schedule.simulated_group import join_simulated
 from ddpcheck.findings.evidence.endings import ScheduledCall, Simulated, SimulatedRank
+from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.source_lines import frames_from
+from ddpcheck.gather.collectives import collective_log
+from ddpcheck.gather.collectives.fake_collectives import Done
+from ddpcheck.gather.collectives.groups import name_of_group
 from ddpcheck.gather.ddp.sync_batchnorm import synchronised_on_cpu
 from ddpcheck.gather.phases.local_step import samples_of
 from ddpcheck.gather.state.randomness import seed_everything, settle_device
@@ -22,12 +39,14 @@ from ddpcheck.recipe.target import load_on_rank
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.compilation import run_as_written
 
-_RANKS_OF_A_MACHINE = 8
+_RANKS_OF_A_MACHINE = 8  # in the environment variables of the launcher
 
 
 def simulate(target: str | Recipe, seed: int, rank: int, world: Simulated) -> SimulatedRank:
     """Train as one rank without the other ranks, and save the collectives."""
-    _set_environment(rank, world.world_size)
+    local_size = min(_RANKS_OF_A_MACHINE, world.world_size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(local_size))
+    os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
     run_as_written()
     calls, answers = join_simulated(rank, world.world_size, world.folder)
     with synchronised_on_cpu():
@@ -64,13 +83,6 @@ def count_shards(target: str | Recipe, seed: int, world_size: int) -> int:
     return world_size if size is None or size >= world_size else min(2, max(size, 1))
 
 
-def _set_environment(rank: int, world_size: int) -> None:
-    """Set the environment variables of a launcher, with 8 ranks per machine."""
-    local_size = min(_RANKS_OF_A_MACHINE, world_size)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size))
-    os.environ.update(LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(rank // local_size))
-
-
 def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
     """Write collectives to a file named by digest; return the digest."""
     data = msgspec.msgpack.encode(calls)
@@ -81,3 +93,311 @@ def _write_schedule(calls: list[ScheduledCall], folder: Path) -> str:
         part.write_bytes(data)
         part.replace(file)
     return digest
+
+
+_LARGEST = 1024  # max bytes per rank and call
+_REDUCED_BY = {"SUM": "sum", "PRODUCT": "prod", "AVG": "mean", "MIN": "amin", "MAX": "amax"}
+_BETWEEN = ("ddpcheck.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "typing_extensions")
+_Tensors = list[torch.Tensor]
+_Parts = list[_Tensors | None]  # tensors per C++ collective of one call; None if too large
+
+
+class SimulatedAnswers:
+    """Tensors sent by one rank, and answers recorded in an earlier round."""
+
+    def __init__(self, folder: Path, rank: int, called: Callable[[], int]) -> None:
+        """Use the answers of `combine`; `called` returns the number of collectives from Python."""
+        self._folder = folder
+        self._rank = rank
+        self._called = called
+        self._last = -1
+        self._sent: dict[str, tuple[tuple[int, ...], list[_Parts]]] = {}  # group name -> (ranks, sent tensors per call)
+
+    def ask(self, group: Any, name: str, tensors: Any) -> list[_Tensors] | None:
+        """Return what each rank sends where this rank sends `tensors`, if known.
+
+        One Python call may run several collectives (objects: sizes first): all are answered, or none.
+        """
+        if not collective_log.in_collective() or _is_made_by_torch(sys._getframe(1)):
+            return None
+        members, calls = self._sent.setdefault(name, (tuple(dist.get_process_group_ranks(group)), []))
+        if self._called() != self._last:
+            self._last = self._called()
+            calls.append([])
+        small = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _LARGEST
+        calls[-1].append([tensor.detach().clone() for tensor in tensors] if small else None)
+        with contextlib.suppress(OSError, IndexError):
+            calls_by_rank: list[list[_Tensors]] = torch.load(self._folder / _file_of(name, len(calls) - 1))
+            sent = [parts[len(calls[-1]) - 1] for parts in calls_by_rank]
+            if list(map(_form, sent[members.index(self._rank)])) == list(map(_form, tensors)):
+                return sent
+        return None
+
+    def write(self) -> None:
+        """Save the tensors sent by this rank."""
+        torch.save(self._sent, self._folder / f"given-{self._rank}")
+
+
+def _is_made_by_torch(frame: FrameType | None) -> bool:
+    """Return True if torch itself (e.g. `fully_shard`) calls, so no user branch depends."""
+    modules = (str(caller.f_globals.get("__name__", "")) for caller in frames_from(frame))
+    return next((name for name in modules if not name.startswith(_BETWEEN)), "").startswith("torch.")
+
+
+def reduced(sent: list[torch.Tensor], operation: Any) -> torch.Tensor | None:
+    """Reduce the tensors of all ranks; None for an unknown operation."""
+    method = next((method for name, method in _REDUCED_BY.items() if operation == getattr(dist.ReduceOp, name)), "")
+    if not method:
+        return None
+    stacked = torch.stack(sent)
+    wide = stacked if stacked.is_floating_point() or stacked.is_complex() or method != "mean" else stacked.double()
+    result: torch.Tensor = getattr(wide, method)(0)
+    return result
+
+
+def combine(world: Simulated) -> str:
+    """Save answers for calls where all ranks of a group sent matching tensors.
+
+    Returns a digest of the tensors that differ between ranks, or '' if none differ.
+    """
+    sent: dict[tuple[str, tuple[int, ...], int], list[_Parts]] = {}
+    for rank in range(world.world_size):
+        for name, (members, calls) in torch.load(world.folder / f"given-{rank}").items():
+            for number, parts in enumerate(calls):
+                sent.setdefault((name, members, number), []).append(parts)
+    digest = hashlib.blake2b(digest_size=16)
+    differ = False
+    for key, parts_by_rank in sent.items():
+        reprs = [
+            repr([None if part is None else [(_form(tensor), tensor.tolist()) for tensor in part] for part in parts])
+            for parts in parts_by_rank
+        ]
+        if len(set(reprs)) > 1:
+            differ = True
+            digest.update(repr((key, reprs)).encode())
+        name, members, number = key
+        if len(parts_by_rank) == len(members) and (aligned := _aligned(parts_by_rank)) is not None:
+            torch.save(aligned, world.folder / _file_of(name, number))
+    return digest.hexdigest() if differ else ""
+
+
+def _aligned(parts_by_rank: list[_Parts]) -> list[list[_Tensors]] | None:
+    """Return one call's tensors by rank if they match, with object bytes padded."""
+    aligned: list[list[_Tensors]] = [[] for _ in parts_by_rank]
+    if len({len(parts) for parts in parts_by_rank}) > 1:
+        return None
+    for rank_parts in zip(*parts_by_rank, strict=True):
+        known = [part for part in rank_parts if part is not None]
+        longest = max((len(part[0]) for part in known if _is_object(part)), default=0)
+        if longest and all(map(_is_object, known)):
+            known = [[torch.nn.functional.pad(part[0], (0, longest - len(part[0])))] for part in known]
+        if len(known) < len(rank_parts) or len({tuple(map(_form, part)) for part in known}) > 1:
+            return None
+        for parts, part in zip(aligned, known, strict=True):
+            parts.append(part)
+    return aligned
+
+
+def _is_object(part: _Tensors) -> bool:
+    return len(part) == 1 and part[0].dtype == torch.uint8 and part[0].dim() == 1
+
+
+def _file_of(name: str, number: int) -> str:
+    return f"answer-{name}-{number}".replace("/", "_")
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+BACKEND = "simulated"
+_LARGEST_SENT = 1 << 20  # max bytes stored by a root for the other ranks
+_Group: Any = dist.ProcessGroup
+
+
+class SimulatedGroup(_Group):  # type: ignore[misc]
+    """Process group with this rank only; the other ranks do not exist."""
+
+    def __init__(self, rank: int, size: int, folder: Path, answers: SimulatedAnswers) -> None:
+        super().__init__(rank, size)
+        self._folder = folder
+        self._answers = answers
+        self._sent: Counter[str] = Counter()
+        self._name = ""
+
+    def _note(self, operation: str, *tensors: Any) -> None:
+        """Log a C++ collective of DDP; collectives from Python are logged already."""
+        payload = ", ".join(f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors)
+        collective_log.note_collective(f"{operation} of DDP", payload, self)
+
+    def _from_root(self, operation: str, root: int, tensors: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """Fill `tensors` with the root's data, if stored; the root stores `mine`."""
+        number = self._sent[operation]
+        self._sent[operation] += 1
+        file = self._folder / f"{operation}-{name_of_group(self)}-{number}".replace("/", "_")
+        if root == self.rank():
+            if sum(t.numel() * t.element_size() for t in mine) <= _LARGEST_SENT:
+                torch.save([t.detach().clone() for t in mine], file)
+            return
+        with contextlib.suppress(OSError, RuntimeError, EOFError):
+            sent = torch.load(file)
+            values = [sent[self.rank()]] if operation == "scatter" else sent
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.detach().copy_(value)
+
+    # Methods called by torch
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        self._note("all_reduce", *tensors)
+        operation, sent = getattr(opts, "reduceOp", None), self._answers.ask(self, self._name, tensors)
+        for index, tensor in enumerate(tensors):
+            answer = None if sent is None else reduced([rank_tensors[index] for rank_tensors in sent], operation)
+            if answer is None:
+                _as_of_all(tensor, operation, self.size())
+            else:
+                tensor.detach().copy_(answer)
+        return Done(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts) if getattr(opts, "rootRank", 0) == self.rank() else Done(tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        self._note("broadcast", *tensors)
+        self._from_root("broadcast", getattr(opts, "rootRank", 0), tensors, tensors)
+        return Done(tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._note("all_gather", *inputs)
+        sent = self._answers.ask(self, self._name, inputs) or [inputs] * self.size()
+        for index, output in enumerate(outputs):
+            for part, rank_tensors in zip(output, sent, strict=True):
+                part.copy_(rank_tensors[index])
+        return Done(outputs[0] if outputs else [])
+
+    def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> Any:
+        sent = self._answers.ask(self, self._name, [source]) or [[source]] * self.size()
+        output.copy_(torch.cat([part.reshape(-1) for (part,) in sent]).reshape(output.shape))
+        return Done([output])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, input_tensor)
+        return Done(outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input_list in zip(outputs, inputs, strict=True):
+            output.copy_(input_list[self.rank()])
+            _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+        return Done(outputs)
+
+    def _reduce_scatter_base(self, output: Any, source: Any, opts: Any = None) -> Any:
+        output.reshape(-1).copy_(source.reshape(self.size(), -1)[self.rank()])
+        _as_of_all(output, getattr(opts, "reduceOp", None), self.size())
+        return Done([output])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, input_tensor, opts)
+        return Done(outputs)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input_tensor in zip(outputs, inputs, strict=True):
+            _fill_repeated(output, input_tensor)
+        return Done(outputs)
+
+    def alltoall_base(self, output: Any, source: Any, *_sizes: Any) -> Any:
+        _fill_repeated(output, source)
+        return Done([output])
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, input_tensor in zip(outputs or (), inputs, strict=False):
+            for part in output:
+                part.copy_(input_tensor)
+        return Done(outputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        input_list = list(inputs[0]) if inputs else []
+        if input_list:
+            outputs[0].copy_(input_list[self.rank()])
+        self._from_root("scatter", getattr(opts, "rootRank", 0), outputs, input_list)
+        return Done(outputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return Done([])
+
+    def send(self, tensors: Any, *_args: Any) -> Any:
+        return Done(tensors)
+
+    recv = recv_anysource = send
+
+
+def _as_of_all(tensor: torch.Tensor, operation: Any, size: int) -> None:
+    if operation == dist.ReduceOp.SUM:
+        tensor.detach().mul_(size)
+    elif operation == dist.ReduceOp.PRODUCT:
+        tensor.detach().pow_(size)
+
+
+def _fill_repeated(output: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill `output` with the elements of `source`, repeated if shorter."""
+    flat = source.reshape(-1)
+    if output.numel() and flat.numel():
+        index = torch.arange(output.numel()) % flat.numel()
+        output.copy_(flat[index].reshape(output.shape))
+
+
+def join_simulated(rank: int, world_size: int, folder: Path) -> tuple[list[ScheduledCall], SimulatedAnswers]:
+    """Initialize a default process group with this rank real and all others simulated.
+
+    Returns the list of collectives of this process, which grows, and the object that records what it sends.
+    """
+    calls: list[ScheduledCall] = []
+    answers = SimulatedAnswers(folder, rank, calls.__len__)
+
+    def make(_store: Any, rank: int, size: int, _timeout: Any) -> SimulatedGroup:
+        return SimulatedGroup(rank, size, folder, answers)
+
+    dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    collective_log.replace_functions(("new_group",), _of_our_backend)
+    collective_log.replace_functions(("monitored_barrier",), lambda _name, _original: _barrier)
+    collective_log.record_calls(lambda call: calls.append(ScheduledCall(call)))
+    collective_log.on_given.append(functools.partial(_note_wait, calls))
+    return calls, answers
+
+
+def _of_our_backend(_name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+
+    @functools.wraps(original)
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(ranks, timeout, None, *args, **kwargs)
+
+    return new_group
+
+
+def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    dist.barrier(group)
+
+
+def _note_wait(calls: list[ScheduledCall], call: Call, kwargs: Mapping[str, Any]) -> None:
+    """Mark the last collective as waiting unless it is asynchronous or functional."""
+    if calls[-1].call is call:
+        calls[-1] = ScheduledCall(
+            call, waits=not (kwargs.get("async_op") or "self" in kwargs or "group_name" in kwargs)
+        )

@@ -214,7 +214,8 @@ def _source(location: Location, finding: Finding, excerpts: Sequence[SourceExcer
 
 def _sides(finding: Finding, report: Report) -> list[Source | None]:
     """Return the source at each side of diverged ranks, for DDP4xx findings."""
-    if not finding.code.startswith("DDP4"):
+    rule = RULES.get(finding.code)
+    if rule is None or rule.family != "running":
         return []
     sides = [side for timeline in report.timelines[:1] for side in timeline.sides()]
     return [

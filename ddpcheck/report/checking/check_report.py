@@ -17,6 +17,7 @@ from ddpcheck.findings.rules import RULES, is_selected, rules_of_check
 from ddpcheck.findings.selection import sort_out
 from ddpcheck.findings.wording import counted, format_steps, join_names, limited, plain_name
 from ddpcheck.report.checking.check_state import CheckOptions, CheckState
+from ddpcheck.rules.loss.ddp308_nondeterministic import NOT_COMPARED
 from ddpcheck.rules.verdict import Verdict, status_of
 from ddpcheck.trace.replicas import steps_that_end_alike
 
@@ -24,7 +25,6 @@ HEADINGS = ("model", "consistency", "wrapping", "parameters", "reducer", "parity
 """Names of the checks, in display order."""
 
 _WORLD = ("world_size", "backend", "device", "steps", "seed", "timeout")
-_ENDINGS = ("DDP401", "DDP402", "DDP403", "DDP404")
 _NEAR = 0.01  # smaller relative errors count as equal under any tolerance
 
 
@@ -103,7 +103,7 @@ def _heading_of(part: str, finding: Finding) -> str:
 
 def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
     if state.log.error is not None and state.log.part == name:  # the code of a finding is enough
-        return join_names([f.code for f in kept if f.code.startswith(_ENDINGS)], most=5) or state.log.error.message
+        return join_names([f.code for f in kept if RULES[f.code].ends_run], most=5) or state.log.error.message
     return "not judged, since ddpcheck itself failed" if name in state.log.unjudged else ""
 
 
@@ -252,7 +252,7 @@ def _part_taken(state: CheckState) -> Verdict:
 def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str:
     """Explain why a gradient check skipped steps; empty if every step was compared."""
     if state.repeats.differ:
-        return "DDP308: the same step run twice differs from itself, so comparisons mean nothing"
+        return NOT_COMPARED
     if len(steps) == state.asked.steps:
         return ""
     if name == "reducer":

@@ -16,6 +16,7 @@ from ddpcheck.findings.evidence.modules import BuiltModule, ShardedFacts, Wrappe
 from ddpcheck.findings.evidence.steps import LocalStep, NoExplanation, PathEnd, ShardedStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import ReportError, Severity
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import Names, format_ranks, join_names
 from ddpcheck.harness import RunFuture
 from ddpcheck.report import calls
@@ -28,11 +29,11 @@ from ddpcheck.rules.collectives.timelines import timelines
 from ddpcheck.rules.data.ddp516_rank_dependent_program_data import judge_batch_values, judge_shards
 from ddpcheck.rules.gradients.reducer import NOT_COMPARED, why_not_updated
 from ddpcheck.rules.loss.ddp305_loss_normalisation import judge_undefined_losses
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import judge_constructed_optimizers
 from ddpcheck.rules.parameters.ddp107_zero_gradient_parameter import zero_everywhere
 from ddpcheck.rules.parameters.ddp110_uninitialised_parameter import judge_uninitialised
-from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding
-from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
+from ddpcheck.rules.replicas.ddp221_wrapper_options import STOPPED, judge_wrapper_options
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_values_changed
 from ddpcheck.rules.replicas.descriptions import judge_descriptions, judge_layouts, judge_values_after_wrapping
@@ -94,12 +95,12 @@ class CheckRun(CheckWorlds):
             if len({item.digest for item in built}) > 1:
                 findings += judge_descriptions(self._all(calls.model_build.description))
             self._add(findings)
-            fatal = [f for f in findings if f.code not in ("DDP216", "DDP222") and f.severity is Severity.ERROR]
+            fatal = [f for f in findings if RULES[f.code].stops_ddp and f.severity is Severity.ERROR]
             if fatal:
                 self._skip_rest(f"{fatal[0].code}: DDP would stop, hang or pair up the wrong tensors")
 
     def _wrap(self) -> list[WrappedModule]:
-        """Wrap the model; stop with DDP221 if wrapper options differ, before DDP hangs."""
+        """Wrap the model; stop if wrapper options differ, before DDP hangs."""
         try:
             return self._all(self.wrap)
         except RankError as error:
@@ -107,23 +108,24 @@ class CheckRun(CheckWorlds):
             if mismatch is None:
                 raise
             self.state.add(judge_wrapper_options(mismatch.options, "The wrapper"))
-            self._skip_rest("DDP221: DDP would stop, hang or abort")
+            self._skip_rest(STOPPED)
 
     def _check_after_wrapping(self, wrapped: Sequence[WrappedModule]) -> None:
         facts = wrapped[0].facts
         layout_findings = judge_descriptions(self._all(calls.local_step.layout)) if facts.sharded else []
-        findings = judge_wrapper_options([item.options for item in wrapped], "The wrapper")
-        findings += judge_changes([item.changes for item in wrapped])
-        findings += layout_findings or judge_options("DDP223", [item.optimizer for item in wrapped], "The optimizer")
+        options = judge_wrapper_options([item.options for item in wrapped], "The wrapper")
+        findings = options + judge_changes([item.changes for item in wrapped])
+        findings += layout_findings or judge_constructed_optimizers([item.optimizer for item in wrapped])
         initial = [item.parameters_at_construction for item in wrapped]
-        findings += judge_values_changed(initial, [item.parameters for item in wrapped])
-        changed = {name for finding in findings if finding.code == "DDP515" for name in finding.subjects}
+        changed_values = judge_values_changed(initial, [item.parameters for item in wrapped])
+        findings += changed_values
+        changed = {name for finding in changed_values for name in finding.subjects}
         findings += judge_values_after_wrapping(
             [{k: v for k, v in item.parameters.items() if k not in item.facts.ignored | changed} for item in wrapped],
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
         differing = {name for finding in findings for name in finding.subjects}
-        self.state.steps.ranks_differ = any(finding.code in ("DDP208", "DDP515") for finding in findings)
+        self.state.steps.ranks_differ = any(RULES[finding.code].values_differ for finding in findings)
         if facts.sharded:
             built = [item.facts.values_built for item in wrapped if isinstance(item.facts, ShardedFacts)]
             before = judge_values_before_sharding(built, wrapped[0].parameters)
@@ -137,8 +139,8 @@ class CheckRun(CheckWorlds):
         self._hand_over(wrapped[0])
         if not (facts.is_ddp or facts.sharded):
             self.state.log.notes.append(f"the wrapper is a {wrapped[0].wrapper}, not a DistributedDataParallel")
-        if any(finding.code == "DDP221" and finding.severity is Severity.ERROR for finding in findings):
-            self.state.steps.ddp_skipped = "DDP221: the ranks' wrappers would not work together"
+        if any(finding.severity is Severity.ERROR for finding in options):
+            self.state.steps.ddp_skipped = f"{options[0].code}: the ranks' wrappers would not work together"
         self.state.names = Names(
             aliases=self._explained("which parameters are tied", {}, calls.model_build.aliases)[0],
             locations=self._lines_of([*wrapped[0].parameters, *wrapped[0].buffers])[0],
@@ -165,7 +167,9 @@ class CheckRun(CheckWorlds):
             if any("missing" in item.evidence.states.values() for item in local):
                 local = [item.explained(ends) for item, ends in zip(local, self._explain(local, step), strict=True)]
             self.state.steps.add_local(local, self.state.of_models(local))
-            self._check_shards(local)
+            if findings := judge_shards(local, self.state.models):
+                self._add(findings)
+                self._skip_rest(f"{findings[0].code}: ranks that compute one model together have different samples")
             self._check_split_by_hand(local)
             self._check_in_step(when=any(item.calls for item in local))
             self._check_layout(local, step)
@@ -198,17 +202,11 @@ class CheckRun(CheckWorlds):
                 self._all(calls.local_step.local_update, step)
         shutil.rmtree(averaged, ignore_errors=True)
 
-    def _check_shards(self, local: Sequence[LocalStep]) -> None:
-        """Stop the check if ranks that compute one model have different samples."""
-        if findings := judge_shards(local, self.state.models):
-            self._add(findings)
-            self._skip_rest("DDP516: ranks that compute one model together have different samples")
-
     def _check_split_by_hand(self, local: Sequence[LocalStep]) -> None:
         """Stop the check if `model` splits layers over ranks without DTensor."""
         split = parts_in_recipe(local, [item.parameters for item in self.state.wrapped])
         if split:
-            self.state.keep(lambda finding: finding.code not in ("DDP208", "DDP221"))
+            self.state.keep(lambda finding: not RULES[finding.code].unless_split)
             del self.state.log.seconds["wrapping"]  # the phase compared parts
             self.state.log.notes.append(
                 f"model() splits layers over {join_names([*map(format_ranks, split)])} without DTensor, and report "
@@ -309,7 +307,7 @@ class CheckRun(CheckWorlds):
         if when and (mismatch := judge_collectives(self._logs())):
             self.state.timelines = timelines(self._logs())
             self._add(mismatch)
-            self._skip_rest("DDP403: the ranks are out of step")
+            self._skip_rest(f"{mismatch[0].code}: the ranks are out of step")
 
     def _check_layout(self, local: Sequence[LocalStep], step: int) -> None:
         """Compare module layouts between ranks, which DDP assumes unchanged since construction."""
@@ -338,8 +336,9 @@ class CheckRun(CheckWorlds):
     def _check_batches(self, batches: Sequence[tuple[int, ...]], step: int) -> None:
         """Check that the global batch is equal on all ranks and calls."""
         if len(set(batches)) > 1 and self._all(calls.local_step.batch_again, step) == list(batches):
-            self._add(judge_batch_values(batches, step))
-            self._skip_rest("DDP516: the ranks do not train on parts of one batch")
+            findings = judge_batch_values(batches, step)
+            self._add(findings)
+            self._skip_rest(f"{findings[0].code}: the ranks do not train on parts of one batch")
         self._check_batch(batches, step)
 
     def _check_batch(self, batches: Sequence[tuple[int, ...]], step: int) -> None:

@@ -31,6 +31,7 @@ from ddpcheck.findings.tracebacks import as_bug
 from ddpcheck.findings.wording import Names
 from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.report import calls
+from ddpcheck.rules.replicas.ddp221_wrapper_options import STOPPED
 from ddpcheck.trace.check_context import group_by_step
 from ddpcheck.worlds import rank_setup
 from ddpcheck.worlds.launchers.leader import Leader
@@ -330,5 +331,5 @@ class CheckState:
     @property
     def stopped_by_target(self) -> bool:
         """Return True if the target, not the wrapper's options, stopped the check."""
-        by_options = self.log.part == "reducer" or self.log.rest_skipped.startswith("DDP221")
+        by_options = self.log.part == "reducer" or self.log.rest_skipped == STOPPED
         return bool(self.single.hang) or (bool(self.log.error or self.log.rest_skipped) and not by_options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -92,43 +93,31 @@ class CollectiveMismatchWatch:
         return findings[0].message.rstrip(".") if findings else None
 
 
+@dataclass
 class CheckWorlds:
-    """Rank world and single process of a check, and the resulting `CheckState`.
+    """Rank world and single process of a check, and the resulting `CheckState`."""
 
-    `wrap` is the phase that wraps the model. `reference`: finished check of the same target whose single-process
-    results are reused.
-    """
+    target: Recipe | str
+    asked: CheckOptions
+    _: KW_ONLY
+    progress: Callable[[str], None] | None = None
+    hosts: Leader | None = None
+    wrap: Callable[[], WrappedModule] = calls.model_build.wrap  # phase that wraps the model
+    make_world: Callable[..., World] = start_world
+    reference: CheckState | None = None  # finished check of this target, whose single-process results are reused
 
-    def __init__(
-        self,
-        target: Recipe | str,
-        asked: CheckOptions,
-        *,
-        progress: Callable[[str], None] | None = None,
-        hosts: Leader | None = None,
-        wrap: Callable[[], WrappedModule] = calls.model_build.wrap,
-        make_world: Callable[..., World] = start_world,
-        reference: CheckState | None = None,
-    ) -> None:
-        self.target = target
-        self.asked = asked
-        self.progress = PhaseProgress(progress)
-        self.hosts = hosts
-        self.wrap = wrap
-        self.make_world = make_world
-        self.reference = reference
-        self.state = CheckState(asked)
-        self._alone_in_group = False
-        self._packing_checked = False
-        self._large = False
-        self._one_machine = hosts is None or hosts.one_machine
+    def __post_init__(self) -> None:
+        self.state = CheckState(self.asked)
+        self._progress = PhaseProgress(self.progress)
+        self._alone_in_group = self._packing_checked = self._large = False
+        self._one_machine = self.hosts is None or self.hosts.one_machine
         self._earlier: list[Callable[[], None]] = [
-            partial(calls.single_process.start, target, asked.seed, asked.world_size)
+            partial(calls.single_process.start, self.target, self.asked.seed, self.asked.world_size)
         ]
 
     def _start_worlds(self, stack: contextlib.ExitStack) -> None:
         with self.state.log.in_part("start"):
-            self.progress(f"starting {self.asked.world_size} ranks")
+            self._progress(f"starting {self.asked.world_size} ranks")
             self.world = stack.enter_context(self._make_world(group=True))
             if self.reference is None:
                 self.single = stack.enter_context(self._make_world(group=False))
@@ -140,7 +129,7 @@ class CheckWorlds:
         mismatch = CollectiveMismatchWatch()
 
         def look(world: World, finished: frozenset[int], running: frozenset[int]) -> str | None:
-            self.progress.wait_for(running)
+            self._progress.wait_for(running)
             return mismatch(world, finished, running)
 
         return self.asked.world(self.hosts, look, make=self.make_world)
@@ -218,7 +207,7 @@ class CheckWorlds:
 
     @contextlib.contextmanager
     def _phase(self, name: str, words: str) -> Iterator[None]:
-        self.progress(f"{name}, {words}")
+        self._progress(f"{name}, {words}")
         with self.state.log.in_part(name):
             try:
                 yield
@@ -242,7 +231,7 @@ class CheckWorlds:
             return
         if empty := judge_empty_shards(error.failures, self.asked.world_size):
             self.state.add(empty)
-            self.state.log.rest_skipped = f"DDP405: {error.first.exception}" if error.first else ""
+            self.state.log.rest_skipped = f"{empty[0].code}: {error.first.exception}" if error.first else ""
             return
         facts = FailureFacts(error.failures, self._logs(), [*error.results])
         self.state.timelines = timelines_of_failure(facts)

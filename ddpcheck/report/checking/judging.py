@@ -26,7 +26,9 @@ from ddpcheck.rules.gradients.reducer import (
 )
 from ddpcheck.rules.loss.ddp307_nothing_compared import judge_nothing_compared
 from ddpcheck.rules.loss.ddp308_nondeterministic import judge_repeat
+from ddpcheck.rules.loss.ddp312_unexplained_difference import UNEXPLAINED
 from ddpcheck.rules.loss.single_process import judge_single_process
+from ddpcheck.rules.optimizers.ddp223_optimizer_options import OF_PARTS
 from ddpcheck.rules.optimizers.ddp504_stale_optimizer import judge_optimizer
 from ddpcheck.rules.parameters.contribution import judge_parameters
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_updates
@@ -34,7 +36,7 @@ from ddpcheck.rules.replicas.model_parts import judge_norms_of_steps
 from ddpcheck.rules.replicas.steps import judge_state
 from ddpcheck.trace.check_context import JudgeContext, LocalFacts, group_by_step
 from ddpcheck.trace.compilation import trained_functions
-from ddpcheck.trace.gradients import ReducerFacts
+from ddpcheck.trace.gradients import UNEQUAL, ReducerFacts
 from ddpcheck.trace.replicas import differing_names
 
 _NEAR = 10.0  # multiple of the single process's rounding that shards may have
@@ -48,8 +50,8 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
         return
     evidence = [item for item in state.steps.parameters if item.step == step]
     findings = state.log.call_judge("parameters", judge_parameters, evidence, state.wrapper, state.names)
-    codes = {f.code for f in findings if f.severity is Severity.ERROR and RULES[f.code].stops_ddp}
-    if codes - ({"DDP103", "DDP503"} if state.wrapper.tolerates_unused else set()):
+    rules = [RULES[finding.code] for finding in findings if finding.severity is Severity.ERROR]
+    if any(rule.stops_ddp and not (state.wrapper.tolerates_unused and rule.search_tolerates) for rule in rules):
         effect = "the ranks' reductions differ" if state.wrapper.sharded else "DDP raise or hang"
         state.steps.ddp_skipped = f"not run from step {step} on: the finding on parameters would make {effect}"
 
@@ -132,7 +134,7 @@ def judge(state: CheckState, module_locations: Mapping[str, Location]) -> None:
     if not state.repeats.differ:
         _judge_gradients(state, context)
     if state.replicas_stay_equal:  # each rank may step only its part of the parameters and share the result
-        state.keep(lambda finding: not _is_of_parts(finding))
+        state.keep(lambda finding: OF_PARTS not in finding.tags)
     if any(item.compiles for item in state.steps.local):
         state.log.notes.append(describe_compiled(state.steps.compiled))
         state.add(state.log.call_judge("reducer", _judge_compilations, state), "reducer")
@@ -157,7 +159,8 @@ def _judge_gradients(state: CheckState, known: JudgeContext) -> None:
     if state.models:
         reducer = reducer or call_judge("reducer", judge_updates, ReducerFacts.of(ddp, known))
         reducer = reducer or call_judge("reducer", judge_norms_of_steps, ddp, state.models)
-    if known.wrapper.comm_hook and [finding.code for finding in reducer] == ["DDP301"] and state.replicas_stay_equal:
+    only_unequal = len(reducer) == 1 and UNEQUAL in reducer[0].tags
+    if known.wrapper.comm_hook and only_unequal and state.replicas_stay_equal:
         steps.optimizer_averages = True
     else:
         state.add(reducer or call_judge("reducer", judge_compiled, steps.compiled, known), "reducer")
@@ -188,13 +191,9 @@ def _judge_compilations(state: CheckState) -> list[Finding]:
     return judge_recompilations(trained_functions(compiled)) if is_random or few else judge_compilations(compiled)
 
 
-def _is_of_parts(finding: Finding) -> bool:
-    return finding.code == "DDP223" and all(subject.endswith(" parameters") for subject in finding.subjects)
-
-
 def _comparable(state: CheckState, findings: list[Finding], local: LocalFacts) -> list[Finding]:
-    """Drop DDP312 if random numbers, rounding or a hang hide the cause."""
-    kept = [finding for finding in findings if finding.code != "DDP312"]
+    """Drop unexplained differences if random numbers, rounding or a hang hide the cause."""
+    kept = [finding for finding in findings if UNEXPLAINED not in finding.tags]
     if len(kept) == len(findings):
         return findings
     if state.single.hang:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -35,8 +34,16 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         UsageError: There are no readable dumps, or the address is not of a debug server.
         TargetError: The debug server or its ranks do not answer.
     """
-    with _without_collector():
-        seen = _look(source)
+    if source.startswith(("http://", "https://")):
+        seen: RanksSeen = load_extra("debug_server").look_at_ranks(source)
+    else:
+        collects_garbage = gc.isenabled()
+        gc.disable()  # dumps have no cycles, and reading takes half the time
+        try:
+            seen = RanksSeen(flight_recorder.read_dumps(Path(source)))
+        finally:
+            if collects_garbage:
+                gc.enable()
     dumps = seen.dumps
     groups = list(flight_recorder.line_up(dumps))
     at_end = {rank: _wait(dump) for rank, dump in dumps.items()} | dict(seen.doing)
@@ -46,34 +53,17 @@ def report_on_hang(source: str, settings: Settings = _USUAL) -> Report:
         findings = [replace(finding, evidence=(*finding.evidence, unknown)) for finding in findings]
     causes = {rank for finding in findings for rank in finding.ranks}
     chosen = sort_out(findings, source, select=settings.select, ignore=settings.ignore, suppress=settings.suppress)
+    others = "the other ranks do not diverge, and it is not known what these wait for"
+    is_unknown = not findings and seen.missing
     report = Report(
         target=source,
         tool={"name": "ddpcheck", "version": __version__},
         world={"world_size": flight_recorder.world_size_of(dumps)},
         checks=(_ranks(seen), _collectives(seen, groups, findings, chosen.kept), _call_sites(seen)),
-        error=_error(seen, findings),
+        error=ReportError(f"{said_of_missing(seen.missing)}; {others}", EXIT_TARGET) if is_unknown else None,
         timelines=_timelines(groups, at_end, causes),
     )
     return chosen.complete(report).with_excerpts()
-
-
-def _look(source: str) -> RanksSeen:
-    if source.startswith(("http://", "https://")):
-        seen: RanksSeen = load_extra("debug_server").look_at_ranks(source)
-        return seen
-    return RanksSeen(flight_recorder.read_dumps(Path(source)))
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable the garbage collector: dumps have no cycles, and reading takes half the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _timelines(
@@ -113,14 +103,6 @@ def _ranks(seen: RanksSeen) -> CheckResult:
     lost = [rank for rank, dump in seen.dumps.items() if dump.wrapped]
     earlier = f"; earlier collectives of {format_ranks(lost)} are lost" if lost else ""
     return CheckResult("ranks", "passed", detail=f"{seen.source}s of {counted(size, 'rank')}{earlier}")
-
-
-def _error(seen: RanksSeen, findings: Sequence[Finding]) -> ReportError | None:
-    """Return an error if there is no finding and some ranks do not answer."""
-    if findings or not seen.missing:
-        return None
-    text = f"{said_of_missing(seen.missing)}; the other ranks do not diverge, and it is not known what these wait for"
-    return ReportError(text, EXIT_TARGET)
 
 
 def _collectives(

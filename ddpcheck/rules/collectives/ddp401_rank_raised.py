@@ -1,4 +1,4 @@
-"""DDP401 rank-raised: error, keeps_gradients, keeps_results
+"""DDP401 rank-raised: error, ends_run, keeps_gradients, keeps_results
 
 The checked script or recipe raised an exception on a rank.
 
@@ -10,7 +10,7 @@ Detected: ddpcheck records when each rank ends. It reports the first exception t
 Ignore: Never.
 Line: The innermost line of the program in the traceback of the first exception. For input dtypes under mp_policy, the
     call of fully_shard.
-Checks: run collectives
+Checks: run collectives; repro progress
 Example:
     def loss(model, batch):
         return cross_entropy(model(batch["x"]), batch["label"])   # KeyError; right: a key that the batch has

@@ -1,4 +1,4 @@
-"""DDP402 hang: error, keeps_gradients, keeps_results
+"""DDP402 hang: error, ends_run, keeps_gradients, keeps_results
 
 Ranks wait for something that never arrives.
 
@@ -16,7 +16,7 @@ Detected: DDP402 is reported if no rank has failed and some ranks do not finish 
 Ignore: If the rank is only slow. Give it more time with --timeout or --check-timeout.
 Line: The line at which the rank that others wait for is. For a send or recv without a partner, and in Flight Recorder
     dumps, the call that waits. In init_process_group, the call of a process that differs from the others.
-Checks: run collectives
+Checks: run collectives; repro progress
 Reports: Lightning-AI/pytorch-lightning#10947
 Example:
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DDP403 collective-mismatch: error, stops_run, keeps_gradients, keeps_results
+"""DDP403 collective-mismatch: error, ends_run, stops_run, keeps_gradients, keeps_results
 
 Ranks enter different collectives, or the same one with different shapes or dtypes, at the same point.
 
@@ -13,7 +13,7 @@ Ignore: Never, if the operations differ. A difference in lines alone is reported
 Line: The branch that only some ranks take, or the collective that only some ranks call. If the logs tell only that
     operations differ, the call of a rank in the minority. For wrappers in a different order, the constructor on a rank
     that differs.
-Checks: report parameters; run collectives
+Checks: report parameters; run collectives; repro progress
 Reports: alan-turing-institute/autocast#386
 Example:
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DDP404 rank-died: error, keeps_gradients, keeps_results
+"""DDP404 rank-died: error, ends_run, keeps_gradients, keeps_results
 
 The process of a rank ended without a Python exception: by a signal, an abort, or for lack of memory.
 
@@ -12,7 +12,7 @@ Detected: DDP404 is reported if the process of a rank ends by a signal or with a
 Ignore: Never.
 Line: The call of sys.exit or os._exit, if the rank ended by that. Otherwise the line that the rank ran when it died,
     if known.
-Checks: run collectives
+Checks: run collectives; repro progress
 Example:
     os._exit(3)                              # right: raise an exception
 """

@@ -1,4 +1,4 @@
-"""DDP405 uneven-iterations: error, stops_run, keeps_gradients, keeps_results
+"""DDP405 uneven-iterations: error, uneven_steps, stops_run, keeps_gradients, keeps_results
 
 Ranks run different numbers of synchronising iterations.
 
@@ -11,7 +11,7 @@ Detected: ddpcheck compares which ranks have samples in a step, and how many bat
 Ignore: Never. Inside `with ddp.join():` ranks do not hang, and nothing is reported.
 Line: The `break` or `return` that leaves the loop, if it is the only one. Otherwise the loop, or the line that
     iterates over the data loader.
-Checks: report parameters; run collectives
+Checks: report parameters; run collectives; repro progress
 Explains: DDP507
 Reports: pytorch/pytorch#38174 pytorch/pytorch#33148 microsoft/PyMarlin#80
 Example:

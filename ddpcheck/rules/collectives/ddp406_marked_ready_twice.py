@@ -12,7 +12,7 @@ Detected: ddpcheck counts how often the gradient of each parameter arrives in on
 Ignore: If static_graph=True is set: DDP then handles a second arrival.
 Line: In `run`, the backward pass that raised; for a re-entrant checkpoint, the call of checkpoint. In `report`, the
     line that makes the first parameter.
-Checks: report parameters; run collectives
+Checks: report parameters; run collectives; repro average
 Explains: DDP301 DDP302
 Reports: huggingface/accelerate#389 microsoft/FocalNet#4 lucidrains/DALLE2-pytorch#225 pytorch/pytorch#109191
 Example:

@@ -8,7 +8,7 @@ Detected: `ddpcheck report` repeats the step with the same samples on every rank
     put the same numbers into a reduction, but in a different order.
 Ignore: Never.
 Line: The reduction, on a rank of the minority.
-Checks: report parameters
+Checks: report parameters; repro packing
 Example:
     flat = torch.cat([losses[name] for name in losses])   # the order of insertion differs by rank
     dist.all_reduce(flat)                    # right: for name in sorted(losses)

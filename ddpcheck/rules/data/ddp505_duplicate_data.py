@@ -17,7 +17,7 @@ Ignore: If all ranks should see the same samples, for example with different aug
 Line: The line that constructs the sampler or the loader. If inputs of forward, targets or gradients are compared:
     the line that seeds or draws the random numbers that select samples; else the call of forward, the line that
     computes the loss, or the optimizer step. `ddpcheck report` names no line.
-Checks: report parity; run data
+Checks: report parity; run data; repro shards
 Repeats: Data
 Explains: DDP303 DDP304 DDP305 DDP312
 Reports: PatrickHua/SimSiam#16 Lightning-AI/pytorch-lightning#7813 coqui-ai/Trainer#144

@@ -15,7 +15,7 @@ Detected: When ranks draw random numbers for their samples, ddpcheck compares th
 Ignore: If less variety is acceptable, or if the same noise is intended on every rank.
 Line: The line that last seeded or restored the generator; else the line that draws. For a generator that the
     dataset holds: the line that assigns it. In `ddpcheck report`, the operation that draws.
-Checks: report parity; run data
+Checks: report parity; run data; repro draws
 Reports: huggingface/transformers#37932 huggingface/pytorch-image-models#1519
 Example:
     def forward(self, x):

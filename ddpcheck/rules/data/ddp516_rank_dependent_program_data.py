@@ -16,7 +16,7 @@ Ignore: If ranks should hold different data, for example a table of each rank's 
     has augmented once.
 Line: The line that assigns the table, or that splits the dataset; else the line that constructs the sampler or the
     loader. If only inputs of forward are compared: the call of forward. `ddpcheck report` names no line.
-Checks: report parity; run data, evaluation
+Checks: report parity; run data, evaluation; repro single-process
 Repeats: ModelParts, Data
 Example:
     labels = {name: number for number, name in enumerate(set(names))}   # right: enumerate(sorted(set(names)))

@@ -13,7 +13,7 @@ Detected: ddpcheck compares the samples of all shards with the batch, and the in
     sampler that splits by rank, although each rank's dataset already holds different samples.
 Ignore: If samples are held out on purpose.
 Line: The line that constructs the sampler or the loader. `ddpcheck report` names no line.
-Checks: report parity; run data
+Checks: report parity; run data; repro shards
 Explains: DDP303 DDP304 DDP305 DDP312
 Example:
     def shard(batch, rank, world_size):

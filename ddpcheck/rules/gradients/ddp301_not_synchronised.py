@@ -1,4 +1,4 @@
-"""DDP301 not-synchronised: error, needs_average, spreads, keeps_results
+"""DDP301 not-synchronised: error, needs_average, spreads, gradients_differ, keeps_results
 
 A gradient differs between ranks after a backward pass that should have synchronised it.
 
@@ -15,7 +15,7 @@ Line: The line that changes averaged gradients differently on each rank: a clip,
     another write. If no such line is known: the optimizer's step. For gradients that DDP leaves different: the call
     that registers the communication hook, else the line that creates the first parameter. For a model split over
     ranks: the line that splits it, or seeds it differently.
-Checks: report reducer; run replicas, optimizers
+Checks: report reducer; run replicas, optimizers; repro reduction
 Repeats: ModelParts, HandSplit, GradientChanges, Optimizers
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#112152 pytorch/pytorch#109191
@@ -103,6 +103,7 @@ def explain_by_parts_of_models(facts: ReducerFacts) -> list[Finding]:
         steps=unless_all(sorted({step for name in names for step in facts.unequal[name]}), facts.step_count),
         evidence=[facts.differing_losses, *facts.evidence_between_ranks],
         fix=NAME_IN_PLAN,
+        tags=(UNEQUAL,),
     )
 
 
@@ -396,4 +397,10 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
     return judge_separate_meshes(ranks, sharded, wrappers[0].made.location)
 
 
-locate_hook_of_synchronisation = partial(locate_reduction, "DDP301", ("hook",))
+def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
+    """DDP301: a compiled step, or a step in micro-batches, with unequal gradients (fingerprints by rank)."""
+    names = differing_names(gradients)
+    return one_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
+
+
+relocate = partial(locate_reduction, ("hook",))

@@ -1,4 +1,4 @@
-"""DDP302 reducer-mismatch: error, keeps_results
+"""DDP302 reducer-mismatch: error, gradients_differ, keeps_results
 
 DDP's gradients differ from the plain average of the ranks' own gradients.
 
@@ -15,7 +15,7 @@ Ignore: If a communication hook compresses gradients and you accept its rounding
     bfloat16. For a communication hook that the script registers, `ddpcheck run` reports only a note.
 Line: The call that registers the communication hook, else the line that creates the first parameter. If ranks that
     compute one model together have different losses: the line that computes the loss.
-Checks: report reducer; run reducer
+Checks: report reducer; run reducer; repro average
 Example:
     loss = ddp(x).sum()
     loss.backward(retain_graph=True)
@@ -27,9 +27,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.steps import CompiledStep
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import counted
+from ddpcheck.findings.wording import counted, make_finding
 from ddpcheck.rules.replicas.changes import locate_reduction
 from ddpcheck.trace.check_context import JudgeContext
 from ddpcheck.trace.failures import NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING, WrapperErrorFacts
@@ -103,4 +104,16 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     return facts.mismatch("DDP302", message, fix=fix)
 
 
-locate_hook_of_reducer = partial(locate_reduction, "DDP302", ("hook",))
+def describe_rounding(finding: Finding, hook: str, error: float) -> str:
+    """Return the message of a finding under a compression hook; of a DDP302, with the relative `error` by rounding."""
+    rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
+    return rounding + finding.message
+
+
+def not_of_whole_batch(worst: Difference) -> Finding:
+    """Report a compiled step, or a step in micro-batches, with other gradients than the plain step (DDP302)."""
+    message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
+    return make_finding("DDP302", (worst.name,), message)
+
+
+relocate = partial(locate_reduction, ("hook",))

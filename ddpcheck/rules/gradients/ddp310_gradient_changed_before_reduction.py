@@ -1,4 +1,4 @@
-"""DDP310 gradient-changed-before-reduction: error
+"""DDP310 gradient-changed-before-reduction: error, gradients_differ
 
 A hook, a clip or an optimizer step reads or changes local gradients before they are averaged.
 
@@ -16,7 +16,7 @@ Detected: ddpcheck repeats a step with a loss twice as large. DDP310 is reported
 Ignore: If each rank should clip its own gradients, as some private or robust training does.
 Line: The line that defines the hook, calls the clip, or calls the optimizer's step inside backward. If no hook is
     known: the line that creates the first parameter.
-Checks: report parity; run reducer, optimizers
+Checks: report parity; run reducer, optimizers; repro single-process
 Explains: DDP302 if same subjects
 Example:
     for p in model.parameters():

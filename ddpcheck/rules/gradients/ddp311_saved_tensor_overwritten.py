@@ -16,7 +16,7 @@ Detected: DDP311 is reported if autograd raises an error about an in-place chang
 Ignore: Never. Backward has failed or has used wrong values.
 Line: The line where backward raises. In `ddpcheck report`: the line that creates the first of the overwritten
     parameters or buffers.
-Checks: report reducer
+Checks: report reducer; repro average
 Explains: DDP214 DDP215 DDP302 DDP304 DDP312
 Reports: pytorch/pytorch#22095 pytorch/pytorch#65907 pytorch/pytorch#175024 pytorch/pytorch#110363
 Example:

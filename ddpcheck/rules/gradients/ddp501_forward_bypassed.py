@@ -11,7 +11,7 @@ Detected: DDP501 is reported if the loss depends on parameters of the wrapped mo
 Ignore: If the gradients are averaged in another way, or if each rank should train these parameters separately.
 Line: The line that computes the loss or calls backward, or the call of torch.autograd.grad. For parameters in no
     wrapper: the line that constructs their optimizer, or the line that reduces the other gradients.
-Checks: report reducer; run loop, optimizers
+Checks: report reducer; run loop, optimizers; repro reduction
 Explains: DDP208 DDP306 DDP515; quietly DDP214 if of a copy
 Reports: jingyaogong/minimind#853 intel/e2eAIOK#198 kohya-ss/sd-scripts#989
 Example:

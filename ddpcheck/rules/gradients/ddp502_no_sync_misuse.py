@@ -14,7 +14,7 @@ Ignore: If you use local SGD: the ranks step separately on purpose, and average 
 Line: The innermost `if` around no_sync, if no loop is between them; else the call of no_sync,
     set_requires_gradient_sync or set_requires_all_reduce that switches the reduction off. If no such line is known:
     the optimizer's step.
-Checks: report reducer; run loop
+Checks: report reducer; run loop; repro reduction
 Explains: DDP301 DDP302; DDP306 DDP515 if an error; DDP508 if by steps; quietly DDP214 if of a copy
 Reports: huggingface/accelerate#1726 NVlabs/stylegan2-ada-pytorch#233
 Example:

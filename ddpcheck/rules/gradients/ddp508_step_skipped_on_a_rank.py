@@ -1,4 +1,4 @@
-"""DDP508 step-skipped-on-a-rank: error
+"""DDP508 step-skipped-on-a-rank: error, uneven_steps
 
 A rank skips a backward pass or an optimizer step that the others make.
 
@@ -13,7 +13,7 @@ Detected: ddpcheck compares how many backward passes and optimizer steps each ra
 Ignore: If a rank skips a step on purpose and its parameters are synchronised afterwards.
 Line: The only line that can skip the backward pass or the step, such as an `if` or `continue`. If several can: the
     call that some ranks skip, so the optimizer's step or the backward pass.
-Checks: report reducer; run loop, optimizers
+Checks: report reducer; run loop, optimizers; repro state
 Explains: DDP306; quietly DDP214 if of a copy
 Reports: NVIDIA-NeMo/Automodel#2468 ecmwf/WeatherGenerator#2718 pytorch/pytorch#64636
 Example:

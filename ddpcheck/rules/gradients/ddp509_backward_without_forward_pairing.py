@@ -11,7 +11,7 @@ Detected: ddpcheck records the wrapper's forward and backward passes in order. I
     without its own forward, if an optimizer uses its gradients. It also reports a second pass that makes DDP raise.
 Ignore: If the gradients of the second pass are only inspected, and no optimizer uses them.
 Line: The line of the second backward pass.
-Checks: report reducer; run loop
+Checks: report reducer; run loop; repro reduction
 Explains: DDP101 DDP102 DDP103 DDP301 DDP302 DDP306 DDP406
 Example:
     one, other = ddp(a).mean(), ddp(b).mean()

@@ -9,7 +9,7 @@ Detected: ddpcheck records zero_grad, backward passes and optimizer steps in ord
     repeatedly zeroed before a step has used them.
 Ignore: If a step is skipped on purpose, and its gradients with it.
 Line: The call of zero_grad that discards the gradients.
-Checks: report reducer; run loop
+Checks: report reducer; run loop; repro discarded
 Example:
     for part in parts:
         optimizer.zero_grad()                # right: once, before the loop

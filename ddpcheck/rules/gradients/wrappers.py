@@ -28,7 +28,7 @@ from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp208_parameter_value import judge_values_before_sharding, locate_seed
 from ddpcheck.rules.replicas.ddp221_wrapper_options import judge_wrapper_options
 from ddpcheck.rules.replicas.ddp306_state_diverged import judge_local_sgd
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_ignored, judge_replaced
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import is_averaged_by_hand, judge_ignored, judge_replaced
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import judge_local_writes
 from ddpcheck.rules.replicas.descriptions import COUNTED, judge_constructions
 from ddpcheck.rules.replicas.steps import judge_captured, locate_change
@@ -37,12 +37,8 @@ from ddpcheck.stream.rank_report import RankReport
 from ddpcheck.trace.captured import without_alike_later, without_rounding
 from ddpcheck.trace.gradients import BY_FACTOR
 from ddpcheck.trace.losses import are_for_sums, sums_rightly
-from ddpcheck.trace.replicas import OF_BUFFERS
 from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, first_steps
-from ddpcheck.trace.unwrapped_params import gradients_agree, gradients_differ
 from ddpcheck.trace.wrappers import Constructions, Wrappers
-
-_FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
 
 
 @rule
@@ -95,7 +91,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
     ]
     findings = []
     for finding in reported.findings:
-        if is_refuted(finding, nonzero) or _averaged_by_hand(facts, wrapper.number, finding):
+        if is_refuted(finding, nonzero) or is_averaged_by_hand(facts, wrapper.number, finding):
             continue
         settled = settle_severity(with_buffers(finding, more_buffers), reports_by_rank)
         findings.append(locate_load(settled, facts.of(FileUsed), info.location))
@@ -143,7 +139,7 @@ def _judge_steps(
         if finding.location or not finding.subjects:
             return finding
         line = wrapper.loss_line if finding.subjects == ("loss",) else None
-        if finding.code == "DDP306":
+        if RULES[finding.code].at_step:
             line = _step_of(facts, f"{wrapper.number}/{finding.subjects[0]}")
         made_at = line or facts.source.ask(assignment_in_classes, info.classes, finding.subjects[0])
         return replace(finding, location=made_at or info.location)
@@ -183,30 +179,18 @@ def _step_of(facts: ScriptFacts, name: str) -> Location | None:
     )
 
 
-def _averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if changed parameters that the wrapper does not average get equal gradients on all ranks."""
-    if finding.code != "DDP503":
-        return False
-    for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
-        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
-        agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
-        if agree < _FEWEST_AGREE or any(gradients_differ(rank_steps, name) for rank_steps in steps):
-            return False
-    return True
-
-
 def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Sequence[Finding], step: int) -> None:
     """Add to `more` buffers that differ from `step` on, after other buffers were reported."""
-    known = {name for finding in reported if finding.code in OF_BUFFERS for name in finding.subjects}
+    known = {name for finding in reported if RULES[finding.code].buffers_only for name in finding.subjects}
     for finding in new if known else ():
-        for name in finding.subjects if finding.code in OF_BUFFERS else ():
+        for name in finding.subjects if RULES[finding.code].buffers_only else ():
             if name not in known:
                 more.setdefault(name, step)
 
 
 def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
     """Add buffers that differ since a later step to a finding on buffers."""
-    names = [name for name in more if finding.code in OF_BUFFERS and name not in finding.subjects]
+    names = [name for name in more if RULES[finding.code].buffers_only and name not in finding.subjects]
     if not names:
         return finding
     first, differ = min(more[name] for name in names), plural_verb("differs", "differ", names)

@@ -1,4 +1,4 @@
-"""DDP303 scaled-gradient: error, spreads, keeps_results
+"""DDP303 scaled-gradient: error, spreads, gradients_differ, keeps_results
 
 Every gradient is the reference gradient times a constant, such as the world size or its inverse.
 
@@ -20,7 +20,7 @@ Detected: All gradients differ from the reference by the same factor, within rou
 Ignore: If the learning rate was tuned with this factor. But the factor changes with the number of ranks.
 Line: The line that applies the factor: the loss or the gradients are scaled there, or summed by a collective. If this
     line is unknown, the line that computes the loss, or the optimizer step.
-Checks: report reducer, parity; run reducer, loss, optimizers
+Checks: report reducer, parity; run reducer, loss, optimizers; repro single-process
 Explains: quietly DDP302 if a note
 Reports: neuralmagic/sparseml#135 facebookresearch/3detr#56 ultralytics/ultralytics#18616
 Example:
@@ -446,4 +446,4 @@ def judge_gathered_loss(losses: Losses) -> list[Finding]:
     return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))
 
 
-locate_scale = partial(locate_reduction, "DDP303", ("hook", "scale"))
+relocate = partial(locate_reduction, ("hook", "scale"))

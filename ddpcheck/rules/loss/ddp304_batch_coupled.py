@@ -1,4 +1,4 @@
-"""DDP304 batch-coupled: warning, keeps_results
+"""DDP304 batch-coupled: warning, gradients_differ, keeps_results
 
 Gradients differ from the single process because samples of a batch influence each other.
 
@@ -19,7 +19,7 @@ Ignore: If coupling within a rank is intended, as with plain BatchNorm, local ne
 Line: The constructor of the module that couples the samples. If the loss couples them, the line that combines
     samples, else the line that computes the loss. If parts of the model are chosen by the batch, the line that
     registers their first parameter.
-Checks: report parity
+Checks: report parity; repro single-process
 Explains: DDP214 DDP215 if its statistics
 Reports: pytorch/pytorch#49794 huggingface/accelerate#1154
 Example:

@@ -1,4 +1,4 @@
-"""DDP305 loss-normalisation: error, keeps_results
+"""DDP305 loss-normalisation: error, gradients_differ, keeps_results
 
 Gradients differ from the single process because the loss is a sum, or a mean over a count that differs between ranks.
 
@@ -20,7 +20,7 @@ Ignore: If each rank should have the same weight, however many samples it has. A
     many people train this way on purpose.
 Line: The line that computes the term of the loss, or the loss. If each rank divides by a sum over some of the ranks,
     the all_reduce.
-Checks: report parity; run loop, loss, optimizers
+Checks: report parity; run loop, loss, optimizers; repro single-process
 Repeats: Losses, Optimizers
 Reports: pytorch/pytorch#37359 huggingface/transformers#24725
 Example:

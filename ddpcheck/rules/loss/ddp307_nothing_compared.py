@@ -1,4 +1,4 @@
-"""DDP307 nothing-compared: error, keeps_results
+"""DDP307 nothing-compared: error, undecided, keeps_results
 
 Nothing was compared: every gradient was zero or missing.
 
@@ -7,7 +7,7 @@ Fix: Give the recipe a batch and a loss with a gradient: no empty mask, no facto
 Detected: In every step, the norms of all gradients are zero, in the single process and on the ranks.
 Ignore: Never. Such a check says nothing about the model.
 Line: None: no single statement of the recipe is the fault.
-Checks: report parity
+Checks: report parity; repro zero
 Example:
     def loss(model, batch):
         return (model(batch["x"]) * batch["mask"]).sum()   # the mask is all zeros; right: a batch with something in it

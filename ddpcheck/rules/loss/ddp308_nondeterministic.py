@@ -1,4 +1,4 @@
-"""DDP308 nondeterministic: warning, keeps_results
+"""DDP308 nondeterministic: warning, undecided, keeps_results
 
 The same run twice, from the same state and seed, differs by more than rounding.
 
@@ -12,7 +12,7 @@ Detected: ddpcheck runs one step twice on a rank, from the same state and with t
 Ignore: If the randomness is intended and cannot be seeded. ddpcheck still withholds the verdicts that need equal
     runs.
 Line: No line: the source of the random numbers is not known.
-Checks: report parity
+Checks: report parity; repro repetition
 Example:
     def batch(step):
         generator = numpy.random.default_rng()             # right: numpy.random.default_rng(step)
@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.report import Finding
 from ddpcheck.findings.wording import format_ranks, one_finding, unless_all
+
+NOT_COMPARED = "DDP308: the same step run twice differs from itself, so comparisons mean nothing"
 
 
 def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:

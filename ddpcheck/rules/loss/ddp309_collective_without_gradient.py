@@ -1,4 +1,4 @@
-"""DDP309 collective-without-gradient: error, keeps_results
+"""DDP309 collective-without-gradient: error, gradients_differ, keeps_results
 
 A collective that autograd does not differentiate is on the path from parameters to the loss.
 
@@ -15,7 +15,7 @@ Detected: ddpcheck records the collectives of the forward pass. DDP309 is report
     the same loss, the gradient is too small by a factor of the world size.
 Ignore: If the values from other ranks should be constants, as negatives of a contrastive loss often are.
 Line: The call of the collective. If a function of the script gathers, its backward.
-Checks: report parity; run loss, loop
+Checks: report parity; run loss, loop; repro single-process
 Explains: DDP303; DDP101 DDP102 if same subjects
 Reports: mlfoundations/open_clip#616 KevinMusgrave/pytorch-metric-learning#10
 Example:

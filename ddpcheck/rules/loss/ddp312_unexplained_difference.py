@@ -1,4 +1,4 @@
-"""DDP312 unexplained-difference: error
+"""DDP312 unexplained-difference: error, gradients_differ
 
 Gradients differ from the single process, and no pattern that ddpcheck knows explains it.
 
@@ -12,7 +12,7 @@ Detected: The gradients differ from those of a single process on the global batc
     the parameter's gradient on the global batch.
 Ignore: If you have explained the difference yourself. If you have not, report it: the pattern may deserve a rule.
 Line: The line that computes the loss.
-Checks: report parity
+Checks: report parity; repro single-process
 Example:
     smoothing = 0.1 if dist.is_initialized() else 0.0   # right: the same loss with and without a process group
     loss = cross_entropy(model(x), labels, label_smoothing=smoothing)
@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from ddpcheck.findings.report import Finding
 from ddpcheck.trace.check_context import SingleProcessFacts
+
+UNEXPLAINED = "unexplained"  # tag
 
 
 def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
@@ -40,4 +42,5 @@ def judge_unexplained(facts: SingleProcessFacts) -> list[Finding]:
         "and no cause was found.",
         *clues,
         location=facts.known.loss_location,
+        tags=(UNEXPLAINED,),
     )

@@ -18,7 +18,7 @@ Detected: `ddpcheck report` compares the number of backward passes on a rank wit
 Ignore: If the learning rate was tuned with the sum, or if micro-batches should have the same weight, however many
     tokens they have.
 Line: The line that computes the loss. If a function ignores the number of items that a trainer passes, this function.
-Checks: report parity; run loop, loss
+Checks: report parity; run loop, loss; repro single-process
 Repeats: Losses
 Reports: huggingface/transformers#34191 huggingface/transformers#24725 meta-pytorch/torchtune#1875
 Example:
@@ -32,9 +32,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from ddpcheck.findings.evidence.gradients import Difference
 from ddpcheck.findings.evidence.script import LossDifferentiated, ScaledTerm
 from ddpcheck.findings.report import Finding, Severity
-from ddpcheck.findings.wording import one_finding
+from ddpcheck.findings.wording import make_finding, one_finding
 from ddpcheck.trace.check_context import SingleProcessFacts
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
 from ddpcheck.trace.losses import FEWEST_PASSES, LossesByRank, UnequalTargets, total_factor
@@ -50,6 +51,16 @@ def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
         "The loss of each micro-batch is divided by its own number of targets, and the numbers differ, so the "
         "accumulated gradient is a mean of means and not that of all targets of the step.",
         **unequal.describe(),
+    )
+
+
+def not_mean_of_samples(worst: Difference, count: int) -> Finding:
+    """Report a loss with other gradients in `count` micro-batches, even without DDP (DDP514)."""
+    return make_finding(
+        "DDP514",
+        ("loss",),
+        f"even without DDP, the gradients of {count} micro-batches, whose losses are divided by {count}, differ from "
+        f"those of the whole batch ({worst}): the loss is not a mean over samples",
     )
 
 

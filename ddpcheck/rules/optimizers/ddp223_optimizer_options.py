@@ -11,7 +11,7 @@ Detected: Before training and at the optimizer's steps, the ranks compare the cl
 Ignore: If the optimizer holds parameters that only one rank trains.
 Line: In `ddpcheck run`, the line that loads the optimizer's state, if only some ranks load it; else the line that
     constructs the optimizer. `ddpcheck report` names no line.
-Checks: report wrapping; run optimizers
+Checks: report wrapping; run optimizers; repro options
 Explains: DDP306
 Example:
     SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))   # right: lr=0.1 on every rank
@@ -28,6 +28,15 @@ from ddpcheck.rules.optimizers.ddp507_learning_rate import explain_by_schedule
 from ddpcheck.rules.replicas.comparisons import judge_options
 from ddpcheck.trace.optimizers import locate_options
 from ddpcheck.trace.unwrapped_params import Steps, are_local, param_name
+
+OF_PARTS = "of parts"  # tag of optimizers that have different parameters, and no other difference
+
+
+def judge_constructed_optimizers(options: Sequence[Mapping[str, str]]) -> list[Finding]:
+    """DDP223: optimizers that are constructed differently on the ranks."""
+    findings = judge_options("DDP223", options, "The optimizer")
+    are_parts = all(subject.endswith(" parameters") for finding in findings for subject in finding.subjects)
+    return [replace(finding, tags=(OF_PARTS,)) for finding in findings] if are_parts else findings
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:

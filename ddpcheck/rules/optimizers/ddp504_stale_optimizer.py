@@ -11,7 +11,7 @@ Detected: ddpcheck compares the tensors of the optimizer with the parameters of 
 Ignore: If code other than an optimizer updates the parameters.
 Line: The line that constructs the optimizer; in `ddpcheck report`, the line that constructs the parameter. For a
     custom optimizer that does not change a parameter: the call of its step.
-Checks: report reducer; run replicas, optimizers
+Checks: report reducer; run replicas, optimizers; repro stale
 Repeats: ModelParts, OptimizedParameters
 Explains: quietly DDP214 DDP306 if of a copy
 Example:

@@ -12,7 +12,7 @@ Detected: `ddpcheck run` compares the learning rates at each optimizer step. DDP
 Ignore: If ranks use different rates on purpose.
 Line: The line that loads the optimizer's state, if only some ranks load it; else the call that steps the schedule;
     else the line that sets the rate. For a schedule that a library steps: the line that constructs the schedule.
-Checks: run optimizers
+Checks: run optimizers; repro options
 Explains: DDP306
 Example:
     schedule = ReduceLROnPlateau(optimizer)

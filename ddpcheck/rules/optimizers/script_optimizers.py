@@ -14,7 +14,6 @@ from ddpcheck.findings.evidence.script import (
     OptimizerStep,
 )
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import join_names, one_finding, plural_verb
 from ddpcheck.rules.gradients.ddp301_not_synchronised import judge_scaled_by_hand, judge_step_gradients
 from ddpcheck.rules.gradients.ddp501_forward_bypassed import explain_by_late_average, explain_by_no_average
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_pace
@@ -26,22 +25,21 @@ from ddpcheck.rules.optimizers.ddp507_learning_rate import judge_schedule
 from ddpcheck.rules.parameters.ddp111_ignored_parameter import explain_by_missing_group
 from ddpcheck.rules.program.restored_state import locate_restored_file
 from ddpcheck.rules.registry import rule
-from ddpcheck.rules.replicas.ddp208_parameter_value import locate_seed
+from ddpcheck.rules.replicas.ddp208_parameter_value import judge_start, locate_seed
 from ddpcheck.rules.replicas.ddp306_state_diverged import (
     explain_by_divergence,
     judge_optimizer_state,
     judge_shard_scales,
     loaded_on_some_finding,
 )
+from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import explain_by_addition
 from ddpcheck.trace.optimizers import Optimizers, OptimizerStates, restored_on_some
 from ddpcheck.trace.replicas import differing_values
 from ddpcheck.trace.script_facts import Optimizer, ScriptFacts, entries_of
 from ddpcheck.trace.unwrapped_params import (
-    VALUES_DIVERGED,
     Steps,
     gradients_differ,
     gradients_mostly_differ,
-    is_averaged,
     is_equal,
     param_name,
     params_equal,
@@ -144,49 +142,16 @@ def judge_unsynchronized(
     diverged = [name for name, by_step in equal.items() if by_step[0] and not by_step[-1] and name not in synced]
     local = [name for name in diverged if any(gradients_differ(step, name) for step in steps)]
     if not local or not gradients_mostly_differ(steps):
-        return _judge_start(steps)
+        return judge_start(steps)
     names = [*map(param_name, local)]
     if late := next((location for step in steps for entry in step if (location := entry.late_sum_at)), None):
         return explain_by_late_average(names, steps, late)
     if sharded_at is not None:
         return explain_by_missing_group(names, steps, sharded_at, assigned)
     if all("/" in name for name in local):
-        return _added_to_wrapper(names, steps)
+        return explain_by_addition(names, steps)
     averaged_by = "other steps" if synced else "wrapper" if wrapped else "step" if in_step else "nothing"
     return explain_by_no_average(names, steps, averaged_by)
-
-
-def _added_to_wrapper(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
-    """DDP503: parameters of a wrapped module that the wrapper does not know."""
-    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
-    return one_finding(
-        "DDP503",
-        names,
-        f"{join_names(names)} {was} added or unfrozen after wrapping: every rank trains {them} on its own gradients.",
-        location=steps[0][0].location,
-        evidence=[VALUES_DIVERGED],
-        fix="Finish the module first, wrap it last; wrap again after any such change.",
-    )
-
-
-def _judge_start(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP208: parameters that always differ between ranks, with averaged gradients."""
-    first = steps[0][0]
-    unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
-    averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
-    if not averaged:
-        return []
-    line = first.broadcast_at or first.made
-    return one_finding(
-        "DDP208",
-        averaged,
-        f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
-        "and the gradients are averaged: an average over different models is right for none of them.",
-        location=line or first.location,
-        related={"optimizer steps": first.location},
-        evidence=["the gradients are the same on all ranks in every step that was compared, and the values in none"],
-        fix="Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
-    )
 
 
 def reduces_in_step(steps: Sequence[Steps]) -> bool:

@@ -1,4 +1,4 @@
-"""DDP101 unused-parameter: error, stops_ddp, stops_run, keeps_results
+"""DDP101 unused-parameter: error, stops_ddp, no_gradient, stops_run, keeps_results
 
 A parameter requires grad, and no operation of the forward pass ever reads it.
 
@@ -15,9 +15,10 @@ Ignore: Never, if the finding is an error. With find_unused_parameters=True, the
     Ignore such a finding if another phase of the training uses the parameter.
 Line: The branch that may skip the parameter, if there is one; else the line that constructs the parameter. If DDP
     raises and names no parameter: the call that raises.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#43259 open-mmlab/mmdetection#2117 Megvii-BaseDetection/YOLOX#885 pytorch/pytorch#112152
+Color: #E69F00
 Example:
     class Net(nn.Module):
         def __init__(self):
@@ -32,9 +33,11 @@ Example:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
-from ddpcheck.findings.wording import counted, join_names
+from ddpcheck.findings.wording import counted, format_steps, join_names
 from ddpcheck.trace.failures import FailureFacts
 from ddpcheck.trace.parameters import MissingGroup
 
@@ -42,6 +45,19 @@ from ddpcheck.trace.parameters import MissingGroup
 def judge_unused(group: MissingGroup) -> list[Finding]:
     """DDP101: parameters that no operation of the forward pass reads."""
     return group.one_finding("DDP101", f"No operation of the forward pass reads {group.subjects}.")
+
+
+def reword_in_first_steps(finding: Finding, missing_steps: Sequence[int]) -> Finding:
+    """Reword a DDP101 of the first steps: another branch or expert may read the parameter later."""
+    if finding.code != "DDP101":
+        return finding
+    return replace(
+        finding,
+        message=f"{finding.message[:-1]} in {format_steps(missing_steps)}.",
+        fix="If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or "
+        "add 0.0 times its output in idle steps. If no step does, use it, remove it, or freeze it with "
+        "requires_grad_(False) before wrapping.",
+    )
 
 
 def explain_unfinished_reduction(facts: FailureFacts) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""DDP102 non-contributing-parameter: error, stops_ddp, stops_run, keeps_results
+"""DDP102 non-contributing-parameter: error, stops_ddp, no_gradient, stops_run, keeps_results
 
 A parameter is used in the forward pass, but its result does not reach the loss.
 
@@ -12,9 +12,10 @@ Detected: An operation of the forward pass reads the parameter, but the autograd
 Ignore: If find_unused_parameters=True is set, and the output is left out of the loss on purpose. It is better to
     freeze the parameters.
 Line: The last operation that depends on the parameter; else the line that constructs the parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#57473
+Color: #F0E442
 Example:
     def forward(self, x):
         return self.main(x), self.auxiliary(x)

@@ -1,4 +1,4 @@
-"""DDP103 detached-parameter: error, stops_ddp, stops_run, keeps_results
+"""DDP103 detached-parameter: error, stops_ddp, search_tolerates, no_gradient, stops_run, keeps_results
 
 A parameter is used, but its path to the loss is cut by detach, no_grad, .data or an operation without a gradient.
 
@@ -14,9 +14,10 @@ Detected: The autograd engine does not reach the parameter from the loss. The re
 Ignore: If the cut is intended and the parameters are trained elsewhere. It is better to freeze the parameters.
 Line: The line that disables gradients; else the operation that cuts the path; else the line that constructs the
     parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP301 DDP302 DDP306 if same subjects; DDP307 if none is there; quietly DDP522 if of graphs
 Reports: pytorch/pytorch#43259
+Color: #D55E00
 Example:
     def forward(self, x):
         h = self.encoder(x).detach()         # the encoder never learns

@@ -1,4 +1,4 @@
-"""DDP104 rank-dependent-parameter: error, stops_ddp, by_family, stops_run, keeps_results
+"""DDP104 rank-dependent-parameter: error, stops_ddp, no_gradient, conditional_use, stops_run, keeps_results
 
 A parameter contributes to the loss on some ranks of a step and not on others.
 
@@ -13,10 +13,11 @@ Detected: In each step, before the first all-reduce, the ranks compare which par
 Ignore: Never. With find_unused_parameters=True, DDP handles such parameters, and ddpcheck does not report them.
 Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
     the parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP305; quietly DDP304 DDP312; quietly DDP516 if only the
     loss; quietly DDP522 if of graphs
 Reports: lhotse-speech/lhotse#554
+Color: #0072B2
 Example:
     def forward(self, x):
         if dist.get_rank() == 0:             # or: if x.mean() > 0, which differs with the shard
@@ -26,10 +27,10 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import Names, format_ranks, join_names
+from ddpcheck.findings.wording import Names, format_ranks, format_steps, group_by, join_names, one_finding
 from ddpcheck.trace.parameters import ConditionalUse, MissingOn
 
 
@@ -64,3 +65,18 @@ def _describe_first(absences: Sequence[MissingOn], step: int, names: Names, verb
         return f"{parts[0]} in step {step}, while the other ranks {verb} the gradient."
     suffix = f" (and {len(parts) - 2} more)" if len(parts) > 2 else ""
     return f"In step {step} {parts[0]}, and {parts[1]}{suffix}: the ranks wait for each other's gradients."
+
+
+def judge_skipped_reductions(absent: Mapping[tuple[int, int], frozenset[str]]) -> list[Finding]:
+    """DDP104: ranks that skip the all-reduces of different parameters; names by step and rank."""
+    for step, keys in group_by(sorted(absent), lambda key: key[0]).items():
+        first = absent[keys[0]]
+        odd = [key[1] for key in keys if absent[key] != first]
+        if odd:
+            return one_finding(
+                "DDP104",
+                sorted(frozenset.union(*(absent[key] for key in keys))),
+                f"{format_ranks(odd)} and rank {keys[0][1]} leave out different parameters in {format_steps([step])}; "
+                "one rank skips an all-reduce in which the other waits, if a bucket holds no other parameters",
+            )
+    return []

@@ -1,4 +1,4 @@
-"""DDP105 step-dependent-parameter: error, stops_ddp, by_family, stops_run, keeps_results
+"""DDP105 step-dependent-parameter: error, stops_ddp, no_gradient, conditional_use, stops_run, keeps_results
 
 A parameter contributes to the loss in some steps only.
 
@@ -12,10 +12,11 @@ Detected: ddpcheck compares from step to step which parameters backward reaches.
 Ignore: Never. With find_unused_parameters=True, ddpcheck does not report such parameters.
 Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
     the parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
     if of graphs
 Reports: Yuanhy1997/SeqDiffuSeq#25
+Color: #56B4E9
 Example:
     def forward(self, x):
         h = self.body(x)

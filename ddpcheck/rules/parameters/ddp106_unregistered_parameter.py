@@ -11,9 +11,10 @@ Detected: ddpcheck compares the leaf tensors that receive a gradient in backward
     module. A leaf tensor that is not a parameter is reported.
 Ignore: If you average the gradient yourself, or if the tensor is an input and its gradient is only inspected.
 Line: The line that assigns the tensor; in `ddpcheck run`, if it is unknown, the line that constructs the wrapper.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro unregistered
 Explains: DDP301 DDP302 DDP303 DDP306 DDP515 if same subjects; quietly DDP516 if only the loss; DDP301 DDP302 DDP303
     DDP305 DDP306 if made in forward; quietly DDP304 DDP312 if made in forward
+Color: #009E73
 Example:
     self.heads = [nn.Linear(8, 2) for _ in range(3)]           # a plain list hides them from DDP
     # right: self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))

@@ -13,7 +13,8 @@ Detected: The gradient is exactly zero on every rank in every step. ddpcheck the
 Ignore: If the zero is intended, for example 0.0 * output.sum() to satisfy DDP. Or if terms cancel rightly: a bias has
     no effect on the difference of two means.
 Line: The operation in which the gradient becomes zero; else the line that constructs the parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro zero
+Color: #BBBBBB
 Example:
     loss = mse(main, y) + 0.0 * auxiliary.sum()                # right, if it should learn: a weight that is not zero
 """

@@ -10,8 +10,9 @@ Detected: Backward reaches the parameter, but no gradient arrives in .grad. Hook
     returned None.
 Ignore: Never. Freeze the parameter if it needs no gradient.
 Line: The call of the autograd Function that returns None; else the line that constructs the parameter.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP307 if none is there
+Color: #CC79A7
 Example:
     class Scale(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""DDP109 needless-find-unused: note, stops_run, keeps_results
+"""DDP109 needless-find-unused: note, needless_option, stops_run, keeps_results
 
 find_unused_parameters=True is set, and every parameter contributed in every step.
 
@@ -9,7 +9,7 @@ Fix: Remove find_unused_parameters=True; ddpcheck reports when it is needed agai
 Detected: find_unused_parameters=True is set, and backward reached every parameter in every step on every rank.
 Ignore: If a later phase of training leaves parameters out. ddpcheck has not checked the steps of that phase.
 Line: In `ddpcheck run`, the line that constructs the wrapper. `ddpcheck report` names no line.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro search
 Reports: speechbrain/speechbrain#701
 Example:
     DistributedDataParallel(model, find_unused_parameters=True)   # right here: DistributedDataParallel(model)

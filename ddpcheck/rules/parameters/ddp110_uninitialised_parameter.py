@@ -1,4 +1,4 @@
-"""DDP110 uninitialised-parameter: error, stops_run, keeps_results
+"""DDP110 uninitialised-parameter: error, stops_ddp, stops_run, keeps_results
 
 A lazy parameter is wrapped before its shape is known.
 
@@ -9,7 +9,8 @@ Detected: ddpcheck inspects the parameters of the module right before wrapping. 
     reported.
 Ignore: Never. DDP refuses such a module.
 Line: The line that constructs the lazy module.
-Checks: report consistency
+Checks: report consistency; repro missing
+Color: #000000
 Example:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
     DistributedDataParallel(model)           # right: model(torch.zeros(1, 16)) first

@@ -11,8 +11,9 @@ Detected: ddpcheck reads the list of ignored names from the module. A parameter 
 Ignore: If you average its gradient yourself, or if each rank should train its own copy.
 Line: The line that constructs the parameter; in `ddpcheck run` with fully_shard, the line that replaces a sharded
     module, else the call of fully_shard.
-Checks: report reducer; run parameters, optimizers
+Checks: report reducer; run parameters, optimizers; repro reduction
 Explains: DDP208 DDP301 DDP306
+Color: #5D3A9B
 Example:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
     DistributedDataParallel(model)           # right: leave out names of parameters that train

@@ -13,7 +13,7 @@ Detected: ddpcheck looks for tensors in the output of forward in the same way as
     none, although parameters contribute to the loss.
 Ignore: If neither find_unused_parameters nor static_graph is set: DDP then needs no tensors.
 Line: In `ddpcheck run`, the line that constructs the wrapper. `ddpcheck report` names no line.
-Checks: report parameters; run parameters
+Checks: report parameters; run parameters; repro missing
 Explains: DDP301 DDP302 DDP406
 Example:
     class Output:                            # right: decorate it with @dataclass

@@ -1,4 +1,4 @@
-"""DDP513 static-graph-violated: error, stops_ddp, by_family, stops_run
+"""DDP513 static-graph-violated: error, stops_ddp, no_gradient, conditional_use, stops_run
 
 static_graph=True is set, and the set of used parameters or their order changes.
 
@@ -11,7 +11,7 @@ Detected: DDP513 is reported if static_graph=True is set, and backward reaches d
 Ignore: Never. DDP relies on the first iteration.
 Line: The branch or operation at which the path from the parameter to the loss ends; else the line that constructs
     the parameter. If DDP raises: the call that raises.
-Checks: report parameters; run loop
+Checks: report parameters; run loop; repro missing
 Explains: DDP306 if same subjects; DDP301 DDP302 DDP303 DDP304 DDP305 DDP312; DDP516 if only the loss; quietly DDP522
     if of graphs
 Reports: pytorch/pytorch#58111 pytorch/pytorch#97030 deepinsight/insightface#2288

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, GradientState, PathEnd, StepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
-from ddpcheck.findings.wording import format_steps
+from ddpcheck.findings.rules import RULES
 from ddpcheck.rules.compilation.ddp522_rank_dependent_compilation import judge_compilations
 from ddpcheck.rules.gradients.ddp502_no_sync_misuse import judge_switched_off
 from ddpcheck.rules.gradients.reducer import judge_loop
 from ddpcheck.rules.loss.losses import judge_targets
 from ddpcheck.rules.parameters.contribution import judge_parameters
+from ddpcheck.rules.parameters.ddp101_unused_parameter import reword_in_first_steps
 from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import judge_changes
 from ddpcheck.stream.rank_report import RankReport, WatchContext, is_probed
 
@@ -35,15 +36,14 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
     missing_steps = tuple(sorted({step for report in reports for step in report.missing}))
     findings = []
     for finding in judge_parameters(evidence, wrapper, context.names, ends_here=False):
-        if finding.code == "DDP109" and not settled:
+        rule = RULES[finding.code]
+        may_be_idle = wrapper.sharded and rule.no_gradient and not rule.conditional_use  # an untaken branch or expert
+        if not settled and (rule.needless_option or may_be_idle):
             continue
-        if wrapper.sharded and not settled and finding.code in _ON_NO_RANK:  # an untaken branch or idle expert
-            continue
-        if finding.code in _ABSENT and not finding.steps and not (context.wrapper.goes_on_without and settled):
+        if rule.no_gradient and not finding.steps and not (context.wrapper.goes_on_without and settled):
             finding = replace(finding, steps=missing_steps)
-        if finding.code == "DDP101" and not settled and reports[0].step < _FEW:
-            message = f"{finding.message[:-1]} in {format_steps(missing_steps or (0,))}."
-            finding = replace(finding, message=message, fix=_IDLE)
+        if not settled and reports[0].step < _FEW:
+            finding = reword_in_first_steps(finding, missing_steps or (0,))
         findings.append(finding)
     if changed:
         findings += judge_changes([report.changes for report in reports], sharded=wrapper.sharded)
@@ -55,14 +55,6 @@ def judge_reports(reports: Sequence[RankReport], context: WatchContext, *, settl
 
 
 _FEW = 4  # first steps: a parameter not read by forward may belong to an idle branch or expert
-_IDLE = (
-    "If other steps read it (a branch, an expert that gets no sample), pass find_unused_parameters=True, or add 0.0 "
-    "times its output in idle steps. If no step does, use it, remove it, or freeze it with requires_grad_(False) "
-    "before wrapping."
-)
-
-_ON_NO_RANK = ("DDP101", "DDP102", "DDP103")
-_ABSENT = (*_ON_NO_RANK, "DDP104", "DDP105", "DDP513")
 
 
 def _evidence(

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from ddpcheck.findings.evidence.script import FileUsed
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import group_by_value
 from ddpcheck.trace.replicas import common_values
 
@@ -26,11 +27,13 @@ def locate_restored_file(findings: Iterable[Finding], uses: Sequence[Sequence[Fi
     names = group_by_value(["/".join(PurePath(use.path).parts[-2:]) for use in row])
     msg = f"The ranks do not load the same file ({'; '.join(names)})."
     explained = []
-    for f in findings:
-        if f.code in ("DDP405", "DDP508"):
-            f = replace(f, evidence=(*f.evidence, f"torch.load is called at {row[0].location}. {msg}"))
-        elif (f.code in ("DDP306", "DDP515") and f.steps == (0,)) or f.code == "DDP208":
+    for finding in findings:
+        rule = RULES[finding.code]
+        if rule.uneven_steps:
+            evidence = (*finding.evidence, f"torch.load is called at {row[0].location}. {msg}")
+            finding = replace(finding, evidence=evidence)
+        elif rule.unequal_start or (rule.values_differ and finding.steps == (0,)):
             fix = "Load the same file on every rank: let rank 0 choose it, and broadcast its name."
-            f = replace(f, message=f"{msg} {f.message}", fix=fix).relocated(row[0].location)
-        explained.append(f)
+            finding = replace(finding, message=f"{msg} {finding.message}", fix=fix).relocated(row[0].location)
+        explained.append(finding)
     return explained

@@ -14,9 +14,11 @@ from ddpcheck.trace.replicas import VALUE_CHANGES, Changes, changes_of_kind, ran
 _CALLS = ("load_state_dict", "apply")  # load_state_dict sets values, apply may; in-place writes come last
 
 
-def locate_reduction(code: str, kinds: Sequence[str], finding: Finding, changes: Changes) -> Finding:
-    """Relocate a finding of a rule to the last call (`kinds`) that decides how its gradients are reduced."""
-    calls = changes_of_kind(changes, *kinds) if finding.code == code else []
+def locate_reduction(
+    kinds: Sequence[str], finding: Finding, changes: Changes, _wrapped_at: Location | None = None
+) -> Finding:
+    """Relocate a finding to the last call (`kinds`) that decides how its gradients are reduced."""
+    calls = changes_of_kind(changes, *kinds)
     calls = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
     if not calls:
         return finding
@@ -24,8 +26,10 @@ def locate_reduction(code: str, kinds: Sequence[str], finding: Finding, changes:
     return moved.relocated(calls[-1].location)
 
 
-def locate_values(code: str, finding: Finding, changes: Changes, *, after_forward: bool) -> Finding:
-    """Relocate a finding of a rule to a line that sets values, preferably on some ranks only."""
+def locate_values(
+    finding: Finding, changes: Changes, _wrapped_at: Location | None = None, *, after_forward: bool
+) -> Finding:
+    """Relocate a finding to a line that sets values, preferably on some ranks only."""
     subjects = set(finding.subjects)
     names: dict[tuple[str, Location | None], set[str]] = {}
 
@@ -33,7 +37,7 @@ def locate_values(code: str, finding: Finding, changes: Changes, *, after_forwar
         is_relevant = change.what in VALUE_CHANGES and bool(change.forwards) == after_forward
         return is_relevant and not subjects.isdisjoint(change.names)
 
-    ranks = ranks_by_call(changes, sets_subjects) if finding.code == code else {}
+    ranks = ranks_by_call(changes, sets_subjects)
     some = {call: callers for call, callers in ranks.items() if len(callers) < len(changes)}
     if after_forward and ranks and not some:  # calls made by all ranks explain no difference, except writes by hand
         for change in filter(sets_subjects, chain.from_iterable(changes)):

@@ -9,6 +9,7 @@ from ddpcheck.findings.evidence.replicas import StateUsed, digest_of_values
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
+from ddpcheck.findings.rules import RULES
 from ddpcheck.findings.wording import format_ranks, group_by, join_names, minority_ranks
 from ddpcheck.rules.registry import rule
 from ddpcheck.rules.replicas.ddp214_buffer_value import batchnorm_finding, outer_buffers_finding
@@ -24,7 +25,7 @@ def judge_copies(copies: Copies) -> list[Finding]:
     """DDP306 and 214: modules outside of the wrappers that differ between ranks."""
     states, changes = copies.states, copies.changes
     findings = judge_states(states, changes) or judge_uses(copies.uses, states, changes)
-    if any(finding.code == "DDP306" for finding in findings):
+    if any(RULES[finding.code].values_differ for finding in findings):
         copies.require_exact_parameters()
     return [replace(finding, tags=(*finding.tags, "of a copy")) for finding in findings]
 

@@ -1,4 +1,4 @@
-"""DDP201 parameter-set: error, stops_run
+"""DDP201 parameter-set: error, stops_ddp, stops_run
 
 The set of parameters differs between ranks.
 
@@ -11,7 +11,7 @@ Detected: Before DDP's first collective, the ranks compare the names of their pa
 Ignore: Never. Ranks with different parameters cannot train one model.
 Line: The line that registers the outermost module or parameter that differs. If a variable of the script counts the
     modules, the line that assigns the variable.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Reports: pytorch/pytorch#102438 huggingface/accelerate#1481 NJU-PCALab/STAR#44
 Example:

@@ -1,4 +1,4 @@
-"""DDP202 parameter-order: error, stops_run
+"""DDP202 parameter-order: error, stops_ddp, stops_run
 
 The same parameters are registered in a different order on different ranks.
 
@@ -9,7 +9,7 @@ Fix: Register modules in a fixed order: iterate over a list or a sorted() set, n
 Detected: Before DDP's first collective, the ranks compare the order of the parameters that all ranks have.
 Ignore: Never. DDP pairs parameters by position.
 Line: The line that registers the first module or parameter that is out of order.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: DDP301 DDP302 DDP306 if an error; quietly DDP522 if of graphs
 Example:
     for name in {"left", "right"}:           # the order of a set of strings differs between processes

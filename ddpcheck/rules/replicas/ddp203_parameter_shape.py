@@ -1,4 +1,4 @@
-"""DDP203 parameter-shape: error, stops_run
+"""DDP203 parameter-shape: error, stops_ddp, stops_run
 
 The shape of a parameter differs between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the shapes of paramet
 Ignore: Never.
 Line: The line that creates the first parameter. If a variable of the script has the size, the line that assigns the
     variable.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     classes = len(set(local_labels))         # counts what this rank happens to see; right: a constant for all ranks

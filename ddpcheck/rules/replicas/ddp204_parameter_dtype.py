@@ -1,4 +1,4 @@
-"""DDP204 parameter-dtype: error, stops_run
+"""DDP204 parameter-dtype: error, stops_ddp, stops_run
 
 The dtype of a parameter differs between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the dtypes of paramet
 Ignore: Never.
 Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
     parameter.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     model.to(torch.bfloat16 if supports_bf16() else torch.float16)   # right: the same dtype on all ranks

@@ -1,4 +1,4 @@
-"""DDP205 parameter-stride: error, stops_run
+"""DDP205 parameter-stride: error, stops_ddp, stops_run
 
 The memory layout (strides) of a parameter differs between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the strides of parame
 Ignore: Never. DDP refuses the module, or averages elements of different positions.
 Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
     parameter.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     if torch.cuda.is_available():            # true on some machines only

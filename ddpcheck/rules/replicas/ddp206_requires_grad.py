@@ -1,4 +1,4 @@
-"""DDP206 requires-grad: error, stops_run
+"""DDP206 requires-grad: error, stops_ddp, stops_run
 
 A parameter requires grad on one rank and is frozen on another.
 
@@ -11,7 +11,7 @@ Detected: Before DDP's first collective, the ranks compare requires_grad of each
 Ignore: Never. Freeze the same parameters on every rank.
 Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates or assigns the
     first parameter.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     model.layers[dist.get_rank()].requires_grad_(False)   # right: the same layer on every rank

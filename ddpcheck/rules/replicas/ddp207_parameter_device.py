@@ -1,4 +1,4 @@
-"""DDP207 parameter-device: error, stops_run
+"""DDP207 parameter-device: error, stops_ddp, stops_run
 
 The device type of a parameter differs between ranks, or within a rank.
 
@@ -11,7 +11,7 @@ Detected: Before DDP's first collective, the ranks compare the device types of t
 Ignore: Never.
 Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
     parameter.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     device = "cuda" if torch.cuda.is_available() else "cpu"   # a rank without a GPU falls back without a message

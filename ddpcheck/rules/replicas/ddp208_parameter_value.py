@@ -1,4 +1,4 @@
-"""DDP208 parameter-value: error, stops_run
+"""DDP208 parameter-value: error, unless_split, values_differ, unequal_start, stops_run
 
 The value of a parameter differs between ranks.
 
@@ -14,7 +14,7 @@ Detected: Right after the wrapper is constructed, the ranks compare the values o
 Ignore: If the ranks train different models on purpose.
 Line: The line that changes the values after wrapping, or that seeds the model differently on each rank. If there is
     none, the line that creates the first parameter.
-Checks: report wrapping; run replicas, optimizers
+Checks: report wrapping; run replicas, optimizers; repro parameters
 Repeats: ModelParts
 Explains: DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
@@ -36,9 +36,10 @@ from ddpcheck.rules.replicas.changes import locate_values
 from ddpcheck.rules.replicas.comparisons import judge_initial_values
 from ddpcheck.trace.replicas import differing_names, differing_values
 from ddpcheck.trace.script_facts import PartSteps
+from ddpcheck.trace.unwrapped_params import Steps, is_averaged, is_equal, param_name
 
 judge_initial_parameters = partial(judge_initial_values, "DDP208")
-locate_initial_values = partial(locate_values, "DDP208", after_forward=False)
+relocate = partial(locate_values, after_forward=False)
 
 
 def judge_values_before_sharding(before: Sequence[Mapping[str, int]], now: Mapping[str, int]) -> list[Finding]:
@@ -75,6 +76,26 @@ def judge_values(steps: Sequence[PartSteps], ranks: Sequence[int], split: ModelS
         evidence=["parallelize_module broadcasts rank 0's values of the modules in its plan, and no others"],
         fix="Seed the construction of the model equally on these ranks, or broadcast the parameters within their "
         "group.",
+    )
+
+
+def judge_start(steps: Sequence[Steps]) -> list[Finding]:
+    """DDP208: parameters that always differ between ranks, with averaged gradients."""
+    first = steps[0][0]
+    unequal = [name for name in first.alone if not any(is_equal(step, name) for step in steps)]
+    averaged = [param_name(name) for name in unequal if is_averaged(steps, name)]
+    if not averaged:
+        return []
+    line = first.broadcast_at or first.made
+    return one_finding(
+        "DDP208",
+        averaged,
+        f"{join_names(averaged)} {plural_verb('differs', 'differ', averaged)} between ranks from the first step, "
+        "and the gradients are averaged: an average over different models is right for none of them.",
+        location=line or first.location,
+        related={"optimizer steps": first.location},
+        evidence=["the gradients are the same on all ranks in every step that was compared, and the values in none"],
+        fix="Broadcast the parameters from rank 0 before the first step, or seed their construction equally.",
     )
 
 

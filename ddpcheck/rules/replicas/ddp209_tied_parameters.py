@@ -1,4 +1,4 @@
-"""DDP209 tied-parameters: error, stops_run
+"""DDP209 tied-parameters: error, stops_ddp, stops_run
 
 Parameters are one tensor under several names on one rank, and separate tensors on another.
 
@@ -9,7 +9,7 @@ Detected: Before DDP's first collective, the ranks compare which names share one
 Ignore: Never.
 Line: In `ddpcheck run`, the line that wraps the module. In `ddpcheck report`, the line that creates the first
     parameter.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: DDP516 if only the loss; quietly DDP522 if of graphs
 Example:
     if os.path.exists(checkpoint):           # true on one machine only

@@ -1,4 +1,4 @@
-"""DDP211 buffer-set: error, stops_run
+"""DDP211 buffer-set: error, stops_ddp, stops_run
 
 The set of buffers differs between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the names of their bu
 Ignore: If broadcast_buffers=False is set and the buffer is local on purpose. Make the buffer a plain attribute then.
 Line: The line that registers the outermost module or buffer that differs. If a variable of the script counts the
     modules, the line that assigns the variable.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""DDP212 buffer-order: error, stops_run
+"""DDP212 buffer-order: error, stops_ddp, stops_run
 
 The same buffers are registered in a different order on different ranks.
 
@@ -8,7 +8,7 @@ Fix: Register buffers in a fixed order, never in the order of a set or of a dire
 Detected: Before DDP's first collective, the ranks compare the order of the buffers that all ranks have.
 Ignore: Never. DDP broadcasts buffers by position.
 Line: The line that registers the first module or buffer that is out of order.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     for name in {"mean", "variance"}:        # right: for name in ("mean", "variance")

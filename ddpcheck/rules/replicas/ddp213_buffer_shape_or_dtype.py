@@ -1,4 +1,4 @@
-"""DDP213 buffer-shape-or-dtype: error, stops_run
+"""DDP213 buffer-shape-or-dtype: error, stops_ddp, stops_run
 
 The shape or dtype of a buffer differs between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the shapes and dtypes
 Ignore: Never while buffers are broadcast.
 Line: The line that creates the first buffer. If a variable of the script has the size, the line that assigns the
     variable.
-Checks: report consistency, reducer; run replicas
+Checks: report consistency, reducer; run replicas; repro layouts
 Explains: quietly DDP522 if of graphs
 Example:
     self.register_buffer("queue", torch.zeros(len(local_data), 8))   # right: a size that all ranks share

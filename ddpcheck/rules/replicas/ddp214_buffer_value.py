@@ -1,4 +1,4 @@
-"""DDP214 buffer-value: warning, takes_severity, spreads, stops_run
+"""DDP214 buffer-value: warning, takes_severity, spreads, buffers_only, stops_run
 
 A buffer has drifted: its value differs between ranks.
 
@@ -15,7 +15,7 @@ Detected: If the wrapper does not broadcast buffers, the ranks compare the value
 Ignore: If each rank should keep its own statistics, as plain BatchNorm does with broadcast_buffers=False.
 Line: The line that writes the buffer. If there is none, the line that creates the first buffer. For BatchNorm
     statistics that are estimated again, the line of this estimate.
-Checks: report wrapping, reducer; run replicas
+Checks: report wrapping, reducer; run replicas; repro buffers
 Explains: DDP304 DDP312; DDP516 if only the loss
 Reports: pytorch/pytorch#13711 open-mmlab/mmdetection#4582 open-mmlab/mmpose#998
 Example:
@@ -32,7 +32,7 @@ from functools import partial
 from ddpcheck.findings.evidence.replicas import StateUsed
 from ddpcheck.findings.evidence.script import StateHeld
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import format_ranks, join_names, one_finding, plural_verb
 from ddpcheck.rules.replicas.comparisons import judge_buffers_after_steps, judge_initial_values
 from ddpcheck.trace.replicas import Changes, ReplicaFacts, buffer_writes
@@ -49,9 +49,9 @@ def judge_drifted_buffers(facts: ReplicaFacts) -> list[Finding]:
     return judge_buffers_after_steps("DDP214", facts, f"nothing synchronises {{them}}{saved}")
 
 
-def locate_buffer_write(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP214 to the line that writes the buffer, and add the writing ranks."""
-    for name in finding.subjects if finding.code == "DDP214" else ():
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that writes the buffer, and add the writing ranks."""
+    for name in finding.subjects:
         writes = buffer_writes(changes, name)
         if 0 < len(writes) < len(changes):
             evidence = (*finding.evidence, f"{name} changes on {format_ranks(writes)} only")

@@ -1,4 +1,4 @@
-"""DDP215 buffer-overwritten: warning, takes_severity, spreads, stops_run
+"""DDP215 buffer-overwritten: warning, takes_severity, spreads, buffers_only, stops_run
 
 A buffer that a rank computed is discarded: the broadcast replaces it with rank 0's.
 
@@ -12,7 +12,7 @@ Detected: After each step, the ranks compare the values of their buffers. A buff
 Ignore: If rank 0's samples represent the data well enough. Most people accept this for the running statistics of
     BatchNorm.
 Line: The line that writes the buffer. If there is none, the line that creates the first buffer.
-Checks: report wrapping, reducer; run replicas
+Checks: report wrapping, reducer; run replicas; repro buffers
 Explains: DDP516 if only the loss
 Reports: huggingface/pytorch-image-models#110 facebookresearch/moco#41
 Example:
@@ -24,7 +24,7 @@ Example:
 from __future__ import annotations
 
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding
+from ddpcheck.findings.report import Finding, Location
 from ddpcheck.rules.replicas.comparisons import judge_buffers_after_steps
 from ddpcheck.trace.replicas import Changes, ReplicaFacts, buffer_writes
 
@@ -35,8 +35,8 @@ def judge_overwritten_buffers(facts: ReplicaFacts) -> list[Finding]:
     return judge_buffers_after_steps("DDP215", facts, consequence) if facts.known.broadcasts_buffers else []
 
 
-def locate_overwritten_buffer(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP215 to the line that writes the buffer."""
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that writes the buffer."""
     writes = [change for name in finding.subjects for change in buffer_writes(changes, name).values()]
     location = next((change.location for change in writes if change.location is not None), None)
-    return replace(finding, location=location) if location and finding.code == "DDP215" else finding
+    return replace(finding, location=location) if location else finding

@@ -12,7 +12,7 @@ Detected: Before the first step and after each step, the ranks compare the tenso
     `ddpcheck report` also compares program variables that change in the steps.
 Ignore: If the tensor is a cache of the rank's own samples, or differs on purpose.
 Line: The line that creates the first tensor.
-Checks: report consistency, reducer, parity; run replicas
+Checks: report consistency, reducer, parity; run replicas; repro attributes
 Explains: DDP303 DDP304 DDP312; DDP516 if only the loss
 Example:
     self.projection = torch.randn(8, 8)      # right: self.register_buffer("projection", torch.randn(8, 8))

@@ -1,4 +1,4 @@
-"""DDP221 wrapper-options: error, stops_run
+"""DDP221 wrapper-options: error, unless_split, stops_run
 
 The options of DistributedDataParallel differ between ranks.
 
@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare the arguments of Dist
     `ddpcheck run` compares the mixed precision policies.
 Ignore: Never. The options decide which collectives run.
 Line: The line that calls the constructor of DistributedDataParallel on the first rank that differs.
-Checks: report wrapping; run replicas
+Checks: report wrapping; run replicas; repro options
 Explains: quietly DDP522 if of graphs
 Example:
     DistributedDataParallel(model, find_unused_parameters=dist.get_rank() == 0)   # right: one value for all
@@ -20,4 +20,5 @@ from functools import partial
 
 from ddpcheck.rules.replicas.comparisons import judge_options
 
+STOPPED = "DDP221: DDP would stop, hang or abort"
 judge_wrapper_options = partial(judge_options, "DDP221")

@@ -10,7 +10,7 @@ Detected: Before DDP's first collective, the ranks compare their modules by name
     warning.
 Ignore: If modules of different ranks compute different functions on purpose.
 Line: The line that creates the first module. If the mode differs, the last call of eval() on the ranks that evaluate.
-Checks: report consistency; run replicas
+Checks: report consistency; run replicas; repro layouts
 Explains: DDP214 DDP215 DDP216 DDP301 DDP302 DDP304 DDP305 DDP312 DDP516; quietly DDP522 if of graphs
 Example:
     if dist.get_rank() == 0:
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.report import Finding, Severity
+from ddpcheck.findings.report import Finding, Location, Severity
 from ddpcheck.findings.wording import (
     format_ranks,
     group_by,
@@ -93,9 +93,9 @@ def _odd_modes(modes_by_name: Sequence[Sequence[str]]) -> list[int]:
     return sorted(odd)
 
 
-def locate_eval_call(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP222 to the last `eval` call on the finding's ranks, else everywhere."""
-    if finding.code != "DDP222" or MODE not in finding.message:
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the last `eval` call on the finding's ranks, else everywhere."""
+    if MODE not in finding.message:
         return finding
     until = finding.steps[0] if finding.steps else 0
     calls = group_by(

@@ -1,4 +1,4 @@
-"""DDP306 state-diverged: error, spreads, keeps_results
+"""DDP306 state-diverged: error, spreads, values_differ, at_step, keeps_results
 
 Parameters, buffers or optimizer state differ between ranks after a step.
 
@@ -16,7 +16,7 @@ Ignore: If ranks diverge on purpose between averages, as in local SGD. In this c
 Line: The line that writes the parameters outside of the optimizer's step. If there is none, the step of the optimizer
     (`ddpcheck run`), or the line that creates the first parameter (`ddpcheck report`). For a copy, the line that writes
     it, else the line that makes it. For loaded state, the line that loads it.
-Checks: report reducer; run replicas, optimizers
+Checks: report reducer; run replicas, optimizers; repro state
 Repeats: Wrappers, ModelParts
 Explains: DDP516 if only the loss; quietly DDP214 if of a copy
 Example:
@@ -405,13 +405,11 @@ def judge_diverged_state(facts: ReplicaFacts, divergence: Divergence) -> list[Fi
     )
 
 
-def locate_divergence(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP306 to the line that writes the parameters, or steps an optimizer in backward."""
-    if finding.code != "DDP306":
-        return finding
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that writes the parameters, or steps an optimizer in backward."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    return locate_values("DDP306", finding, changes, after_forward=True)
+    return locate_values(finding, changes, after_forward=True)
 
 
 def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:

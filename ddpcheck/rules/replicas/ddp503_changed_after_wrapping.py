@@ -1,4 +1,4 @@
-"""DDP503 changed-after-wrapping: error, stops_ddp, spreads, stops_run
+"""DDP503 changed-after-wrapping: error, stops_ddp, search_tolerates, spreads, stops_run
 
 A parameter was added, replaced, removed, frozen, unfrozen, cast or moved after wrapping.
 
@@ -12,7 +12,7 @@ Detected: ddpcheck compares the module's parameters with those at the constructi
 Ignore: If a parameter is frozen after wrapping and find_unused_parameters=True is set.
 Line: The line that changes the parameters after wrapping, for example a call of load_state_dict or requires_grad_. If
     it is unknown, the line that creates the first parameter.
-Checks: report wrapping, parameters; run loop, optimizers
+Checks: report wrapping, parameters; run loop, optimizers; repro next-reduction
 Explains: DDP208 if same subjects; DDP101 DDP102 DDP103 DDP106 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306;
     DDP516 if only the loss; quietly DDP214 if of a copy
 Reports: pytorch/pytorch#104336 Lightning-AI/pytorch-lightning#17937
@@ -32,6 +32,10 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import Names, counted, group_by, join_names, one_finding, plural_verb, unless_all
 from ddpcheck.trace.replicas import Changes, changes_of_kind
+from ddpcheck.trace.script_facts import ScriptFacts
+from ddpcheck.trace.unwrapped_params import VALUES_DIVERGED, Steps, gradients_agree, gradients_differ
+
+_FEWEST_AGREE = 2  # optimizer steps with the same nonzero gradient on all ranks
 
 _CHANGES = {
     "replaced": "DDP still has the old {noun}, and never averages the gradient of the new one",
@@ -139,10 +143,8 @@ def judge_replaced(changes: Changes) -> list[Finding]:
     return findings
 
 
-def locate_parameter_change(finding: Finding, changes: Changes) -> Finding:
-    """Relocate DDP503 to the line that changes the parameters."""
-    if finding.code != "DDP503":
-        return finding
+def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that changes the parameters."""
     subjects = set(finding.subjects)
     loads = [change for rank_changes in changes for change in rank_changes if change.how == "load_state_dict"]
     for change in (*changes_of_kind(changes, "requires_grad", "parameters", "replaced"), *loads):
@@ -154,3 +156,28 @@ def locate_parameter_change(finding: Finding, changes: Changes) -> Finding:
 
 
 _LOAD = "Load before wrapping, or without assign=True, which replaces the parameters by other tensors."
+
+
+def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Finding]:
+    """DDP503: parameters of a wrapped module that the wrapper does not know."""
+    was, them = plural_verb("was", "were", names), plural_verb("it", "them", names)
+    return one_finding(
+        "DDP503",
+        names,
+        f"{join_names(names)} {was} added or unfrozen after wrapping: every rank trains {them} on its own gradients.",
+        location=steps[0][0].location,
+        evidence=[VALUES_DIVERGED],
+        fix="Finish the module first, wrap it last; wrap again after any such change.",
+    )
+
+
+def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
+    """Return True if changed parameters that the wrapper does not average get equal gradients on all ranks."""
+    if finding.code != "DDP503":
+        return False
+    for name in (f"{wrapper}/{subject}" for subject in finding.subjects):
+        steps = [rank_steps for opt in facts.optimizers for rank_steps in opt.steps if name in rank_steps[0].alone]
+        agree = sum(gradients_agree(rank_steps, name) for rank_steps in steps)
+        if agree < _FEWEST_AGREE or any(gradients_differ(rank_steps, name) for rank_steps in steps):
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""DDP515 values-changed-after-wrapping: error
+"""DDP515 values-changed-after-wrapping: error, values_differ
 
 Something other than the optimizer changed parameter values after wrapping, on some ranks.
 
@@ -11,7 +11,7 @@ Detected: ddpcheck computes checksums of the parameters when the wrapper is cons
     parameters before the first forward pass. It reports lines that only some ranks have reached.
 Ignore: If the values are restored before the optimizer steps, as in sharpness-aware minimisation.
 Line: The line that changes the values after wrapping. If there is none, the line that wraps the module.
-Checks: report wrapping, reducer; run loop
+Checks: report wrapping, reducer; run loop; repro state
 Explains: DDP208 DDP301 DDP302 DDP303 DDP304 DDP305 DDP312 DDP306; DDP516 if only the loss; quietly DDP214 if of a
     copy
 Example:
@@ -120,11 +120,9 @@ def judge_changed_in_step(facts: ReplicaFacts, divergence: Divergence) -> list[F
     )
 
 
-def locate_changed_values(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate DDP515 to the line that changes the values; by default, to the line that wraps."""
-    if finding.code != "DDP515":
-        return finding
+def relocate(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
+    """Relocate to the line that changes the values; by default, to the line that wraps."""
     if stepped := changes_of_kind(changes, "stepped"):
         return locate_step_in_backward(finding, stepped[0])
-    moved = locate_values("DDP515", finding, changes, after_forward=False)
+    moved = locate_values(finding, changes, after_forward=False)
     return replace(finding, location=wrapped_at) if moved is finding else moved

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 
 from ddpcheck.findings.evidence.modules import ModuleDescription
 from ddpcheck.findings.evidence.steps import DdpStepEvidence
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Finding, Location
 from ddpcheck.findings.wording import group_by
-from ddpcheck.rules.gradients.ddp301_not_synchronised import locate_hook_of_synchronisation
-from ddpcheck.rules.gradients.ddp302_reducer_mismatch import locate_hook_of_reducer
 from ddpcheck.rules.gradients.ddp508_step_skipped_on_a_rank import judge_skipped_update
 from ddpcheck.rules.gradients.ddp521_shard_as_whole import judge_repeated
 from ddpcheck.rules.gradients.reducer import judge_reducer
-from ddpcheck.rules.loss.ddp303_scaled_gradient import locate_scale
 from ddpcheck.rules.replicas.comparisons import IN_STEP
-from ddpcheck.rules.replicas.ddp208_parameter_value import (
-    advise_under_sharding,
-    judge_initial_parameters,
-    locate_initial_values,
-)
-from ddpcheck.rules.replicas.ddp214_buffer_value import (
-    judge_drifted_buffers,
-    judge_initial_buffers,
-    locate_buffer_write,
-)
-from ddpcheck.rules.replicas.ddp215_buffer_overwritten import judge_overwritten_buffers, locate_overwritten_buffer
+from ddpcheck.rules.replicas.ddp208_parameter_value import advise_under_sharding, judge_initial_parameters
+from ddpcheck.rules.replicas.ddp214_buffer_value import judge_drifted_buffers, judge_initial_buffers
+from ddpcheck.rules.replicas.ddp215_buffer_overwritten import judge_overwritten_buffers
 from ddpcheck.rules.replicas.ddp216_unregistered_state import judge_new_state, judge_unregistered_state
-from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import at_later_step, locate_eval_call
+from ddpcheck.rules.replicas.ddp222_module_structure_or_mode import at_later_step
 from ddpcheck.rules.replicas.ddp306_state_diverged import (
     judge_diverged_state,
     judge_never_averaged,
-    locate_divergence,
     reword_as_never_averaged,
     reword_at_unknown_step,
 )
-from ddpcheck.rules.replicas.ddp503_changed_after_wrapping import locate_parameter_change
 from ddpcheck.rules.replicas.ddp515_values_changed_after_wrapping import (
     judge_changed_in_step,
     judge_parameters_before_optimizer,
     judge_values_changed,
-    locate_changed_values,
 )
 from ddpcheck.rules.replicas.descriptions import judge_descriptions
 from ddpcheck.stream.entries import ReplicaCaptured, WrapperMade
@@ -196,22 +186,13 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
     return [*findings, *by_code.values()]
 
 
-_LOCATORS = (
-    locate_parameter_change,
-    locate_hook_of_synchronisation,
-    locate_hook_of_reducer,
-    locate_scale,
-    locate_divergence,
-    locate_initial_values,
-    locate_buffer_write,
-    locate_overwritten_buffer,
-    locate_eval_call,
-)
-
-
 def locate_change(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate a finding to the line that changes the wrapped module."""
-    finding = locate_changed_values(finding, changes, wrapped_at)
-    for locate in _LOCATORS:
-        finding = locate(finding, changes)
-    return finding
+    """Relocate a finding to the line that changes the wrapped module, by `relocate` in the file of its rule."""
+    relocate: Callable[..., Finding] | None = getattr(_file_of(finding.code), "relocate", None)
+    return relocate(finding, changes, wrapped_at) if relocate else finding
+
+
+@functools.cache
+def _file_of(code: str) -> ModuleType:
+    (file,) = Path(__file__).parents[1].glob(f"*/{code.lower()}_*.py")
+    return importlib.import_module(f"ddpcheck.rules.{file.parent.name}.{file.stem}")

@@ -12,19 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpcheck.findings.report import Finding, ParityEntry, Report, Severity, select_findings
-from ddpcheck.findings.rules import is_selected
+from ddpcheck.findings.rules import RULES, is_selected
 from ddpcheck.findings.wording import capitalized, counted, format_ranks, group_by, plural_verb
 
-_VERDICTS = {  # by check: the reference, what to say if it was not compared, and the rules on what it finds
-    "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own", ("DDP301", "DDP302")),
-    "parity": (
-        "single-process",
-        "the gradients were not compared with those of a single process",
-        ("DDP303", "DDP304", "DDP305", "DDP309", "DDP310", "DDP312"),
-    ),
+_REFERENCES = {  # by check: the reference, and what to say if it was not compared
+    "reducer": ("local", "DDP's gradients were not compared with the average of the ranks' own"),
+    "parity": ("single-process", "the gradients were not compared with those of a single process"),
 }
-_BY_TOLERANCE = frozenset(code for _, _, codes in _VERDICTS.values() for code in codes) - {"DDP301"}
-_NO_VERDICT = frozenset({"DDP307", "DDP308"})
 _MOST_ENTRIES = 5
 
 
@@ -43,16 +37,17 @@ def parity_failure_message(
     selected = select_findings(relevant, select=select, ignore=ignore)
     wanted = {
         check: reference
-        for check, (reference, _, codes) in _VERDICTS.items()
-        if any(is_selected(code, select, ignore) for code in codes)
+        for check, (reference, _) in _REFERENCES.items()
+        if any(is_selected(code, select, ignore) for code in _rules_on_gradients(check))
     }
     distances = [_distance(entry, tolerance) for entry in report.parity if entry.reference in wanted.values()]
     mismatched = [distance for distance in distances if not distance[0] <= distance[1]]
     if tolerance is not None and not mismatched:
-        selected = tuple(finding for finding in selected if finding.code not in _BY_TOLERANCE)
+        by_tolerance = {code for code, rule in RULES.items() if rule.gradients_differ and not rule.needs_average}
+        selected = tuple(finding for finding in selected if finding.code not in by_tolerance)
     explained_codes = {finding.code for finding in relevant} if tolerance is None else set()
     unexplained = [] if explained_codes or selected else mismatched  # ignored findings count as an explanation
-    withheld = [finding for finding in relevant if finding.code in _NO_VERDICT and finding not in selected]
+    withheld = [finding for finding in relevant if RULES[finding.code].undecided and finding not in selected]
     lacking = [] if report.error is None else [report.error.message]
     lacking += [sentence for check in wanted if report.error is None and (sentence := _not_made(check, report))]
     lines = [line for finding in (*selected, *withheld) for line in _finding_lines(finding)]
@@ -61,8 +56,9 @@ def parity_failure_message(
         lines += [f"  note: {note}" for note in report.world.get("notes", ()) if tolerance is None]
     if not lacking and not lines:
         return ""
-    differ = mismatched or any(f.code.startswith("DDP3") and f.code not in _NO_VERDICT for f in selected)
-    undecided = lacking or any(f.code in _NO_VERDICT for f in relevant)
+    rules = [RULES[finding.code] for finding in selected]
+    differ = mismatched or any(rule.family == "gradients" and not rule.undecided for rule in rules)
+    undecided = lacking or any(RULES[finding.code].undecided for finding in relevant)
     title = "Gradients could not be compared!" if undecided and not differ else "Gradients are not close!"
     world = f"{report.world.get('world_size', '?')} ranks, {report.world.get('steps', '?')} steps"
     return "\n".join([title, "", f"{report.target}: {world}", *lacking, *lines])
@@ -90,14 +86,19 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
     return error, allowed, f"{where}: norm of the difference {error:.4g}, allowed {allowed:.4g} ({terms})"
 
 
+def _rules_on_gradients(check: str) -> list[str]:
+    """Return the codes of rules on gradients that differ from the reference of a check, their last one."""
+    return [code for code, rule in RULES.items() if rule.gradients_differ and rule.checks["report"][-1] == check]
+
+
 def _is_on_gradients(finding: Finding) -> bool:
-    is_tagged = any(tag.startswith("DDP3") for tag in finding.tags)
-    return finding.code.startswith("DDP3") or finding.severity is Severity.ERROR or is_tagged
+    codes = {finding.code, *finding.tags} & RULES.keys()  # tags name consequences
+    return finding.severity is Severity.ERROR or any(RULES[code].family == "gradients" for code in codes)
 
 
 def _not_made(check: str, report: Report) -> str:
     """Return a message if a comparison was skipped or not made, else ''."""
-    reference, subject, _ = _VERDICTS[check]
+    reference, subject = _REFERENCES[check]
     result = next((result for result in report.checks if result.name == check), None)
     is_skipped = result is not None and result.status == "skipped"
     if not is_skipped and any(entry.reference == reference for entry in report.parity):
