@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 __getattr__ = renamed(__name__, DdpWorld="DDPWorld")
 _OF_WORLD = ("startup_timeout", "start_method", "process_group", "hash_seeds", "watch")
-_CHECKED = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload", "select", "ignore", "suppress")
+_CHECKED = (
+    *("world_size", "backend", "device", "steps", "timeout", "seed", "preload"),
+    *("select", "ignore", "suppress", "rank_parameters"),
+)
 
 
 class DDPWorld:

@@ -21,7 +21,13 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import classes_of_program, is_called_by_a_package, lines_of_program, user_location
+from ddpcheck.findings.source_lines import (
+    classes_of_program,
+    is_called_by_a_package,
+    lines_of_program,
+    step_location,
+    user_location,
+)
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
@@ -33,6 +39,7 @@ from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
+from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.entries import AttributesSet, NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.rank_log import RankLog
@@ -270,7 +277,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._discarded = 0
             return
         self._discarded += 1
-        loop.add(LoopEvent("zero_grad", location=str(user_location() or ""), discarded=tuple(fresh)))
+        loop.add(LoopEvent("zero_grad", location=str(step_location() or ""), discarded=tuple(fresh)))
         if self._discarded == _DISCARDED_STEPS:
             self._recorder.tell(*loop.ledger.lost[-1].events)
 
@@ -339,16 +346,14 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     def _write_attributes(self) -> None:
         """Write which attributes of the module have been set on the wrapper in their place."""
-        values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
+        wrapper = self._recorder.wrapper
+        values = {} if wrapper is None or self.is_sharded else vars(wrapper)
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
-        parameters = nn.Module.named_parameters(
-            self.module, recurse=False
-        )  # `_parameters` of a ScriptModule is no dict
-        buffers = nn.Module.named_buffers(self.module, recurse=False)
-        tensors = {name for name, _ in (*parameters, *buffers)}
+        readers = nn.Module.named_parameters, nn.Module.named_buffers  # `_parameters` of a ScriptModule is no dict
+        tensors = {name for read in readers for name, _ in read(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
-            self._log.add(AttributesSet(self.number, tuple(names)))
+            self._log.add(AttributesSet(self.number, tuple(names), updating_line(names[0], type(wrapper), own=True)))
 
     def _report(self, mine: RankReport) -> None:
         self._recorder.history.note_reported([mine])

@@ -26,6 +26,7 @@ from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import first_divergence, not_waiting
 from ddpcheck.rules.collectives.timelines import timelines_of_failure
 from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.launchers.leader import Leader
 
@@ -117,7 +118,7 @@ class CheckWorlds:
         self.wrap = wrap
         self.make_world = make_world
         self.reference = reference
-        self.state = CheckState(asked)
+        self.state = CheckState(asked, RankParams(asked.rank_parameters))
         self._alone_in_group = False
         self._packing_checked = False
         self._large = False

@@ -1,0 +1,82 @@
+"""Parameters that each rank has for itself (`rank-parameters` in `[tool.ddpcheck]`): left out of all comparisons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from msgspec import Struct
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.script import OptimizerStep, StateHeld
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.wording import join_names
+from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_report import RankReport, ReplicaState
+
+_Facts = TypeVar("_Facts", bound=Struct)
+_KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
+_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, TrainedApart)  # have values by name
+_NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matched between ranks by all names
+
+
+class RankParams:
+    """Parameters and buffers that match patterns for their names, as reports show the names."""
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self.patterns = patterns
+        self.names: dict[str, str] = {}  # pattern by name of a parameter or buffer that was left out
+        self._has_compared = False
+
+    def left_out_of(self, ranks: Sequence[WatchedRank]) -> Sequence[WatchedRank]:
+        """Return logs without values, gradients and optimizer state of these parameters."""
+        if not self.patterns:
+            return ranks
+        return [replace(rank, entries=[*map(self._left_out_of_entry, rank.entries)]) for rank in ranks]
+
+    def _left_out_of_entry(self, entry: Entry) -> Entry:
+        return self.without(entry) if isinstance(entry, _COMPARED) else entry
+
+    def without(self, facts: _Facts) -> _Facts:
+        """Return facts without those on these parameters."""
+        fields = [name for name in facts.__struct_fields__ if name not in _NOT_VALUES]
+        changed = {name: self._without(getattr(facts, name), isinstance(facts, OptimizerStep)) for name in fields}
+        return replace(facts, **changed)
+
+    def _without(self, value: object, has_class: bool) -> object:
+        if isinstance(value, Mapping):
+            return {key: item for key, item in value.items() if not self.has(str(key), has_class=has_class)}
+        if isinstance(value, tuple):
+            return tuple(item for item in value if not (isinstance(item, Difference) and self.has(item.name)))
+        if isinstance(value, RankReport):  # its other fields say which parameters contribute
+            return replace(value, changes=self._without(value.changes, False))
+        return self.without(value) if isinstance(value, ReplicaState | DdpStepEvidence) else value
+
+    def has(self, key: str, *, has_class: bool = False) -> bool:
+        """Return True if a key names one of these parameters.
+
+        `has_class`: outside of wrappers, names begin with the class of the module ("Net.fc.weight").
+        """
+        self._has_compared = True
+        name = key if (match := _KEY.match(key)) is None else match[1]
+        names = [name, *([name.partition(".")[2]] if has_class and "/" not in key else [])]
+        pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in names)), None)
+        if pattern is not None:
+            self.names[name] = pattern
+        return pattern is not None
+
+    @property
+    def left_out(self) -> str:
+        """Part of a check line on these parameters, or ""."""
+        return f"; left out by rank-parameters: {join_names([*self.names])}" if self.names else ""
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Notes on patterns without a parameter."""
+        idle = [pattern for pattern in self.patterns if pattern not in self.names.values()]
+        return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle if self._has_compared]
