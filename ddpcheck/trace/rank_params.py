@@ -1,4 +1,4 @@
-"""Parameters that each rank has for itself (`rank-parameters` in `[tool.ddpcheck]`): left out of all comparisons."""
+"""Parameters that are each rank's own (`rank-parameters` in `[tool.ddpcheck]`), and left out of comparisons."""
 
 from __future__ import annotations
 
