@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ddpcheck.findings.evidence import Entry
 from ddpcheck.findings.evidence.gradients import Difference
@@ -30,7 +30,7 @@ class RankParams:
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = patterns
-        self.names: dict[str, str] = {}  # pattern by name of a parameter or buffer that was left out
+        self.names: dict[str, list[str]] = {}  # patterns by name of a parameter or buffer that was left out
         self._has_compared = False
 
     def left_out_of(self, ranks: Sequence[WatchedRank]) -> Sequence[WatchedRank]:
@@ -44,11 +44,13 @@ class RankParams:
 
     def without(self, facts: _Facts) -> _Facts:
         """Return facts without those on these parameters."""
-        fields = [name for name in facts.__struct_fields__ if name not in _NOT_VALUES]
-        changed = {name: self._without(getattr(facts, name), isinstance(facts, OptimizerStep)) for name in fields}
-        return replace(facts, **changed)
+        fields = {name: value for name, value in structs.asdict(facts).items() if name not in _NOT_VALUES}
+        has_class = isinstance(facts, OptimizerStep)
+        untyped: Any = facts
+        kept: _Facts = replace(untyped, **{name: self._without(value, has_class) for name, value in fields.items()})
+        return kept
 
-    def _without(self, value: object, has_class: bool) -> object:
+    def _without(self, value: Any, has_class: bool) -> Any:
         if isinstance(value, Mapping):
             return {key: item for key, item in value.items() if not self.has(str(key), has_class=has_class)}
         if isinstance(value, tuple):
@@ -65,10 +67,10 @@ class RankParams:
         self._has_compared = True
         name = key if (match := _KEY.match(key)) is None else match[1]
         names = [name, *([name.partition(".")[2]] if has_class and "/" not in key else [])]
-        pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in names)), None)
-        if pattern is not None:
-            self.names[name] = pattern
-        return pattern is not None
+        matched = [pattern for pattern in self.patterns if any(fnmatchcase(name, pattern) for name in names)]
+        if matched:
+            self.names[name] = matched
+        return bool(matched)
 
     @property
     def left_out(self) -> str:
@@ -78,5 +80,7 @@ class RankParams:
     @property
     def unmatched(self) -> list[str]:
         """Notes on patterns without a parameter."""
-        idle = [pattern for pattern in self.patterns if pattern not in self.names.values()]
+        idle = [
+            pattern for pattern in self.patterns if all(pattern not in patterns for patterns in self.names.values())
+        ]
         return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle if self._has_compared]

@@ -155,6 +155,13 @@ def test_patterns_are_for_whole_names(key: str, names: bool) -> None:
     assert params.left_out == ("; left out by rank-parameters: adapter.weight" if names else "")
 
 
+def test_a_note_names_patterns_without_a_parameter() -> None:
+    params = RankParams(("adapter.*", "adapter.weight", "head.*"))
+    assert params.unmatched == []  # nothing was compared
+    assert params.has("0/adapter.weight")
+    assert params.unmatched == ["rank-parameters: no parameter has a name like 'head.*'"]
+
+
 TRAINER = """
 import torch
 import torch.distributed as dist
