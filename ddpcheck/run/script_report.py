@@ -90,7 +90,7 @@ def report_on_script(
         judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts, ending)
-    checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail)]
+    checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
             check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)

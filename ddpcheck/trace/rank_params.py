@@ -80,7 +80,6 @@ class RankParams:
     @property
     def unmatched(self) -> list[str]:
         """Notes on patterns without a parameter."""
-        idle = [
-            pattern for pattern in self.patterns if all(pattern not in patterns for patterns in self.names.values())
-        ]
-        return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle if self._has_compared]
+        matched = {pattern for patterns in self.names.values() for pattern in patterns}
+        idle = [pattern for pattern in self.patterns if pattern not in matched and self._has_compared]
+        return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle]

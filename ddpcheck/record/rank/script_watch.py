@@ -353,7 +353,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         tensors = {name for read in readers for name, _ in read(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
-            self._log.add(AttributesSet(self.number, tuple(names), updating_line(names[0], type(wrapper), own=True)))
+            kind: type = type(wrapper)
+            self._log.add(AttributesSet(self.number, tuple(names), updating_line(names[0], kind, own=True)))
 
     def _report(self, mine: RankReport) -> None:
         self._recorder.history.note_reported([mine])
