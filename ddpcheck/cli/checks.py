@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ddpcheck.worlds.launchers.leader import Leader
 
 RUN_SETTINGS = ("world_size", "backend", "device", "steps", "timeout", "seed", "preload")
-CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress")
+CHECK_SETTINGS = (*RUN_SETTINGS, "select", "ignore", "suppress", "rank_parameters")
 _OF_REAL_RANKS = ("world_size", "backend", "device")
 
 
@@ -62,7 +62,8 @@ def run_report(arguments: argparse.Namespace, hosts: Leader | None) -> int:
         if arguments.repro is not None:
             load_extra("repro").prepare(Path(arguments.repro))
         run: Callable[..., Report | Matrix]
-        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if not (scheduled and name in _OF_REAL_RANKS)}
+        omitted = (*_OF_REAL_RANKS, "rank_parameters") if scheduled else ()
+        asked = {name: getattr(settings, name) for name in CHECK_SETTINGS if name not in omitted}
         extra |= {"world_size": arguments.schedule} if scheduled else {"hosts": hosts}
         if arguments.matrix:  # import only the code that is needed
             run = load_extra("matrix.check_matrix").check_matrix

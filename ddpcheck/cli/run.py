@@ -231,7 +231,7 @@ def run_script(arguments: argparse.Namespace) -> int:
         if args.check_parity:
             from ddpcheck.run.parity_run import ParityRuns  # only if used
 
-            parity = ParityRuns(args, Path(folder), functools.partial(run_agent, run))
+            parity = ParityRuns(args, Path(folder), functools.partial(run_agent, run), settings.rank_parameters)
         parity_options = ParityOptions(batch=args.check_parity_batch) if args.check_parity else None
         recording = RunOptions(folder, args.check_every, parity_options)
         os.environ.update(environment_for(recording, os.environ))

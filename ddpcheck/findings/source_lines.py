@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from ddpcheck.findings import named_functions
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import LONGEST_TRACEBACK, shortened
 
@@ -85,13 +86,22 @@ def user_location(frame: FrameType | None = None) -> Location | None:
     return None if innermost is None else location_of(innermost)
 
 
+def step_location(frame: FrameType | None = None) -> Location | None:
+    """Return the line in the `step-function` of the settings if it is running, else `user_location`."""
+    frame = frame or sys._getframe(1)
+    for caller in frames_from(frame) if named_functions.step else ():
+        if named_functions.is_one_of(named_functions.step, caller.f_code.co_filename, caller.f_code.co_qualname):
+            return location_of(caller)
+    return user_location(frame)
+
+
 def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) -> FrameType | None:
     """Return the frame of `user_location`; `over_packages` overrides `pass_over_packages`."""
     over_packages = _passes_over_packages if over_packages is None else over_packages
     innermost: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_user_file(file):
+        if is_user_file(file) and not named_functions.is_wrapper(file, frame.f_code.co_qualname):
             innermost = innermost or frame
             if not (over_packages and is_installed(file)):
                 return frame
@@ -117,7 +127,7 @@ def lines_of_program(frame: FrameType) -> tuple[str, ...]:
     current: FrameType | None = frame
     while current is not None and len(lines) < _MOST_LINES:
         file = current.f_code.co_filename
-        if is_of_program(file):
+        if is_of_program(file) and not named_functions.is_wrapper(file, current.f_code.co_qualname):
             lines.append(_line(file, current.f_lineno))
         current = current.f_back
     return tuple(lines)
@@ -225,8 +235,9 @@ def exception_location(error: BaseException) -> Location | None:
     """Return the innermost user line in a traceback, chosen as in `user_location`."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return Location(relative_path(error.filename), error.lineno)
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    lines = [(file, line) for file, line in lines if is_user_file(file)]
+    codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    codes = [(code, line) for code, line in codes if not named_functions.is_wrapper(code.co_filename, code.co_qualname)]
+    lines = [(code.co_filename, line) for code, line in codes if is_user_file(code.co_filename)]
     program_lines = [(file, line) for file, line in lines if not (_passes_over_packages and is_installed(file))]
     if not lines:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddpcheck.findings.errors import RankFailure
 from ddpcheck.findings.files import read_source
+from ddpcheck.findings.named_functions import is_wrapper
 from ddpcheck.findings.source_lines import OWN_FOLDER, is_of_program, is_user_file, relative_path
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}|\?\?\?),? in (?P<name>.*)')
@@ -105,7 +106,7 @@ def collective_of(frames: Sequence[Frame]) -> str:
     for frame in frames:
         if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_") and frame.name != "wrapper":
             name = frame.name
-        elif name and is_user_file(frame.file):
+        elif name and _is_users(frame):
             return f"{name} at {_where(frame)}"
     return name
 
@@ -127,7 +128,7 @@ def program_lines(text: str) -> tuple[str, ...]:
     """Return the program's lines in a `faulthandler` dump or traceback, innermost first."""
     is_traceback = "(most recent call last)" in text
     frames = traceback_stack(text) if is_traceback else own_stack(text)
-    return tuple(_where(frame) for frame in frames if is_of_program(frame.file))
+    return tuple(_where(frame) for frame in frames if is_of_program(frame.file) and _is_users(frame))
 
 
 CONSTRUCTOR = "the constructor of DistributedDataParallel"
@@ -226,13 +227,18 @@ def is_waiting(failure: RankFailure) -> bool:
 
 def place_of(frames: Sequence[Frame]) -> str:
     """Return function and line of the innermost user frame, else any frame, or `""`."""
-    user_frames = [frame for frame in frames if is_user_file(frame.file)]
+    user_frames = [frame for frame in frames if _is_users(frame)]
     return next((f"{frame.name} at {_where(frame)}" for frame in (*user_frames, *frames)), "")
 
 
 def location_of(frames: Sequence[Frame]) -> str:
     """Return the innermost line of user code as "path:line", `""` if none."""
-    return next((_where(frame) for frame in frames if is_user_file(frame.file)), "")
+    return next((_where(frame) for frame in frames if _is_users(frame)), "")
+
+
+def _is_users(frame: Frame) -> bool:
+    """Return True for a line of the user, except in a function that wraps calls of torch."""
+    return is_user_file(frame.file) and not is_wrapper(frame.file, frame.name)
 
 
 def _where(frame: Frame) -> str:

@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from ddpcheck.findings.errors import ConfigError, UsageError, WrongTypeError
 from ddpcheck.findings.files import read_file
+from ddpcheck.findings.named_functions import set_named_functions
 from ddpcheck.findings.rules import Severity, matching_rules
 from ddpcheck.findings.selection import Suppression
 from ddpcheck.findings.wording import suggestion
@@ -53,6 +55,9 @@ class Settings:
     suppress: tuple[Suppression, ...] = ()
     rules: tuple[str, ...] = ()  # modules with rules of others, importable from the folder of pyproject.toml
     rules_severity: Severity = Severity.WARNING  # highest severity of a finding by rules of others
+    rank_parameters: tuple[str, ...] = ()  # patterns for names of parameters that are each rank's own
+    wrapper_functions: tuple[str, ...] = ()  # functions and files that only wrap calls of torch
+    step_function: str = ""  # function that makes a training step
 
 
 def load_settings(
@@ -88,7 +93,9 @@ def load_settings(
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
     for field, value in _given(flags).items():
         chosen[field] = _parse(field, value, prefix + field.replace("_", "-"), UsageError)
-    return Settings(**{**(defaults or {}), **chosen})
+    settings = Settings(**{**(defaults or {}), **chosen})
+    set_named_functions(settings.wrapper_functions, settings.step_function)
+    return settings
 
 
 def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -227,14 +234,14 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
-def rule_patterns(name: str, value: Any) -> tuple[str, ...]:
-    """Return the rule codes, prefixes or names in the function argument `name`.
+def check_patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Return the patterns in the function argument `name` (`select`, `ignore`, `rank_parameters`).
 
     Raises:
         UsageError: The value has a different type, or matches no rule.
     """
     error = UsageError if isinstance(value, str | list | tuple) else WrongTypeError
-    patterns: tuple[str, ...] = _parse("select", value, name, error)
+    patterns: tuple[str, ...] = _parse(name, value, name, error)
     return patterns
 
 
@@ -244,6 +251,23 @@ def _modules(value: Any) -> tuple[str, ...]:
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError(expected)
     return names
+
+
+def _functions(value: Any) -> tuple[str, ...]:
+    expected = "functions with their modules, such as lab.comm.reduce_mean, or files, such as lab/comm.py"
+    names = _words(value, expected)
+    if not all(_FUNCTION.fullmatch(name) or name.endswith(".py") for name in names):
+        raise ValueError(expected)
+    return names
+
+
+def _function(value: Any) -> str:
+    if not isinstance(value, str) or not _FUNCTION.fullmatch(value) or value.endswith(".py"):
+        raise ValueError("a function with its module, such as lab.trainer.Trainer.train_step")
+    return value
+
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def _rules(value: Any) -> tuple[str, ...]:
@@ -305,5 +329,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "suppress": _suppressions,
     "rules": _rules,
     "rules_severity": lambda value: Severity(_one_of(*(severity.value for severity in Severity))(value)),
+    "rank_parameters": lambda value: _words(value, "names or patterns of parameters, such as adapters.*"),
+    "wrapper_functions": _functions,
+    "step_function": _function,
 }
 assert set(_PARSERS) == {field.name for field in fields(Settings)}

@@ -22,6 +22,7 @@ from ddpcheck.run.ending import Ending
 from ddpcheck.run.run_folder import holding
 from ddpcheck.stream.entries import RankRaised, WatchingFailed
 from ddpcheck.stream.rank_log import FOLDER, RESTARTED, WatchedRank, read_logs
+from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.script_facts import entries_of
 from ddpcheck.worlds import failures
 
@@ -50,9 +51,12 @@ class SingleRun:
 class ParityRuns:
     """Run a script in a single process on the recorded samples of ranks."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, run: Callable[..., Ending]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, run: Callable[..., Ending], rank_parameters: Sequence[str] = ()
+    ) -> None:
         """Initialize; `run(options, folder, limit=seconds)` runs the script under torchrun with logs in `folder`."""
         self._args, self._folder, self._run = args, folder, run
+        self._rank_params = RankParams(rank_parameters)
         self._environ = dict(os.environ)
         self._began = time.time()
         self._limit = 0.0
@@ -71,6 +75,9 @@ class ParityRuns:
             return "not all ranks have left a log here"
         if ranks[0].started.world_size < 2:
             return "it has run on one rank"
+        self._rank_params.left_out_of(ranks)
+        if self._rank_params.names:
+            return f"each rank trains its own parameters{self._rank_params.left_out}"
         ends = [end for rank in ranks for end in entries_of(rank, ParityEnded)]
         if not ends:
             return "the ranks have left no samples"

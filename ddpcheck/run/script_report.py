@@ -40,11 +40,13 @@ from ddpcheck.stream.rank_log import FOLDER, SCRIPT, WatchedRank, read_logs
 from ddpcheck.trace.divergences import Parity
 from ddpcheck.trace.failures import describe_failure
 from ddpcheck.trace.parity_curves import curves
+from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.script_facts import ScriptFacts, entries_of
 from ddpcheck.trace.wrappers import describe_missing_ranks
 from ddpcheck.worlds import failures
 
 _USUAL = Settings()
+_WITHOUT_RANK_PARAMS = ("replicas", "reducer", "optimizers")  # check lines on values, gradients and optimizer state
 
 
 def report_on_script(
@@ -70,7 +72,8 @@ def report_on_script(
     """
     unended = () if ending.unended is None else ending.unended.ranks
     ended = not ending.exit_code and all(rank.has_ended or rank.started.rank in unended for rank in ranks)
-    facts = ScriptFacts(ranks, ended=ended, source=source)
+    rank_params = RankParams(settings.rank_parameters)
+    facts = ScriptFacts(ranks, ended=ended, source=source, rank_params=rank_params)
     judged = judge_all(facts, views_of(facts), facts.unwatched)
     at_end = judge_ending(ranks, ending, judged.findings, facts.source)
     judged = judged.adding("collectives", locate_restored_file(at_end, facts.of(FileUsed)))
@@ -87,7 +90,7 @@ def report_on_script(
         judged = judged.adding(heading, [finding])
     chosen = sort_out(judged.findings, script, select=select, ignore=ignore, suppress=suppress, baseline=baseline)
     status, detail = _entered(facts, ending)
-    checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail)]
+    checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
             check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
@@ -96,11 +99,12 @@ def report_on_script(
         if check is not None:
             codes = () if heading == "collectives" else rules_of_check("run", heading)
             asked = not codes or any(is_selected(code, select, ignore) for code in codes)
-            checks.append(CheckResult(heading, check[0], detail=check[1], asked=asked))
+            left_out = rank_params.left_out if heading in _WITHOUT_RANK_PARAMS else ""
+            checks.append(CheckResult(heading, check[0], detail=check[1] + left_out, asked=asked))
     report = Report(
         target=script,
         tool={"name": "ddpcheck", "version": __version__},
-        world=_world(facts, ending, notes_of_others),
+        world=_world(facts, ending, [*notes_of_others, *rank_params.unmatched]),
         checks=tuple(checks),
         timelines=timelines_of(ranks, ending, judged.findings),
         curves=() if comparison is None else curves(comparison),
@@ -169,9 +173,9 @@ def _of_parity(
     return status_of(verdict, told, kept)
 
 
-def _world(facts: ScriptFacts, ending: Ending, notes_of_others: Sequence[str]) -> dict[str, Any]:
+def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dict[str, Any]:
     steps = facts.steps if facts.wrappers else facts.optimizer_steps
-    notes = [*_notes(facts, ending), *notes_of_others]
+    notes = [*_notes(facts, ending), *more_notes]
     return {"world_size": facts.world_size, "steps": steps, **({"notes": notes} if notes else {})}
 
 

@@ -126,6 +126,7 @@ class AttributesSet(Entry, frozen=True):
 
     wrapper: int  # number of the wrapper
     names: tuple[str, ...]
+    location: Location | None = None  # line that sets the first of them; `None` if unknown
 
 
 class StepsReported(Entry, frozen=True):

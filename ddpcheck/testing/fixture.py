@@ -34,6 +34,7 @@ _SETTINGS = (
     "select",
     "ignore",
     "suppress",
+    "rank_parameters",
 )
 
 

@@ -18,6 +18,7 @@ from ddpcheck.findings.report import Location
 from ddpcheck.findings.wording import group_by
 from ddpcheck.stream.entries import GroupUsed, PeerReceived, ReplicaCaptured, WatchingFailed, WrapperMade
 from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.trace.replicas import aligned, differing_names
 from ddpcheck.trace.unwrapped_params import all_gradients_agree, are_near, diverge_for_good
 
@@ -96,8 +97,15 @@ def entries_of(rank: WatchedRank, kind: type[_Kind]) -> list[_Kind]:
 class ScriptFacts:
     """Logs of a script's ranks, and facts derived from the logs."""
 
-    def __init__(self, ranks: Sequence[WatchedRank], *, ended: bool, source: ProgramSource | None = None) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        ranks: Sequence[WatchedRank],
+        *,
+        ended: bool,
+        source: ProgramSource | None = None,
+        rank_params: RankParams | None = None,
+    ) -> None:
+        self.ranks = ranks if rank_params is None else rank_params.left_out_of(ranks)
         self.ended = ended
         self.source = source or ProgramSource()
 

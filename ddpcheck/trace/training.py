@@ -20,6 +20,7 @@ class TrainedWrapper:
     module: str  # class of the wrapped module
     location: Location | None  # line that constructs the wrapper
     attributes: Sequence[str] = ()  # set on the wrapper before the end of its first step; the module has them too
+    attributes_at: Location | None = None  # line that sets the first of them; `None` if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Training(View):
     def of(cls, facts: ScriptFacts) -> Self:
         wrappers = []
         for wrapper in facts.wrappers:
-            names = {name for entries in wrapper.of(AttributesSet) for entry in entries for name in entry.names}
-            wrappers.append(TrainedWrapper(wrapper.made.module, wrapper.made.location, sorted(names)))
+            entries = [entry for entries in wrapper.of(AttributesSet) for entry in entries]
+            names = sorted({name for entry in entries for name in entry.names})
+            line = next((entry.location for entry in entries if names[0] in entry.names), None)
+            wrappers.append(TrainedWrapper(wrapper.made.module, wrapper.made.location, names, line))
         return cls(facts.world_size, facts.passes, wrappers)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcheck.findings.errors import DDPCheckError, UsageError
+from ddpcheck.findings.named_functions import read_named_functions
 from ddpcheck.worlds import compilation, wire
 
 DDP_MODULES = (
@@ -122,6 +123,7 @@ def take_over(config: wire.RankConfig, context: wire.ProcessContext) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    read_named_functions()
     try:
         os.chdir(context.cwd)
     except OSError as error:

@@ -16,7 +16,7 @@ Why: The wrapper does not forward assignments, so the new value has no effect on
 Fix: Set it on the wrapped module, as in ddp.module.temperature = 2.0.
 Detected: By the end of the first step, the wrapper has a new attribute that the module has too.
 Ignore: The attribute of the wrapper is for the script alone.
-Line: The line that constructs the wrapper.
+Line: The line that sets the attribute; if it is not known, the line that constructs the wrapper.
 
 Example:
     ddp = DistributedDataParallel(net)
@@ -59,7 +59,7 @@ def judge_lab002(training: Training) -> Iterator[Finding]:
                 "LAB002",
                 wrapper.attributes,
                 f"The script sets {', '.join(wrapper.attributes)} on the wrapper; {wrapper.module} does not see it.",
-                location=wrapper.location,
+                location=wrapper.attributes_at or wrapper.location,
             )
 
 

@@ -74,6 +74,7 @@ def check_matrix(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     suppress: Sequence[Suppression] = (),
+    rank_parameters: Sequence[str] = (),
     step_times: bool = True,
     progress: Callable[[str], None] | None = None,
     hosts: Leader | None = None,
@@ -95,6 +96,7 @@ def check_matrix(
         select: Codes, prefixes or names of the rules that may decide a verdict; default: all.
         ignore: Codes, prefixes or names of the rules that may not decide a verdict.
         suppress: Findings that may not decide a verdict, with a reason.
+        rank_parameters: See `ddpcheck.check`.
         step_times: If True, measure the step time of each row that is right.
         progress: Called with a short text at the start of each phase.
         hosts: See `ddpcheck.check`.
@@ -106,9 +108,8 @@ def check_matrix(
         UsageError: An argument is invalid, or `target` names no recipe.
     """
     modules = (*calls.MODULES, *preload)
-    options = CheckOptions(
-        "", world_size, backend or "", device, steps, seed, timeout, modules, select, ignore, suppress
-    )
+    limits = world_size, backend or "", device, steps, seed, timeout
+    options = CheckOptions("", *limits, modules, select, ignore, suppress, rank_parameters=rank_parameters)
     asked = decided(options, target, hosts)
     return _MatrixRun(target, asked, progress or (lambda _text: None), hosts).run(step_times=step_times)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import step_location
 from ddpcheck.findings.tracebacks import passes_on
 from ddpcheck.gather.autograd.autograd_graph import LossGraph, named_parameters
 from ddpcheck.gather.patching import Patch, patched
@@ -34,7 +34,7 @@ class Recorder:
 
     def note(self, kind: str, **more: Any) -> None:
         """Add an event with the current user line."""
-        location = user_location(sys._getframe(1))
+        location = step_location(sys._getframe(1))
         self.events.append(LoopEvent(kind, location=str(location) if location else "", **more))
 
     @passes_on

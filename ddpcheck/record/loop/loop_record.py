@@ -16,7 +16,7 @@ from msgspec import Struct
 from torch import nn
 
 from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent, PathEnd
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import step_location
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, node_of
 from ddpcheck.gather.autograd.gradient_paths import Explainer
 from ddpcheck.gather.collectives.fake_collectives import alone
@@ -66,7 +66,7 @@ class LoopRecord(Recorder, subjects=("loop",), inner=("__init__",)):
 
     def note(self, kind: str) -> None:
         """Record an event with the user's line (no line for `no_sync`)."""
-        self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(user_location() or "")))
+        self.add(LoopEvent(kind, location="" if kind.endswith(" no_sync") else str(step_location() or "")))
 
     def report(self, step: int) -> None:
         """Request a report of the events so far, which show a fault, after `step`."""

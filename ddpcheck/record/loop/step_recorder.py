@@ -14,7 +14,7 @@ from torch import nn
 from ddpcheck.findings.evidence.modules import ShardedFacts
 from ddpcheck.findings.evidence.steps import LoopEvent, StepEvidence
 from ddpcheck.findings.replace import replace
-from ddpcheck.findings.source_lines import user_location
+from ddpcheck.findings.source_lines import step_location
 from ddpcheck.findings.wording import Names
 from ddpcheck.gather.autograd.autograd_graph import all_names, named_parameters
 from ddpcheck.gather.autograd.exchanges import follow_exchanges, note_parts
@@ -189,7 +189,7 @@ class StepRecorder(StepListener):
             return
         self.steps_on_local_grads |= used is not None and used.under is not None
         self.bypass.listen()
-        bypassing = self.bypass.event, LoopEvent("step", location=str(user_location() or ""))
+        bypassing = self.bypass.event, LoopEvent("step", location=str(step_location() or ""))
         switches = switch_calls if self.is_sharded else ()
         self.tell(*switches, *(bypassing if used is None else used.events))
 

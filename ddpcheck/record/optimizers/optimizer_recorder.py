@@ -18,7 +18,7 @@ from ddpcheck.findings.evidence.loop import ScheduleState
 from ddpcheck.findings.evidence.script import OptimizerEnd, OptimizerStep
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import below_common, lines_of_program, user_frame, user_location
+from ddpcheck.findings.source_lines import below_common, lines_of_program, step_location, user_frame
 from ddpcheck.gather.autograd.autograd_graph import in_backward
 from ddpcheck.gather.autograd.exchanges import is_part
 from ddpcheck.gather.autograd.gradient_hooks import hooks_on
@@ -209,7 +209,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             known.number,
             known.steps,
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
-            user_location(),
+            step_location(),
             held=tuple(synced),
             reductions=reductions if watches and not known.apart else -1,
             averaged=reductions > sum(known.reduced.values()) and settled,

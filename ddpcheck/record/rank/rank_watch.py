@@ -30,6 +30,7 @@ from torch import nn
 
 from ddpcheck.findings.evidence.script import ReducedInPlace
 from ddpcheck.findings.evidence.steps import Call
+from ddpcheck.findings.named_functions import read_named_functions
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import (
@@ -148,6 +149,7 @@ class _RankRecorder:
 
     def _begin(self, replacements: dict[str, Callable[..., Any]]) -> None:
         pass_over_packages()
+        read_named_functions()  # a forked rank got the environment after the import
         if not self._records_all:
             self._record_end()
             atexit.register(guarded(self._ended))

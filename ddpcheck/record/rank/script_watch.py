@@ -21,7 +21,13 @@ from ddpcheck.findings.evidence.gradients import LEAST
 from ddpcheck.findings.evidence.loop import ModuleChanged
 from ddpcheck.findings.evidence.steps import LoopEvent
 from ddpcheck.findings.report import Location
-from ddpcheck.findings.source_lines import classes_of_program, is_called_by_a_package, lines_of_program, user_location
+from ddpcheck.findings.source_lines import (
+    classes_of_program,
+    is_called_by_a_package,
+    lines_of_program,
+    step_location,
+    user_location,
+)
 from ddpcheck.gather.ddp.sharding import mesh_of
 from ddpcheck.gather.patching import OF_A_WRAPPER, Recorder
 from ddpcheck.gather.state.fingerprints import InRows, is_shard
@@ -33,6 +39,7 @@ from ddpcheck.record.loop.step_recorder import EndedStep, StepRecorder
 from ddpcheck.record.loop.wrapper_checks import ApartMarks, PaceRecorder, WrapperCollectives
 from ddpcheck.record.recording import Recording, hold, release
 from ddpcheck.record.replicas.replica_recorder import ReplicaRecorder
+from ddpcheck.record.source.source_scope import updating_line
 from ddpcheck.stream.entries import AttributesSet, NotCompared, StepsReported, WrapperMade
 from ddpcheck.stream.ledger import AROUND
 from ddpcheck.stream.rank_log import RankLog
@@ -269,7 +276,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._discarded = 0
             return
         self._discarded += 1
-        line = str(user_location() or "")
+        line = str(step_location() or "")
         loop.add(LoopEvent("zero_grad", location=line, discarded=tuple(fresh), in_a_row=self._discarded))
         self._recorder.tell(*loop.ledger.lost[-1].events)
 
@@ -338,13 +345,15 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
 
     def _write_attributes(self) -> None:
         """Write which attributes of the module have been set on the wrapper in their place."""
-        values = vars(self._recorder.wrapper) if not self.is_sharded and self._recorder.wrapper is not None else {}
+        wrapper = self._recorder.wrapper
+        values = {} if wrapper is None or self.is_sharded else vars(wrapper)
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))
         listings = nn.Module.named_parameters, nn.Module.named_buffers  # `_parameters` of a ScriptModule is no dict
         tensors = {name for listing in listings for name, _ in listing(self.module, recurse=False)}
         names = [n for n in set_later if n in tensors or inspect.getattr_static(self.module, n, None) is not None]
         if names:
-            self._log.add(AttributesSet(self.number, tuple(names)))
+            kind: type = type(wrapper)
+            self._log.add(AttributesSet(self.number, tuple(names), updating_line(names[0], kind, own=True)))
 
     def _report(self, mine: RankReport) -> None:
         self._recorder.history.note_reported([mine])

@@ -14,7 +14,7 @@ from ddpcheck.recipe.target import find_file, is_path, split_target
 from ddpcheck.report.checking.check_report import report_of
 from ddpcheck.report.checking.check_run import CheckRun
 from ddpcheck.report.checking.check_state import CheckOptions
-from ddpcheck.report.settings import rule_patterns
+from ddpcheck.report.settings import check_patterns
 from ddpcheck.worlds import validation as allowed
 from ddpcheck.worlds.launchers.leader import Leader
 
@@ -38,6 +38,7 @@ def check(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     suppress: Sequence[Suppression] = (),
+    rank_parameters: Sequence[str] = (),
     baseline: Report | None = None,
     progress: Callable[[str], None] | None = None,
     hosts: Leader | None = None,
@@ -59,6 +60,7 @@ def check(
         select: Codes, prefixes or names of the rules to report; default: all.
         ignore: Codes, prefixes or names of the rules not to report.
         suppress: Findings that are shown with a reason and not counted.
+        rank_parameters: Patterns for names of parameters that are each rank's own, and are not compared.
         baseline: Earlier report, whose findings are shown as known and not counted.
         progress: Called with a short text at the start of each phase, and while waiting for ranks.
         hosts: Processes of a launcher that start the ranks instead; for the command line.
@@ -81,6 +83,7 @@ def check(
         ignore=ignore,
         suppress=suppress,
         baseline=baseline,
+        rank_parameters=rank_parameters,
     )
     return report_of(CheckRun(target, decided(options, target, hosts), progress=progress, hosts=hosts).run())
 
@@ -98,7 +101,7 @@ def decided(options: CheckOptions, target: Recipe | str, hosts: Leader | None = 
         find_file(path)
     sharing = options.world_size if hosts is None else hosts.sharing
     preload = allowed.check_modules(options.preload)
-    select, ignore = rule_patterns("select", options.select), rule_patterns("ignore", options.ignore)
+    select, ignore = check_patterns("select", options.select), check_patterns("ignore", options.ignore)
     for suppression in options.suppress:
         if not isinstance(suppression, Suppression):
             raise WrongTypeError(f"suppress must be ddpcheck.Suppression values, not {suppression!r}")
@@ -110,6 +113,7 @@ def decided(options: CheckOptions, target: Recipe | str, hosts: Leader | None = 
         select=select,
         ignore=ignore,
         suppress=tuple(options.suppress),
+        rank_parameters=check_patterns("rank_parameters", options.rank_parameters),
         launcher=hosts.launcher if hosts is not None else None,
     )
 

@@ -35,7 +35,7 @@ def report_of(state: CheckState) -> Report:
         state.asked,
         state.findings,
         lambda kept: (_line(state, name, kept) for name in HEADINGS),
-        notes=state.log.notes,
+        notes=[*state.log.notes, *state.rank_params.unmatched],
         parity=tuple(sorted(chain(*groups), key=lambda entry: (entry.step, entry.reference, entry.parameter))),
         timing={name: round(seconds, 4) for name, seconds in state.log.seconds.items()},
         error=state.log.error or next(iter(state.log.bugs), None),
@@ -85,6 +85,7 @@ def _line(state: CheckState, name: str, kept: Sequence[Finding]) -> CheckResult:
     status, detail = status_of(_verdict(state, name), pairs, kept)
     if stopped := _why_stopped(state, name, kept):
         status, detail = "error", stopped
+    detail += state.rank_params.left_out if name in ("wrapping", "reducer", "parity") else ""
     asked = is_asked(name, state.asked.select, state.asked.ignore)
     return CheckResult(name, status, round(state.log.seconds.get(name, 0.0), 4), detail, asked)
 

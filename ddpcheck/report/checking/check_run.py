@@ -73,7 +73,7 @@ class CheckRun(CheckWorlds):
     def _run_phases(self) -> None:
         self._prepare()
         with self._phase("wrapping", "wrapping the model"):
-            self.state.wrapped = self._wrap()
+            self.state.wrapped = self.state.without_rank_params(self._wrap())
             self._check_after_wrapping(self.state.wrapped)
         self._explained("what each program holds", None, calls.program_data.note_program_data)
         for step in range(self.asked.steps):
@@ -125,7 +125,7 @@ class CheckRun(CheckWorlds):
             [{k: v for k, v in item.buffers.items() if k not in item.facts.ignored} for item in wrapped],
         )
         differing = {name for finding in findings for name in finding.subjects}
-        self.state.steps.ranks_differ = any(RULES[finding.code].values_differ for finding in findings)
+        self.state.steps.ranks_differ |= any(RULES[finding.code].values_differ for finding in findings)
         if facts.sharded:
             built = [item.facts.values_built for item in wrapped if isinstance(item.facts, ShardedFacts)]
             before = judge_values_before_sharding(built, wrapped[0].parameters)
@@ -220,7 +220,7 @@ class CheckRun(CheckWorlds):
         """Return True if all ranks can read the parameters from rank 0's file."""
         ranks = [item for item in self.state.steps.ddp if item.step == step - 1] if step else self.state.wrapped
         equal = len(ranks) == self.asked.world_size and all(entry.parameters == ranks[0].parameters for entry in ranks)
-        return equal and self._one_machine
+        return equal and self._one_machine and not self.state.steps.ranks_differ
 
     def _local_step(self, step: int, single: Callable[[], RunFuture[SingleStep | str]] | None) -> list[LocalStep]:
         """Run each rank's step alone; report losses not finite on some ranks only."""
@@ -372,6 +372,7 @@ class CheckRun(CheckWorlds):
         comparison = partial(calls.single_process.compare_with, averaged, trained)
         differences = self._settle_single(self._start_single(comparison))
         if differences is not None:
+            differences = tuple(item for item in differences if not self.state.rank_params.has(item.name))
             self.state.single.differences[step] = differences
         if not any(difference.bad for difference in differences or ()):
             return False

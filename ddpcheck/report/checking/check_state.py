@@ -33,10 +33,13 @@ from ddpcheck.harness import Watch, World, start_world
 from ddpcheck.report import calls
 from ddpcheck.rules.replicas.ddp221_wrapper_options import STOPPED
 from ddpcheck.trace.check_context import group_by_step
+from ddpcheck.trace.rank_params import RankParams
+from ddpcheck.trace.replicas import differing_names
 from ddpcheck.worlds import rank_setup
 from ddpcheck.worlds.launchers.leader import Leader
 
 Item = TypeVar("Item")
+Values = TypeVar("Values", WrappedModule, DdpStepEvidence)
 
 _NOISE_MULTIPLE = 5.0
 
@@ -58,6 +61,7 @@ class CheckOptions:
     suppress: Sequence[Suppression] = ()
     baseline: Report | None = None
     launcher: str | None = None  # launcher of the rank processes; None without a launcher
+    rank_parameters: Sequence[str] = ()  # patterns for names of parameters that are each rank's own
 
     def world(
         self,
@@ -237,6 +241,7 @@ class CheckState:
     """Evidence and findings of one check, complete or not."""
 
     asked: CheckOptions  # options of the check
+    rank_params: RankParams = field(default_factory=RankParams)  # parameters that are not compared
     log: CheckLog = field(default_factory=CheckLog)  # progress and errors
     wrapped: Sequence[WrappedModule] = ()  # modules after wrapping, by rank
     names: Names = field(default_factory=Names)  # display names of parameters
@@ -265,6 +270,15 @@ class CheckState:
     def of_models(self, by_rank: Sequence[Item]) -> Sequence[Item]:
         """Return one item per model, or `by_rank` if no model is split."""
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
+
+    def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
+        """Return evidence by rank without parameters that are each rank's own; note if these differ."""
+        if not self.rank_params.patterns:
+            return ranks
+        kept = [self.rank_params.without(item) for item in ranks]
+        left_out = [{n: v for n, v in item.parameters.items() if self.rank_params.has(n)} for item in ranks]
+        self.steps.ranks_differ |= bool(differing_names(left_out))
+        return kept
 
     def add(self, findings: Sequence[Finding], part: str = "") -> None:
         """Add findings of a part, by default of the current part."""

@@ -27,6 +27,7 @@ from ddpcheck.rules.collectives.diagnose import diagnose
 from ddpcheck.rules.collectives.first_divergence import first_divergence, not_waiting
 from ddpcheck.rules.collectives.timelines import timelines_of_failure
 from ddpcheck.trace.failures import FailureFacts
+from ddpcheck.trace.rank_params import RankParams
 from ddpcheck.worlds import rank as this_rank
 from ddpcheck.worlds.launchers.leader import Leader
 
@@ -107,7 +108,7 @@ class CheckWorlds:
     reference: CheckState | None = None  # finished check of this target, whose single-process results are reused
 
     def __post_init__(self) -> None:
-        self.state = CheckState(self.asked)
+        self.state = CheckState(self.asked, RankParams(self.asked.rank_parameters))
         self._progress = PhaseProgress(self.progress)
         self._alone_in_group = self._packing_checked = self._large = False
         self._one_machine = self.hosts is None or self.hosts.one_machine

@@ -58,6 +58,7 @@ def decide_on_ddp(state: CheckState, step: int) -> None:
 
 def ddp_step_is_wrong(state: CheckState, evidence: Sequence[DdpStepEvidence]) -> bool:
     """Add a step through the wrapper; return True if its gradients are wrong."""
+    evidence = state.without_rank_params(evidence)
     differing = differing_names([item.parameters for item in evidence])
     if state.models and any(item.random.libraries for item in state.steps.local):
         state.steps.parts_draw |= any(difference.bad for item in evidence for difference in item.against_local)

@@ -8,7 +8,8 @@ Why: DDP prepares its reducer in its own forward. ddp.module(x), a parameter use
 Fix: Call the wrapper, not the module in it; move code that uses parameters into the module's forward.
 Detected: DDP501 is reported if the loss depends on parameters of the wrapped module, but the wrapper was not called
     for this loss. `ddpcheck run` also reports parameters that an optimizer trains and no wrapper holds.
-Ignore: If the gradients are averaged in another way, or if each rank should train these parameters separately.
+Ignore: If the gradients are averaged in another way. If each rank should train its own parameters, name them in
+    rank_parameters.
 Line: The line that computes the loss or calls backward, or the call of torch.autograd.grad. For parameters in no
     wrapper: the line that constructs their optimizer, or the line that reduces the other gradients.
 Checks: report reducer; run loop, optimizers; repro reduction

@@ -8,7 +8,7 @@ Fix: Remove its name from the list, freeze it with requires_grad_(False), or red
 Detected: ddpcheck reads the list of ignored names from the module. A parameter in this list is reported if its
     gradient differs between ranks. Parameters that belong to one rank only, such as experts of a mixture, are not
     reported. ddpcheck recognises them: they reach the loss only through an all_to_all that autograd differentiates.
-Ignore: If you average its gradient yourself, or if each rank should train its own copy.
+Ignore: If you average its gradient yourself. If each rank should train its own copy, name it in rank_parameters.
 Line: The line that constructs the parameter; in `ddpcheck run` with fully_shard, the line that replaces a sharded
     module, else the call of fully_shard.
 Checks: report reducer; run parameters, optimizers; repro reduction

@@ -1,0 +1,85 @@
+"""Parameters that are each rank's own (`rank-parameters` in `[tool.ddpcheck]`), and left out of comparisons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from msgspec import Struct, structs
+
+from ddpcheck.findings.evidence import Entry
+from ddpcheck.findings.evidence.gradients import Difference
+from ddpcheck.findings.evidence.script import OptimizerStep, StateHeld
+from ddpcheck.findings.evidence.steps import DdpStepEvidence
+from ddpcheck.findings.replace import replace
+from ddpcheck.findings.wording import join_names
+from ddpcheck.stream.entries import BuffersKept, ReplicaCaptured, StepsReported, TrainedApart
+from ddpcheck.stream.rank_log import WatchedRank
+from ddpcheck.stream.rank_report import RankReport, ReplicaState
+
+_Facts = TypeVar("_Facts", bound=Struct)
+_KEY = re.compile(r"(?:\d+/|optimizer )?([^\s:]+)")  # "0/fc.weight", "0/fc.weight: exp_avg", "optimizer fc.weight step"
+_COMPARED = (BuffersKept, OptimizerStep, ReplicaCaptured, StateHeld, StepsReported, TrainedApart)  # have values by name
+_NOT_VALUES = ("options", "held")  # `OptimizerStep.held`: optimizers are matched between ranks by all names
+
+
+class RankParams:
+    """Parameters and buffers that match patterns for their names, as reports show the names."""
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self.patterns = patterns
+        self.names: dict[str, list[str]] = {}  # patterns by name of a parameter or buffer that was left out
+        self._has_compared = False
+
+    def left_out_of(self, ranks: Sequence[WatchedRank]) -> Sequence[WatchedRank]:
+        """Return logs without values, gradients and optimizer state of these parameters."""
+        if not self.patterns:
+            return ranks
+        return [replace(rank, entries=[*map(self._left_out_of_entry, rank.entries)]) for rank in ranks]
+
+    def _left_out_of_entry(self, entry: Entry) -> Entry:
+        return self.without(entry) if isinstance(entry, _COMPARED) else entry
+
+    def without(self, facts: _Facts) -> _Facts:
+        """Return facts without those on these parameters."""
+        fields = {name: value for name, value in structs.asdict(facts).items() if name not in _NOT_VALUES}
+        has_class = isinstance(facts, OptimizerStep)
+        untyped: Any = facts
+        kept: _Facts = replace(untyped, **{name: self._without(value, has_class) for name, value in fields.items()})
+        return kept
+
+    def _without(self, value: Any, has_class: bool) -> Any:
+        if isinstance(value, Mapping):
+            return {key: item for key, item in value.items() if not self.has(str(key), has_class=has_class)}
+        if isinstance(value, tuple):
+            return tuple(item for item in value if not (isinstance(item, Difference) and self.has(item.name)))
+        if isinstance(value, RankReport):  # its other fields say which parameters contribute
+            return replace(value, changes=self._without(value.changes, False))
+        return self.without(value) if isinstance(value, ReplicaState | DdpStepEvidence) else value
+
+    def has(self, key: str, *, has_class: bool = False) -> bool:
+        """Return True if a key names one of these parameters.
+
+        `has_class`: outside of wrappers, names begin with the class of the module ("Net.fc.weight").
+        """
+        self._has_compared = True
+        name = key if (match := _KEY.match(key)) is None else match[1]
+        names = [name, *([name.partition(".")[2]] if has_class and "/" not in key else [])]
+        matched = [pattern for pattern in self.patterns if any(fnmatchcase(name, pattern) for name in names)]
+        if matched:
+            self.names[name] = matched
+        return bool(matched)
+
+    @property
+    def left_out(self) -> str:
+        """Part of a check line on these parameters, or ""."""
+        return f"; left out by rank-parameters: {join_names([*self.names])}" if self.names else ""
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Notes on patterns without a parameter."""
+        matched = {pattern for patterns in self.names.values() for pattern in patterns}
+        idle = [pattern for pattern in self.patterns if pattern not in matched and self._has_compared]
+        return [f"rank-parameters: no parameter has a name like {pattern!r}" for pattern in idle]
