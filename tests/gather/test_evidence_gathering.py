@@ -98,8 +98,8 @@ class Loop(nn.Module):
 
 
 def test_each_turn_of_a_loop_is_looked_for_in_the_same_turn_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, depends = [], batch_coupling._depends
-    monkeypatch.setattr(batch_coupling, "_depends", lambda *args: counted.append(1) or depends(*args))
+    counted, depends = [], batch_coupling._lacks_rows
+    monkeypatch.setattr(batch_coupling, "_lacks_rows", lambda *args: counted.append(1) or depends(*args))
     net, batch = Loop(), torch.randn(8, 4)
     assert first_coupling(net, lambda: net(batch), lambda: net(batch[:4])).line is None
     assert len(counted) < 150
