@@ -165,7 +165,7 @@ def test_the_first_node_is_waited_for_while_it_waits_for_others(job: Job, monkey
     codes: dict[int, int | None] = {}
     assert until(lambda: links[1].host)
     monkeypatch.setattr(links[0], "_take", lambda *_: None)  # it does not come to this node
-    links[0]._collects = True
+    links[0]._first.collects = True
     thread = told(b"end", links[1], codes)
     time.sleep(2.5)
     assert thread.is_alive()
