@@ -155,7 +155,7 @@ def _not_compiled() -> Any:
 
 
 _NOT_TRACED = (
-    *("findings", "judge", "monitor", "recipe", "record", "stream", "worlds"),
+    *("findings", "monitor", "recipe", "record", "rules", "stream", "trace", "worlds"),
     *("gather.autograd", "gather.ddp", "gather.state", "gather.steps"),
 )
 
