@@ -14,7 +14,7 @@ from ddpcheck.findings.evidence.modules import ModuleDescription, WrapperFacts
 from ddpcheck.findings.evidence.steps import DdpStepEvidence, LoopEvent
 from ddpcheck.findings.replace import replace
 from ddpcheck.findings.wording import Names, make_finding
-from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, trains_apart
+from ddpcheck.gather.ddp.ddp_wrapper import has_own_hook, hook_loss, uses_local_sgd
 from ddpcheck.rules import registry
 from ddpcheck.rules.gradients.reducer import judge_reducer
 from ddpcheck.rules.registry import judge_all
@@ -135,8 +135,8 @@ def test_a_hook_is_the_scripts_own_also_inside_of_one_of_torch(hook: Any, own: b
 @pytest.mark.parametrize(("now", "apart"), [(0, False), (5, False), (6, True), (9, True)])
 def test_ranks_train_apart_from_the_step_on_in_which_post_local_sgd_begins(now: int, apart: bool):
     state = SimpleNamespace(iter=now, start_localSGD_iter=6)
-    assert trains_apart(with_hook(fp16_compress_hook, state)) is apart
-    assert not trains_apart(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
+    assert uses_local_sgd(with_hook(fp16_compress_hook, state)) is apart
+    assert not uses_local_sgd(with_hook(powerSGD_hook, SimpleNamespace(iter=now)))
 
 
 APART = LoopEvent("apart")
