@@ -25,7 +25,7 @@ from tests.tiers import share
 
 TESTS = Path(__file__).parents[1]
 SUBJECTS = sorted({judge.__module__.split(".")[2] for judge in judges().values()} - {"others"})  # needs files of rules
-IN_TEST_ALL = ("evaluation", "gradients", "parameters", "replicas")
+IN_TEST_ALL = ("evaluation", "parameters", "replicas")
 STARTED = pytest.skip.Exception("starts a process")
 
 
