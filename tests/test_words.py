@@ -117,7 +117,7 @@ ALLOWED = {
     "recipe": (11, 2),
     "record": (161, 23),
     "report": (6, 0),
-    "rules": (20, 53),
+    "rules": (20, 0),
     "run": (8, 10),
     "testing": (10, 9),
     "trace": (14, 28),
