@@ -120,8 +120,8 @@ ALLOWED = {
     "rules": (20, 53),
     "run": (8, 10),
     "testing": (10, 9),
-    "trace": (14, 28),
-    "worlds": (9, 24),
+    "trace": (14, 0),
+    "worlds": (9, 0),
 }
 """Names in `NO_NAME` and long first lines that each package still has: lower a number when it falls, never raise it."""
 
