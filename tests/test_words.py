@@ -117,11 +117,11 @@ ALLOWED = {
     "recipe": (11, 2),
     "record": (161, 23),
     "report": (6, 0),
-    "rules": (20, 53),
+    "rules": (20, 0),
     "run": (8, 10),
     "testing": (10, 9),
-    "trace": (14, 28),
-    "worlds": (9, 24),
+    "trace": (14, 0),
+    "worlds": (9, 0),
 }
 """Names in `NO_NAME` and long first lines that each package still has: lower a number when it falls, never raise it."""
 

@@ -1,1 +1,1 @@
-"""Rules by subject: one file per rule, whose docstring is its documentation, with its judges."""
+"""Rules by subject; a rule's file holds its documentation (docstring) and its judges."""

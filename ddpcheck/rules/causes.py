@@ -78,7 +78,7 @@ def _explains(cause: Finding, effect: Finding) -> Explains | None:
 
 
 def _applies(when: str, cause: Finding, effect: Finding) -> bool:
-    """Return True if a condition of `Explains` holds; conditions without an entry in `_WHEN` are tags."""
+    """Return True if a condition of `Explains` (key of `_WHEN` or a tag) holds."""
     return _WHEN[when](cause, effect) if when in _WHEN else when in cause.tags or when in effect.tags
 
 
@@ -125,7 +125,7 @@ class ReportedCauses:
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return the key of a root cause; indices in names become '*' if its use is conditional."""
+    """Return a root cause's key; with `conditional_use`, indices in names become '*'."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)

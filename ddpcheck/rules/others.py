@@ -28,7 +28,7 @@ _codes_by_file: dict[str, tuple[str, ...]] = {}  # of loaded modules
 
 
 def load_rules(name: str) -> tuple[str, ...]:
-    """Import a module, add its rules to `RULES`, and return their codes; nothing is added twice.
+    """Import a module, add its rules to `RULES` once, and return their codes.
 
     Raises:
         UsageError: The module cannot be imported, or a rule or a judge is not as it must be.
@@ -132,7 +132,7 @@ def judge_by_others(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[
 
 
 def judge_view(view: View, judge: Callable[..., Iterable[Finding]], severity: Severity) -> list[Finding]:
-    """Return the findings of a judge, at most of a severity; raise if they are not well-formed."""
+    """Return a judge's findings, capped at `severity`; raise if they are not well-formed."""
     findings = []
     for finding in judge(view):
         finding = read(Finding, msgspec.to_builtins(finding))

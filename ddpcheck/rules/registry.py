@@ -1,4 +1,4 @@
-"""Registry of judges: a judge declares by the type of its argument which view it needs, as a test its fixtures.
+"""Registry of judges: the type of a judge's argument is the view it needs.
 
 @rule
 def judge_learning_rates(optimizers: Optimizers) -> Iterable[Finding]: ...
@@ -46,7 +46,7 @@ def import_rules() -> None:
 
 
 def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order, dropping check lines in `but`; record exceptions of judges.
+    """Run the judges of views in order; drop check lines in `but`, record exceptions.
 
     An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
     """
@@ -72,7 +72,7 @@ def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[s
 
 
 def verdicts_of(view: View) -> dict[str, Verdict]:
-    """Run the judges of a view; return verdicts by check line, with the reasons of `NotRecorded`."""
+    """Return verdicts of a view's judges by check line, with reasons of `NotRecorded`."""
     import_rules()
     findings: list[Finding] = []
     reasons = {check: [""] for check in view.checks}

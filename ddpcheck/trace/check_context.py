@@ -130,13 +130,13 @@ class SingleProcessFacts:
 
     @property
     def has_one_factor(self) -> bool:
-        """Check if ranks, which exchange no tensors, scale the global batch's gradient by a constant."""
+        """Check if ranks scale the global batch's gradient by a constant, exchanging no tensors."""
         exchanges_tensors = any(call.elements > 1 for call in self.suspect_calls)
         return self.scaled and not exchanges_tensors and (not self.ran or self.world_changed)
 
     @property
     def losses_are_scaled(self) -> bool:
-        """Check if losses on ranks are closer to those of the shards times the factor than to those of the shards."""
+        """Check if the gradient's factor brings shard losses closer to those on ranks."""
         pairs = zip(self.analysis.shard_losses, self.known.local.losses, strict=False)
         logs = [math.log(on_rank / of_shard) for of_shard, on_rank in pairs if of_shard * on_rank > 0]
         ratio, mean_log = self.analysis.against_global.ratio, sum(logs) / max(1, len(logs))

@@ -67,7 +67,7 @@ def blocked_calls(schedules: Sequence[Sequence[ScheduledCall]]) -> Iterator[tupl
 
 @dataclass(frozen=True, slots=True)
 class AsyncHandles(View):
-    """Handles that are freed unused or waited for, and tensors that are written too early."""
+    """Handles freed unused or waited for, and tensors written too early."""
 
     checks = ("collectives",)
     needs_all_ranks = False

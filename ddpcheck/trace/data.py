@@ -59,7 +59,7 @@ class Loader:
 
     @property
     def num_shared_rows(self) -> int:
-        """Number of samples that ranks share by their contents in an epoch; 0 if it may be chance."""
+        """Number of samples per epoch that ranks share by contents; 0 if plausibly chance."""
         if not self.has_comparable_rows or not all(loader.exhausted for loader in self.first):
             return 0
         rows = [loader.rows for loader in self.first]
@@ -70,7 +70,7 @@ class Loader:
 
 
 def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()) -> list[Loader]:
-    """Match the loaders that all ranks train on, by loop line, dataset and number of occurrence.
+    """Match training loaders across ranks by loop line, dataset and number of occurrence.
 
     Loader numbers do not match between ranks if only one rank validates; lines do not if only one rank shows progress.
     """
@@ -116,7 +116,7 @@ def _has_equal_samples(first: LoaderPass, second: LoaderPass) -> bool:
 
 
 def describe_left_out(local: Sequence[LocalStep]) -> str:
-    """Describe the samples of the global batch that are on no rank, or return '' (also if ranks create samples)."""
+    """Describe samples of the global batch on no rank; '' if ranks create samples."""
     batch = Counter(local[0].global_sample_fingerprints)
     on_ranks = Counter(sample for item in local for sample in item.sample_fingerprints)
     missing = sum((batch - on_ranks).values()) if on_ranks.keys() <= batch.keys() else 0
@@ -304,7 +304,7 @@ class Data(View):
 
     @property
     def repeats_samples(self) -> bool:
-        """If loaders give all ranks own parts of the data, or each sample to several ranks, on purpose."""
+        """Check if ranks get disjoint datasets, or samplers repeat each sample on several ranks."""
         trained = [first for rank_passes in self.passes for first in [p for p in rank_passes if p.trains][:1]]
         return len(trained) == len(self.passes) and (are_disjoint_shares(trained) or are_repeated_on_ranks(trained))
 

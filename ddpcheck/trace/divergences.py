@@ -42,7 +42,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Parity(Comparison, View):
-    """A run on ranks beside a single process on the same samples, and their divergences."""
+    """Run on ranks compared with a single process on the same samples."""
 
     checks = ("parity",)
 

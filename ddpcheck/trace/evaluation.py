@@ -184,7 +184,7 @@ def first_shown(
 
 
 def record_showing(evals: Sequence[Evaluated], value: float, digits: int = _FEWEST_DIGITS) -> MetricShown | None:
-    """Return the first record where a rank shows a number, as is or in percent, or None."""
+    """Return the first record that shows `value`, as is or in percent, or None."""
     pairs = (pair for ev in evals for pair in numbers_shown(ev))
     scales = value, 100 * value
     return next((shown for shown, number in pairs if any(shows(number, scaled, digits) for scaled in scales)), None)

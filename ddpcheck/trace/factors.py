@@ -21,7 +21,7 @@ def is_near(expected: float, value: float) -> bool:
 
 
 def name_world_factor(world_size: int, fits: Callable[[float], bool]) -> str:
-    """Return "N" or "1/N" for the world size N if its factor fits, else ''."""
+    """Return "N" or "1/N" for world size N if the factor fits, else ''."""
     return str(world_size) if fits(world_size) else f"1/{world_size}" if fits(1 / world_size) else ""
 
 
@@ -36,7 +36,7 @@ def constant_ratio(differences: Sequence[Difference]) -> float | None:
 
 
 def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequence[float]]) -> float:
-    """Return the ratio of gradients to the average of the ranks' own; 0.0 if not constant."""
+    """Return the ratio of `grads` to averaged local gradients; 0.0 if not constant."""
     factors = []
     for name in grads.keys() & set.intersection(*(set(step.local) for step in steps)):
         average = [sum(values) / len(steps) for values in zip(*(step.local[name] for step in steps), strict=True)]
@@ -48,7 +48,7 @@ def factor_of_average(steps: Sequence[OptimizerStep], grads: Mapping[str, Sequen
 
 
 def factor_of_reduced(step: OptimizerStep, captured: ReplicaCaptured) -> float | None:
-    """Return the constant factor from reduced gradients to those that a step uses, or None.
+    """Return the constant factor from reduced gradients to the step's gradients, or None.
 
     Only small gradients count, because their sketches have exact norms.
     """

@@ -206,7 +206,7 @@ class WrapperErrorFacts:
         return one_finding(code, subjects, message, ranks=self.raised_on, evidence=[self.failures[0].message], **more)
 
     def finding_of_error(self, code: str, message: str, *sentences: str) -> list[Finding]:
-        """Create a finding on the parameters that an error names, if it has one of torch's sentences."""
+        """Create a finding on parameters named in an error with one of torch's `sentences`."""
         if not any(sentence in self.text for sentence in sentences):
             return []
         subjects = self.known.names.subjects(parameters_in(self.text)) or ("backward",)

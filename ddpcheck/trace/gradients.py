@@ -120,7 +120,7 @@ class ReducerFacts:
 
 
 def paired(entries: Sequence[Sequence[_Entry]], key: Callable[[_Entry], Hashable]) -> list[Sequence[_Entry]]:
-    """Return the n-th entries of the ranks, each by rank, if all have the same key."""
+    """Return, for each n, the ranks' n-th entries if their keys are equal."""
     return [by_rank for by_rank in zip(*entries, strict=False) if len({key(entry) for entry in by_rank}) == 1]
 
 

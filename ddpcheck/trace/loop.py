@@ -72,7 +72,7 @@ class Loop(View):
 
 @dataclass(frozen=True, slots=True)
 class GradientChanges(View):
-    """Clips and other changes of gradients by the script, by rank in order of time."""
+    """Gradient clips and other changes by the script, by rank in order of time."""
 
     checks = ("optimizers",)
     clips: Clips = ()

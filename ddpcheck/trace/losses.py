@@ -41,7 +41,7 @@ _SKETCHED = 0.3  # tolerance of a sketched norm ratio, as a power of the world s
 
 @dataclass(frozen=True)
 class Losses(View):
-    """Losses that a script differentiates, and gathered features that they use; sequences are by rank.
+    """Losses that a script differentiates, and gathered features in them; sequences by rank.
 
     If several ranks compute one model together, of one rank per model.
     """
@@ -74,19 +74,19 @@ class Losses(View):
 
     @cached_property
     def passes(self) -> list[Passes]:
-        """Backward passes whose gradients DDP averages, of each loss that has enough (by the line of backward)."""
+        """Backward passes whose gradients DDP averages, by line of `backward`; without small groups."""
         indexed = [{(loss.step, loss.number): loss for loss in losses if loss.wrappers} for losses in self.by_rank]
         of_losses = group_by(aligned(indexed), lambda losses: tuple(loss.location for loss in losses)).values()
         return [passes for passes in of_losses if len(passes) >= FEWEST_PASSES]
 
     def is_partial(self, passes: Passes) -> bool:
-        """Check if a loss covers all ranks, so that the gradient on a rank is a part of the total."""
+        """Check if a loss covers all ranks, so a rank's gradient is partial."""
         steps = [{part.step for part in rank_parts} for rank_parts in self.parts]
         return any(loss.step in whole for by_rank in passes for loss, whole in zip(by_rank, steps, strict=False))
 
     @cached_property
     def own_parts(self) -> list[list[OwnPartPutBack]]:
-        """Steps in which the gradient of gathered features reaches the own features only, and unscaled; by rank."""
+        """Steps in which gathered features pass gradients to own features only, unscaled; by rank."""
         indexed = [{part.step: part for part in reversed(rank_parts)} for rank_parts in self.parts]
         steps = aligned(indexed) if len(indexed) > 1 else []
         steps = [by_rank for by_rank in steps if all(any(part.arrived) for part in by_rank)]
@@ -96,12 +96,12 @@ class Losses(View):
 
     @property
     def gathered_gradients_differ(self) -> bool:
-        """Check if the gradient of gathered features differs between ranks, because each has a different loss."""
+        """Check if gradients of gathered features differ between ranks, because the losses differ."""
         return min(_distances(self.own_parts)) > _OTHER_LOSS
 
     @property
     def own_parts_lack_factor(self) -> bool:
-        """Check if all ranks have one loss of all rows: its gradient is the sum of the parts, and DDP averages these.
+        """Check if DDP averages, not sums, the ranks' gradient parts of one global loss.
 
         This matters if optimizer steps depend on the scale of gradients, or the loss also uses the features directly.
         """

@@ -28,7 +28,7 @@ def describe_loads(restored: Iterable[int]) -> str:
 
 
 def locate_options(finding: Finding, rank_steps: Steps, line: Location | None) -> Finding:
-    """Locate a finding on options at the load on some ranks, else at `line`, else at the step."""
+    """Locate a finding on options at some ranks' load, else `line`, else the step."""
     first, restored = rank_steps[0], restored_on_some(rank_steps)
     finding = replace(finding, steps=(first.count,), location=first.location)
     if restored:

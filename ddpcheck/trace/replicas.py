@@ -23,13 +23,13 @@ WriteFacts = tuple[Location | None, list[str], tuple[int, ...]]  # line of a wri
 
 
 def common_values(by_rank: Sequence[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return keys that every rank has, in the order of the first rank, with the values by rank."""
+    """Map keys that all ranks have to values by rank, in first-rank order."""
     common = [key for key in by_rank[0] if all(key in values for values in by_rank)] if by_rank else []
     return {key: [values[key] for values in by_rank] for key in common}
 
 
 def aligned(by_rank: Sequence[Mapping[Any, _Value]]) -> list[list[_Value]]:
-    """Return the values of keys that every rank has, such as steps, in the order of the keys; each by rank."""
+    """Return values by rank for each key that all ranks have, sorted by key."""
     return [values for _, values in sorted(common_values(by_rank).items())]
 
 

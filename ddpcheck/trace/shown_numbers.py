@@ -1,4 +1,4 @@
-"""Numbers that a run on ranks and a single process show, and the lines that compute them."""
+"""Numbers shown on ranks and in a single process, and lines that compute them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base classes of views: the facts of one subject, for the judges that declare it."""
+"""Base classes of views: facts of one subject for the judges that declare it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpcheck.trace.script_facts import ScriptFacts
 
 
 class NotRecorded(Exception):
-    """A fact that a comparison needs was not recorded; the text says why, in the words of a check line.
+    """A needed fact was not recorded; the text says why, for a check line.
 
     Queries of views raise it. A judge that needs the fact is not looked at, and the check line says why. If too few
     steps were made to judge, nothing is missing, and there is nothing to report.
@@ -31,7 +31,7 @@ class View:
 
     @classmethod
     def of(cls, facts: ScriptFacts) -> Self | None:
-        """Return the view of a script, or None if the script has nothing of the subject."""
+        """Return the view of a script, or None without facts of the subject."""
         raise NotImplementedError
 
     @classmethod
@@ -42,7 +42,7 @@ class View:
         )
 
     def compared(self, check: str, findings: Sequence[Finding]) -> Iterable[str]:
-        """Yield what was compared in a check line and matches; raise `NotRecorded` if the comparison is incomplete."""
+        """Yield what was compared and matches, for a check line; raise `NotRecorded` if incomplete."""
         return ()
 
 

@@ -157,7 +157,7 @@ class WaitGraph:
             reached |= {rank for rank, *_ in new}
 
     def circle(self) -> list[_Wait]:
-        """Return a circular wait, with the one rank that each rank waits for, or []."""
+        """Return a circle of waits, each for one rank, or []."""
         waits = {rank: rank_waits[0] for rank, rank_waits in self.waits.items() if rank_waits}
         circle = find_circle({rank: (call.call, sorted(peers)) for rank, call, peers in waits.values()})
         return [(rank, waits[rank][1], frozenset({peer})) for rank, peer in circle]

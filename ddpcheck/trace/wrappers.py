@@ -142,7 +142,7 @@ class Copies(View):
         return cls(states, uses, changes, facts.wrappers)
 
     def require_exact_parameters(self) -> None:
-        """Raise `NotRecorded` if parameters of wrappers, and so their copies, differ between ranks by rounding."""
+        """Raise `NotRecorded` if wrappers' parameters, and so their copies, differ between ranks by rounding."""
         steps = (replicas for wrapper in self.wrappers for replicas in wrapper.compared.values())
         if any(without_rounding(replicas) != replicas for replicas in steps):
             raise NotRecorded("copies not compared: the parameters that are copied differ between ranks by rounding")

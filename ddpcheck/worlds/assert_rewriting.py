@@ -1,4 +1,4 @@
-"""pytest's assertion rewriting for test modules imported on a rank, which pytest does in the collecting process only.
+"""pytest's assertion rewriting for test modules on ranks, not only in the collecting process.
 
 If the private pytest API differs, modules are imported without rewriting. This module is light.
 """

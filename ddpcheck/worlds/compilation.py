@@ -35,7 +35,7 @@ def is_asked_for() -> bool:
 
 
 def watch_compiling(times: Any) -> None:
-    """Track compilations and compile time in `times`, a rank's `Slots`; requires torch to be imported."""
+    """Track compilations and compile time in a rank's `Slots`; requires torch to be imported."""
     torch: Any = sys.modules["torch"]
     _state.times = times
     if "torch._inductor.config" in sys.modules and os.environ.items() >= ONE_THREAD.items():
@@ -76,7 +76,7 @@ def run_as_written() -> None:
 
 @contextlib.contextmanager
 def stance(name: Literal["default", "force_eager"]) -> Iterator[None]:
-    """Set the `torch.compiler` stance in the block, for all threads; no effect before torch 2.6."""
+    """Set the `torch.compiler` stance for all threads; no effect before torch 2.6."""
     torch: Any = sys.modules["torch"]
     with contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules:

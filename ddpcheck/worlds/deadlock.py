@@ -1,4 +1,4 @@
-"""Detection of ranks that wait for each other or for a finished rank; on Linux, for ranks on CPUs.
+"""Detection of CPU ranks that wait for each other or finished ranks, on Linux.
 
 Requires all of the following over seconds: every unfinished rank is on the same line inside a `torch.distributed` call,
 a backward pass or DDP; no thread of any rank stays runnable or uses more CPU time than waiting takes; and no rank has

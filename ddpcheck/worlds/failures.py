@@ -187,7 +187,7 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
 
 
 def in_thread(rank: int, dump: str, error: str) -> RankFailure | None:
-    """Describe a rank whose main thread waits for a failed thread, unless user code still runs in another thread.
+    """Describe a rank waiting for a failed thread, unless other threads run user code.
 
     `error`: JSON list of the thread's name and its fields for `raised`, or ''.
     """

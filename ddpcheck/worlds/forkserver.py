@@ -333,7 +333,7 @@ def _children() -> list[int]:
 
 
 def _collapse_memory(libc: ctypes.CDLL) -> Iterator[None]:
-    """Collapse our memory into huge pages stepwise, for cheaper forks; no effect on older kernels."""
+    """Collapse memory into huge pages stepwise, for cheaper forks; no effect on older kernels."""
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

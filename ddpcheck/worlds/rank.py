@@ -1,4 +1,4 @@
-"""Rank of a world: set up, run tasks from the parent, report results. Imports torch only inside functions."""
+"""Rank of a world: setup, the parent's tasks, results. Imports torch only inside functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, signals and waits of ranks: by fork (milliseconds), or by exec (an import of torch) if a fork is unsafe."""
+"""Start, signals and waits of ranks: fork (milliseconds), or exec (imports torch) if unsafe."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def process_context(variables: Mapping[str, str] | None = None) -> wire.ProcessC
 
 
 def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
-    """Return `PYTHONHASHSEED` per rank; with `differ`, odd ranks get another one unless set by the user."""
+    """Return `PYTHONHASHSEED` per rank; with `differ`, odd ranks get another unless already set."""
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     if hash_seed not in ("", "random"):
         return [hash_seed] * world_size
@@ -113,7 +113,7 @@ def hash_seeds(world_size: int, *, differ: bool) -> list[str]:
 def _popen(
     code: str, fd: int, environment: Mapping[str, str], stdout: Any, stderr: Any, *words: str
 ) -> subprocess.Popen[bytes]:
-    """Run `code` in Python with the words `fd`, our pid, our import path and `words`."""
+    """Run `code` in Python with arguments `fd`, our pid, import path and `words`."""
     if not sys.executable:
         raise UsageError(
             "ddpcheck cannot start ranks: sys.executable is empty; run it from a normal Python interpreter."
@@ -257,7 +257,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class ForkedRanks:
-    """Ranks forked by the server of a hash seed, after importing `preload` and, if `ahead`, all deferred modules."""
+    """Ranks forked from a server with `preload` and, if `ahead`, all deferred modules imported."""
 
     def __init__(
         self, directory: str, fds: Mapping[int, int], hash_seed: str, preload: Sequence[str], ahead: bool

@@ -1,4 +1,4 @@
-"""Messages between parent and ranks: tuples as length-prefixed pickles, on one stream socket per rank.
+"""Messages between parent and ranks: length-prefixed pickles of tuples, one stream socket per rank.
 
 A function and its arguments are one cloudpickle inside a tuple, so that a rank can report an import error of the
 payload. Large values are split for torch stores: a TCPStore closes the connection on a value of more than 8 MiB.

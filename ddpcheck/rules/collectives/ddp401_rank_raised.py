@@ -100,7 +100,7 @@ def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
 
 
 def tags_of_exception(failure: RankFailure) -> tuple[str, ...]:
-    """Return the tag of an exception that is typical of a truncated file, if it is."""
+    """Return a tag if an exception is typical of a truncated file."""
     is_typical = failure.type.rpartition(".")[2] in _ERRORS_OF_CUT_FILES or _ERROR_OF_CUT_ARCHIVE in failure.message
     return (OF_A_CUT_FILE,) if is_typical else ()
 
@@ -113,7 +113,7 @@ _ERROR_OF_CUT_ARCHIVE = "PytorchStreamReader"  # RuntimeError on a truncated tor
 
 
 def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
-    """DDP401: exception in a thread while the main thread of a running rank waits for a thread."""
+    """DDP401: exception in a thread while the rank's main thread waits for a thread."""
     threads = [thread for thread in _raised_threads(facts) if thread.waits_in]
     if not threads or not (facts.interrupted or facts.hang_seconds is not None):
         return []

@@ -1,4 +1,4 @@
-"""Diagnosis of ranks that failed or hung: explanations in order, the first that applies wins."""
+"""Explanations of ranks that failed or hung, in order: the first that applies wins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen, WaitGraph
 
 
 def diagnose(facts: FailureFacts) -> list[Finding]:
-    """Return the root cause of ranks that failed, hung or disagree, unless a `known` finding explains it."""
+    """Return root causes of failed, hung or disagreeing ranks, unless `known` findings explain them."""
     findings = ddp401.explain_by_rendezvous(facts) or ddp401.explain_by_awaited_thread(facts)
     if findings or is_explained(facts):
         return findings
@@ -71,7 +71,7 @@ LAST_EXPLANATIONS = (ddp402.explain_by_hang, ddp401.explain_by_first_exception, 
 
 
 def is_explained(facts: FailureFacts) -> bool:
-    """Return True if a defect that another rule has found can be the reason for all failures."""
+    """Return True if a finding in `known` can be the reason for all failures."""
     if any("mp_policy" in finding.subjects for finding in facts.known) and all(map(_is_of_gloo, facts.failures)):
         return True
     return bool(facts.known) and all(
@@ -98,7 +98,7 @@ def explain_by_mismatch(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_positions(facts: FailureFacts, mismatch: Sequence[Finding]) -> list[Finding]:
-    """Explain a mismatch, a hang or a lost peer by the lines at which the ranks are."""
+    """Explain a mismatch, hang or lost peer by the lines that ranks have reached."""
     ended = facts.ended[:1]
     has_own_cause = ended and (ended[0].kind != "raised" or not follows_from_another_rank(facts.first))
     if facts.find_positions is None or (not mismatch and (has_own_cause or facts.interrupted)):
@@ -147,7 +147,7 @@ def explain_shards(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_missing_shard(facts: FailureFacts) -> list[Finding]:
-    """Explain a plain tensor in place of a shard, assigned by load_state_dict or after sharding."""
+    """Explain a shard replaced by a plain tensor, in load_state_dict or after sharding."""
     if "_fully_shard" not in facts.text:
         return []
     if "load_state_dict" in facts.text:

@@ -43,7 +43,7 @@ RESUME_FUNCTION = re.compile(r".*torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line
 
 @rule
 def judge_script(compilations: Compilations) -> list[Finding]:
-    """DDP522: functions that some ranks recompile, and other graphs if there are enough steps to tell."""
+    """DDP522: functions that some ranks recompile, and different graphs from `MIN_STEPS` steps on."""
     graphs = judge_graphs(compilations.compiled) if compilations.steps >= MIN_STEPS else []
     return judge_recompilations(compilations.functions) + graphs
 

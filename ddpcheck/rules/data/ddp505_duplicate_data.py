@@ -359,7 +359,7 @@ def _shared_seed_line(draws: Sequence[StepDraw], other_draws: Sequence[StepDraw]
 
 
 def judge_rows(loader: Loader) -> list[Finding]:
-    """DDP505: samples with the same contents on several ranks, each with its own data or stream."""
+    """DDP505: samples with equal contents on ranks that have separate datasets or streams."""
     first = loader.first
     if loader.has_comparable_rows and all(list(p.rows) == list(first[0].rows) for p in first):
         return finding_on_loader(
@@ -410,7 +410,7 @@ def judge_equal_gradients(steps: Sequence[Steps], line: Location | None = None) 
 
 
 def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """DDP505: samples of a step on several ranks; the gradients must show it, since uses of a sample may differ."""
+    """DDP505: samples on several ranks, if gradients show it (uses may legitimately differ)."""
     step, rows = local[0].evidence.step, [item.sample_fingerprints for item in local]
     batch = Counter(local[0].global_sample_fingerprints)
     repeated = {sample for sample, count in Counter(itertools.chain(*rows)).items() if 0 < batch[sample] < count}

@@ -83,7 +83,7 @@ def judge_split(loader: Loader) -> list[Finding]:
 
 
 def judge_other_order(loader: Loader) -> list[Finding]:
-    """DDP516: samples with the same contents on several ranks, which built their parts from different orders."""
+    """DDP516: samples of equal contents on ranks whose parts come from different orders."""
     first, shared = loader.first, loader.num_shared_rows
     if not shared or first[0].size < 0:
         return []
@@ -353,7 +353,7 @@ def judge_shards(local: Sequence[LocalStep], models: Sequence[tuple[int, ...]]) 
 
 
 def judge_program_data(facts: SingleProcessFacts) -> list[Finding]:
-    """DDP516: program variables that differ between ranks; those that change in the steps are state (DDP216)."""
+    """DDP516: program variables that differ between ranks (DDP216 if the steps change them)."""
     values = differing_program_data(facts.known.program_data)
     difference = f"{plural_verb('is', 'are', [*values])} not the same on every rank, and"
     return program_data_finding("DDP516", facts, values, difference) if values else []

@@ -1,4 +1,4 @@
-"""Order in which the rules explain the samples of the ranks: the first one that applies is reported."""
+"""Order of the judges of samples: the first that applies is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ORDER: Sequence[Sequence[_Judge]] = (
 def explain_loaders(
     passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] = ()
 ) -> Iterator[tuple[_Judge | None, Finding]]:
-    """Yield the findings on every data loader, each with its judge; `passes` by training rank, in order of start."""
+    """Yield each loader's findings and judges; `passes` by training rank, in order of start."""
     if len(passes) > 1:
         yield from ((None, finding) for finding in ddp506.judge_resumed(passes) or ddp506.judge_restarted(passes))
     for loader in match_loaders(passes, ranks):
@@ -51,7 +51,7 @@ def judge_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
 
 @rule
 def judge_data(data: Data) -> list[Finding]:
-    """Judge samples by loaders and draws, then by inputs, targets and gradients if these show no equal samples."""
+    """Judge samples by loaders and draws, else by inputs, targets and gradients."""
     tables = ddp516.judge_tables(data.tables, data.passes)
     findings: list[Finding] = []
     judges = []
@@ -82,7 +82,7 @@ def judge_data(data: Data) -> list[Finding]:
 
 
 def judge_samples(local: Sequence[LocalStep], *, gradients_differ: bool) -> list[Finding]:
-    """Judge the samples of a step (DDP505, else DDP519, which has the same shards as cause).
+    """Judge the samples of a step: DDP505, else DDP519 (caused by the same shards).
 
     `gradients_differ`: the average over ranks is not the gradient of the global batch.
     """

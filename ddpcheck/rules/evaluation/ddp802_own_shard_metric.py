@@ -48,7 +48,7 @@ LEAST_DIFFERENCE = 1e-4  # relative, of a metric that differs between ranks
 
 @rule
 def judge_shards(evaluations: Evaluations) -> list[Finding]:
-    """DDP802: metric of a rank's own shard, on all ranks that evaluate or on one of them alone."""
+    """DDP802: metric of a rank's own shard, on all evaluating ranks or only one."""
     complete = evaluations.complete
     loops = dict.fromkeys(evaluation.loop for evaluation in complete)
     findings = [finding for loop in loops for finding in judge_own_shard([e for e in complete if e.loop == loop])]
@@ -70,7 +70,7 @@ _Match = tuple[float, MetricShown, Sequence[Evaluated], RankMetric]
 
 
 def judge_own_shard(evaluations: Sequence[Evaluation]) -> list[Finding]:
-    """DDP802: metric of a rank's own shard, shown or used to decide on a save."""
+    """DDP802: metric of a rank's own shard, shown or used to decide on saves."""
     matches: dict[_Place, dict[tuple[str, str], list[_Match]]] = {}
     numbers: dict[_Place, dict[int, ShownNumber]] = {}  # by round
     values: dict[tuple[int, int, str, str], float] = {}  # by round, rank and metric

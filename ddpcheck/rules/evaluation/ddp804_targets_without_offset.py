@@ -73,5 +73,5 @@ def judge_targets(evaluations: Evaluations) -> list[Finding]:
 
 
 def _are_consecutive(use: GatheredTargets) -> bool:
-    """Return True if targets may be row numbers with an offset, maybe a wrong offset."""
+    """Return True if targets may be row numbers plus an offset, right or wrong."""
     return max(use.targets) - min(use.targets) + 1 == len(use.targets) == use.rows

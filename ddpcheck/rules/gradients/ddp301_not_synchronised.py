@@ -193,7 +193,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def _changed_finding(
     steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
-    """Create a finding at the load of a GradScaler, the clip, or another line that changes gradients."""
+    """Create a finding at the GradScaler's load, the clip or another change of gradients."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
     finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
@@ -398,7 +398,7 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
 
 
 def judge_variant(gradients: Sequence[Mapping[str, int]]) -> list[Finding]:
-    """DDP301: a compiled step, or a step in micro-batches, with unequal gradients (fingerprints by rank)."""
+    """DDP301: unequal gradients of a compiled step or of micro-batches (fingerprints by rank)."""
     names = differing_names(gradients)
     return one_finding("DDP301", sorted(names), "the gradients differ between ranks") if names else []
 

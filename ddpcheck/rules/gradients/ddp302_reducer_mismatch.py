@@ -105,13 +105,13 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return the message of a finding under a compression hook; of a DDP302, with the relative `error` by rounding."""
+    """Return the message, for DDP302 preceded by a compression hook's relative rounding `error`."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 
 
 def not_of_whole_batch(worst: Difference) -> Finding:
-    """Report a compiled step, or a step in micro-batches, with other gradients than the plain step (DDP302)."""
+    """DDP302: gradients of a compiled step or micro-batches that differ from the plain step's."""
     message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return make_finding("DDP302", (worst.name,), message)
 

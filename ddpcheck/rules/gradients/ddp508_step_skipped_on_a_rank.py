@@ -112,7 +112,7 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 def skipped_steps_finding(
     rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the line that decides on the step, if unique; `counts` by rank, with their `label`."""
+    """Create a DDP508 at the step's only condition, else the step; `counts` by rank."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:

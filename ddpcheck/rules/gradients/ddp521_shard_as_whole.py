@@ -177,7 +177,7 @@ def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
 
 
 def locate_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at: Location | None) -> Finding:
-    """Move a finding on equal shards to the line that loads one file on all ranks."""
+    """Relocate a DDP521 to the line that loads one file on all ranks."""
     if finding.code != "DDP521":
         return finding
     read = [{(use.path, use.location) for use in rank_uses if use.by_torch and not use.writes} for rank_uses in uses]

@@ -108,7 +108,7 @@ FROM_AVERAGE = (
 
 
 def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Judge compiled steps whose eager gradients are correct (DDP301, 302), up to the first that is wrong."""
+    """Judge compiled steps with correct eager gradients, up to the first fault (DDP301, 302)."""
     for items in group_by(evidence, lambda item: item.step).values():
         if findings := judge_compiled_ranks(items, known) or judge_compiled_average(items, known):
             return findings

@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
 
 
 def _reports(wrapper: WatchedWrapper) -> _Reports:
-    """Return the reports on steps that are complete, or that are the last to begin."""
+    """Return reports by step and rank, of steps that are complete or began last."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
         for entry in entries:
@@ -132,7 +132,7 @@ def _reports(wrapper: WatchedWrapper) -> _Reports:
 def _judge_steps(
     facts: ScriptFacts, wrapper: WatchedWrapper, reports: _Reports
 ) -> tuple[ReportedCauses, dict[str, int]]:
-    """Judge reports and captured replicas in order of time; also return buffers that differ later than others."""
+    """Judge reports and captured replicas in order; also return buffers that differ only later."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.of(StepsReported))]
 
     def locate(finding: Finding) -> Finding:

@@ -338,7 +338,7 @@ def _factor_of_the_world(facts: SingleProcessFacts, ratio: float) -> list[Findin
 
 
 def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report a loss of a script that does not have the scale for an average (DDP303)."""
+    """Report a loss whose scale does not suit averaged gradients (DDP303)."""
     whole = not losses.is_for_sums and not losses.is_partial(passes)
     scaled = (_judge_scaled_mean(passes, losses.ranks_per_model) or _judge_global_sum(passes)) if whole else []
     return scaled or _judge_counted_again(passes, losses)
@@ -440,7 +440,7 @@ def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
 
 
 def judge_gathered_loss(losses: Losses) -> list[Finding]:
-    """Report a loss of all ranks' features, gathered by a function of the script that returns the own gradient."""
+    """Report a loss of features gathered by an autograd.Function that returns own gradients only."""
     if not losses.own_parts or losses.are_rescaled or not losses.own_parts_lack_factor:
         return []
     return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))

@@ -150,7 +150,7 @@ def _severity(facts: SingleProcessFacts) -> Severity | None:
 
 
 def explain_by_one_weight(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one weight of all ranks' gradients (DDP305); runs after factors that have another reason."""
+    """Report one weight of all ranks' gradients (DDP305), if no earlier judge explains it."""
     if not facts.has_one_factor:
         return []
     weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)

@@ -79,7 +79,7 @@ def judge_gathers(losses: Losses) -> list[Finding]:
 
 
 def judge_own_parts(losses: Losses) -> list[Finding]:
-    """Report gathered features that pass on the gradient of the rank's own loss only (DDP309).
+    """Report gathered features whose gradient is of the rank's own loss only (DDP309).
 
     If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
     gradient, and DDP divides the sum by the world size. If gradients differ, those of other ranks' losses are lost.
@@ -104,7 +104,7 @@ def judge_own_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Return message, line, evidence and fix for a loss of all rows whose gradient DDP averages."""
+    """Describe a loss of all rows whose gradient DDP averages, as arguments of `one_finding`."""
     first, size, is_mixed = losses.own_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""

@@ -1,4 +1,4 @@
-"""Order of the judges of a script's losses: the first with findings explains the scale of the gradients."""
+"""Order of judges of losses: the first with findings explains the scale of gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpcheck.trace.losses import Losses, unequal_targets
 
 @rule
 def judge_losses(losses: Losses) -> list[Finding]:
-    """Report the first fault in the scale of losses (DDP303, 305, 309, 514), and gathered constants (DDP309)."""
+    """Report gathered constants (DDP309) and the first fault in the scale of losses."""
     return _explain_scale(losses) + judge_gathers(losses)
 
 

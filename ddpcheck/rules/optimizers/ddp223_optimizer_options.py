@@ -40,7 +40,7 @@ def judge_constructed_optimizers(options: Sequence[Mapping[str, str]]) -> list[F
 
 
 def judge_optimizer_options(steps: Sequence[Steps]) -> list[Finding]:
-    """DDP223: options that differ between ranks, at the first such step, if the learning rate was never equal.
+    """DDP223: options that differ between ranks; a learning rate only if never equal.
 
     Skips optimizers of parameters that ranks train separately, and steps with unequal numbers of averaged backward
     passes, in which a schedule has different rates.

@@ -1,4 +1,4 @@
-"""Order in which the rules judge the optimizers of a script, and parameters that no wrapper averages."""
+"""Order of the judges of optimizers and of parameters that no wrapper averages."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def judge_unsynchronized(
     sharded_at: Location | None = None,
     assigned: Sequence[ModuleChanged] = (),
 ) -> list[Finding]:
-    """Detect parameters that no wrapper averages, trained separately per rank (DDP111, 208, 306, 501, 503)."""
+    """Detect unaveraged parameters, trained separately per rank (DDP111, 208, 306, 501, 503)."""
     aligned = (step and all(entry.alone.keys() == step[0].alone.keys() for entry in step) for step in steps)
     if len(steps) < 2 or not all(aligned) or not steps[0][0].alone:
         return []

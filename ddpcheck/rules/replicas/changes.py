@@ -17,7 +17,7 @@ _CALLS = ("load_state_dict", "apply")  # load_state_dict sets values, apply may;
 def locate_reduction(
     kinds: Sequence[str], finding: Finding, changes: Changes, _wrapped_at: Location | None = None
 ) -> Finding:
-    """Relocate a finding to the last call (`kinds`) that decides how its gradients are reduced."""
+    """Relocate a finding to the last call (`kinds`) that decides how gradients are reduced."""
     calls = changes_of_kind(changes, *kinds)
     calls = [call for call in calls if call.what != "scale" or not set(call.names).isdisjoint(finding.subjects)]
     if not calls:

@@ -1,4 +1,4 @@
-"""Findings on tensors, values and options that differ between ranks; each rule's file passes its code."""
+"""Findings on tensors, values and options that differ between ranks, for several rules."""
 
 from __future__ import annotations
 

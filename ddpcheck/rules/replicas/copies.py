@@ -112,7 +112,7 @@ def _copy_finding(steps: Sequence[Sequence[StateHeld]], first: int, written: Wri
 def _use_finding(
     uses: Mapping[int, StateUsed], states: Sequence[Sequence[StateHeld]], copied: Location | None, written: WriteFacts
 ) -> list[Finding]:
-    """Report the use at the line that loads the state, else that writes the copy, else that makes it."""
+    """Report the use at the line that loads, else writes, else creates the copy."""
     ranks = list(uses)
     use = next((use for use in uses.values() if use.loaded), uses[ranks[0]])
     copies = [[state for state in rank_states if state.copies and state.name == use.name] for rank_states in states]

@@ -41,7 +41,7 @@ judge_initial_buffers = partial(judge_initial_values, "DDP214")
 
 
 def judge_drifted_buffers(facts: ReplicaFacts) -> list[Finding]:
-    """DDP214: buffers that differ between ranks after a step, and that the wrapper does not broadcast."""
+    """DDP214: buffers that differ between ranks after a step, unless the wrapper broadcasts them."""
     if facts.known.broadcasts_buffers:
         return []
     not_saved = facts.known.wrapper.not_saved.issuperset(facts.first_steps(lambda item: item.buffers))

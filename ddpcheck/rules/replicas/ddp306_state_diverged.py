@@ -251,7 +251,7 @@ def judge_local_sgd(entries_by_rank: Sequence[Sequence[TrainedApart]]) -> list[F
 
 
 def reword_as_never_averaged(finding: Finding) -> Finding:
-    """Turn a DDP208 into a DDP306: initial values still differ at a later backward pass."""
+    """Turn a DDP208 into a DDP306: initial values still differ at a later backward."""
     return replace(
         finding,
         code="DDP306",
@@ -265,7 +265,7 @@ def reword_as_never_averaged(finding: Finding) -> Finding:
 
 
 def reword_at_unknown_step(finding: Finding, values: Sequence[DdpStepEvidence], step: int) -> Finding:
-    """Reword a DDP306 of ranks that were not compared before: step and cause are unknown."""
+    """Reword a DDP306 if ranks were not compared before: step and cause are unknown."""
     if finding.code != "DDP306":
         return finding
     diverged = differing_names([item.parameters for item in values])
@@ -413,7 +413,7 @@ def relocate(finding: Finding, changes: Changes, _wrapped_at: Location | None) -
 
 
 def unequal_module_finding(state: StateHeld, ranks: Sequence[int], evidence: str) -> list[Finding]:
-    """Report a model, such as a frozen teacher, that the training loop calls and does not change."""
+    """Report an unequal frozen model, such as a teacher, that the training loop calls."""
     return one_finding(
         "DDP306",
         (state.name,),

@@ -172,7 +172,7 @@ def explain_by_addition(names: Sequence[str], steps: Sequence[Steps]) -> list[Fi
 
 
 def is_averaged_by_hand(facts: ScriptFacts, wrapper: int, finding: Finding) -> bool:
-    """Return True if changed parameters that the wrapper does not average get equal gradients on all ranks."""
+    """Return True if parameters changed after wrapping get equal gradients on all ranks."""
     if finding.code != "DDP503":
         return False
     for name in (f"{wrapper}/{subject}" for subject in finding.subjects):

@@ -43,7 +43,7 @@ def judge_descriptions(descriptions: Sequence[ModuleDescription]) -> list[Findin
 
 
 def judge_parameters(descriptions: Sequence[ModuleDescription]) -> list[Finding]:
-    """Compare ties, names, order and attributes of parameters; each parameter is in one finding at most."""
+    """Compare ties, names, order and attributes of parameters, each in one finding at most."""
     parameters = [description.parameters for description in descriptions]
     findings = judge_ties([description.ties for description in descriptions])
     untied = _without_subjects(parameters, findings)
@@ -159,7 +159,7 @@ def _paths_to(name: str) -> list[str]:
 
 
 def _line_of(wrapper: WrapperBegun, name: str) -> Location | None:
-    """Return the line that registers a module or tensor, else its nearest parent; `None` if it does not exist."""
+    """Return the line that registers a module or tensor, else its nearest parent."""
     description = wrapper.description
     names = {tensor.name for tensor in (*description.parameters, *description.buffers)}
     if name not in names.union(module[0] for module in description.modules):

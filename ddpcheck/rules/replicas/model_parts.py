@@ -80,7 +80,7 @@ def judge_norms_of_steps(evidence: Sequence[DdpStepEvidence], models: Sequence[t
 
 @rule
 def judge_groups(parts: ModelParts) -> list[Finding]:
-    """Judge all groups of ranks of one model: the steps only if samples have no fault."""
+    """Judge groups of ranks that share a model by samples, else steps, else norms."""
     facts, steps = parts.facts, parts.steps
     groups, wrapped, inputs = list(facts.model_groups), bool(facts.wrappers), facts.of(Inputs)
     data_findings, step_findings = [], []

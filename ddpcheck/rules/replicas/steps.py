@@ -187,7 +187,7 @@ def _judge_shards(entry: WrapperMade, step: int, replicas: Sequence[ReplicaCaptu
 
 
 def locate_change(finding: Finding, changes: Changes, wrapped_at: Location | None) -> Finding:
-    """Relocate a finding to the line that changes the wrapped module, by `relocate` in the file of its rule."""
+    """Relocate a finding to the change of the wrapped module, by its rule's `relocate`."""
     relocate: Callable[..., Finding] | None = getattr(_file_of(finding.code), "relocate", None)
     return relocate(finding, changes, wrapped_at) if relocate else finding
 

@@ -1,4 +1,4 @@
-"""Detect the launcher of this process (torchrun, `mpirun`, `srun`) from environment variables. Pure and light.
+"""Detect this process's launcher (torchrun, `mpirun`, `srun`) from environment variables. Pure and light.
 
 Sources: torch's docs, "torchrun (Elastic Launch)", section "Environment Variables"; mpirun(1) of Open MPI, section
 "Exported Environment Variables"; the wiki of MPICH's Hydra; srun(1), section "OUTPUT ENVIRONMENT VARIABLES";
@@ -47,7 +47,7 @@ def tasks_of_node(layout: str, node: str) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """Return the port of a job step from "<job id> <step id>"; another program may already use it."""
+    """Return the port for "<job id> <step id>"; another program may use it."""
     job_id, step_id = (int(number) for number in re.findall(r"\d+", f"{job} 0 0")[:2])
     return _FIRST_PORT + (_STEPS * job_id + step_id) % _PORTS
 
@@ -120,7 +120,7 @@ LAUNCHERS = {
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> LauncherEnv | None:
-    """Return the launcher environment; `None` if there is none, it is incomplete, or with world size 1.
+    """Return the launcher environment; `None` if absent, incomplete, or with world size 1.
 
     Also `None` in child processes of a rank, which inherit the variables, and in an interactive SLURM shell.
     """

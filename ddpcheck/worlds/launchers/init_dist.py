@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 def get_dist_info(group: Any = None) -> tuple[int, int]:
-    """Return rank and world size; (0, 1) without a process group, and (-1, -1) on a rank that is not in `group`.
+    """Return rank and world size; (0, 1) without process group, (-1, -1) outside `group`.
 
     Args:
         group: Process group; default: all ranks.
@@ -281,7 +281,7 @@ def choose_gpus(all_devices: Sequence[RankDevices]) -> list[int | None]:
 
 
 def choose_backend(all_devices: Sequence[RankDevices]) -> str:
-    """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`; may raise `UsageError`."""
+    """Return the requested backend, else `nccl` with one GPU per rank, else `gloo`."""
     by_backend = {devices.backend: rank for rank, devices in reversed([*enumerate(all_devices)])}
     if len(by_backend) > 1:
         text = ", ".join(f"rank {rank} for {backend or 'none'}" for backend, rank in sorted(by_backend.items()))
@@ -318,7 +318,7 @@ class _Meeting:
         self._deadline = time.monotonic() + seconds
 
     def gather(self, what: str, data: str = "", close_file: Callable[[], None] = lambda: None) -> list[str]:
-        """Wait for all ranks and return their data in rank order; raises for late, failed and lost ranks.
+        """All-gather `data` in rank order; raise for late, failed and lost ranks.
 
         Rank 0 calls `close_file` when all ranks have arrived, before any rank can continue or start another attempt.
         """

@@ -1,4 +1,4 @@
-"""World with one rank per launched process: the leader on rank 0, and the followers on the other ranks.
+"""World with one rank per launched process: leader on rank 0, followers on others.
 
 A follower starts a rank, relays messages between the rank and rank 0, and reports its exit. A rank that is killed,
 exits or hangs thus affects no launched process, and a `World` is independent of rank locations.

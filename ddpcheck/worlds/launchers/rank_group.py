@@ -1,4 +1,4 @@
-"""Group of launched processes: membership, all-gather, detection of lost ranks. Light until a session is joined.
+"""Group of launched processes: membership, all-gather, lost ranks. Light until a session is joined.
 
 Each rank runs the same tests and gathers values at the same points, one epoch per test: `begin`, any number of
 `gather`, `end`. A rank that fails early goes directly to `end`; a rank waiting in `gather` then raises, and all ranks
@@ -58,7 +58,7 @@ class RankGroup:
     """
 
     def __init__(self, launch: LauncherEnv, *, timeout: float = 120.0) -> None:
-        """Rendezvous with the other ranks; raises as `open_store`, and `HangError` if a rank is late."""
+        """Rendezvous with the other ranks; raises like `open_store`, and `HangError` for late ranks."""
         self.launch = launch
         self.rank = launch.rank
         self.world_size = launch.world_size

@@ -90,7 +90,7 @@ class Welcome:
 
 
 def _file(launch: LauncherEnv, store: LauncherStore | None) -> Path | None:
-    """Return the rendezvous file, or `None` with a store, for several machines or unknown job."""
+    """Return the rendezvous file; `None` with a store, several machines or an unknown job."""
     if store is not None or not launch.one_machine or not (launch.job or launch.address):
         return None
     return meeting_point(f"hosts {launch.launcher} {launch.job} {launch.address}:{launch.port}")
@@ -176,7 +176,7 @@ def _accept_follower(sock: socket.socket, token: bytes, launch: LauncherEnv) -> 
 def join(
     launch: LauncherEnv, timeout: float = PATIENCE, store: LauncherStore | None = None
 ) -> tuple[socket.socket, Welcome]:
-    """Connect to the leader from a rank above 0, or raise `DDPCheckError`; `store` as in `gather`."""
+    """Connect a follower to the leader, or raise `DDPCheckError`; `store` as in `gather`."""
     deadline = time.monotonic() + timeout
     path = _file(launch, store)
     if path is not None:

@@ -1,4 +1,4 @@
-"""Key-value store of launched ranks: the TCPStore of torchrun's agent, or a TCPStore on rank 0.
+"""Key-value store of launched ranks: a TCPStore of torchrun's agent or on rank 0.
 
 Waiting polls instead of blocking, so that two threads can share a store and a waiting rank can detect lost ranks.
 Imports torch only when a store is opened.
@@ -223,7 +223,7 @@ def meeting_point(job: str) -> Path:
 
 
 def publish(path: Path, port: int, token: str) -> None:
-    """Write port and token to a file readable only by this user, or raise `DDPCheckError`."""
+    """Write port and token to a file private to this user, or raise `DDPCheckError`."""
     draft = ""
     try:
         fd, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
