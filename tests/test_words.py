@@ -110,16 +110,15 @@ RECORDED = {  # classes whose fields are formats of logs and records, or public;
 MOST_WORDS = 14  # of the first line of a docstring
 
 ALLOWED = {
-    "cli": (0, 5),
-    "extras": (3, 4),
-    "gather": (31, 17),
-    "monitor": (1, 1),
-    "recipe": (11, 2),
-    "record": (161, 23),
+    "extras": (3, 0),
+    "gather": (31, 0),
+    "monitor": (1, 0),
+    "recipe": (11, 0),
+    "record": (161, 0),
     "report": (6, 0),
     "rules": (20, 0),
-    "run": (8, 10),
-    "testing": (10, 9),
+    "run": (8, 0),
+    "testing": (10, 0),
     "trace": (14, 0),
     "worlds": (9, 0),
 }

@@ -1,4 +1,4 @@
-"""Wait in the background for ranks of `python -m ddpcheck.monitor`, end hung ranks, and report on the logs."""
+"""Wait for ranks of `ddpcheck.monitor` in the background, end hung ones, and report."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Progress:
 
 
 def print_out(text: str) -> None:
-    """Print to standard output, in its encoding; raise `UsageError` if it is closed or cannot be written."""
+    """Print to standard output, in its encoding; raise `UsageError` if closed or not writable."""
     if sys.stdout is None:
         raise UsageError("cannot write to standard output: it is closed; name a file with -o")
     try:

@@ -17,7 +17,7 @@ from ddpcheck.run.checked_script import check_script
 
 
 def run_test_rule(arguments: argparse.Namespace) -> int:
-    """Run the examples of the rules in a file; return 1 if any is missing or is not judged as expected."""
+    """Run a file's rule examples; return 1 if one is missing or misjudged."""
     from ddpcheck.rules.others import load_rules
 
     file = Path(arguments.file).absolute()
@@ -40,7 +40,7 @@ def run_test_rule(arguments: argparse.Namespace) -> int:
 
 
 def _run_example(file: Path, function: str, code: str, expected: int) -> tuple[bool, str]:
-    """Run a function on two ranks; return True for an unexpected report, and a sentence on the findings."""
+    """Run an example on two ranks; return True if misjudged, and a description."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         script = Path(folder, f"{function}.py")
         script.write_text(f"import {file.stem}\n\n{file.stem}.{function}()\n", encoding="utf-8")

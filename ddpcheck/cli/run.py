@@ -362,7 +362,7 @@ def keep_record(
 
 
 def hand_over(link: NodeLink, ending: Ending) -> int | None:
-    """Send the logs to the first node, which reports on all ranks; return the exit code if accepted."""
+    """Send the logs to node 0, which reports; return the exit code if accepted."""
     if not link.is_joined or link.number == 0:
         return None
     exit_code = link.hand_over(msgspec.msgpack.encode(ending))

@@ -1,4 +1,4 @@
-"""Save a run as one anonymized file for bug reports, and judge a saved run anywhere.
+"""Save a run as an anonymized file for bug reports, and judge it anywhere.
 
 Names of the program are replaced by pseudonyms, and the file has no source code. Words of Python, torch and ddpcheck
 are kept, since the judges read them. Folders of this machine are replaced by markers.
@@ -122,7 +122,7 @@ def _torch_folders() -> Sequence[str]:
 def write_record(
     path: Path, script: str, ending: Ending, ranks: Sequence[WatchedRank], source: ProgramSource
 ) -> Report:
-    """Write a run to a file (".gz": compressed) and return its report; may raise `OSError`.
+    """Write a run to `path` (".gz": compressed); return its report; may raise `OSError`.
 
     `source` has the answers on the source of the script that the judges have requested.
     """

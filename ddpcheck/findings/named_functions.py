@@ -29,7 +29,7 @@ def read_named_functions() -> None:
 
 
 def _spellings(names: str) -> tuple[str, ...]:
-    """Return each name, also without its class: a stack as text has the names of methods only."""
+    """Return each name with and without its class: stack traces name only the method."""
     return tuple(s for name in names.split(",") if name for s in (name, re.sub(r"\.[A-Z]\w*(?=\.)", "", name)))
 
 

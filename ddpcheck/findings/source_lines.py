@@ -87,7 +87,7 @@ def user_location(frame: FrameType | None = None) -> Location | None:
 
 
 def step_location(frame: FrameType | None = None) -> Location | None:
-    """Return the line in the `step-function` of the settings if it is running, else `user_location`."""
+    """Return the line in the configured `step-function` if it is running, else `user_location`."""
     frame = frame or sys._getframe(1)
     for caller in frames_from(frame) if named_functions.step else ():
         if named_functions.is_one_of(named_functions.step, caller.f_code.co_filename, caller.f_code.co_qualname):

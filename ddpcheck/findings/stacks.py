@@ -237,7 +237,7 @@ def location_of(frames: Sequence[Frame]) -> str:
 
 
 def _is_users(frame: Frame) -> bool:
-    """Return True for a line of the user, except in a function that wraps calls of torch."""
+    """Return True for a user line outside functions that wrap torch calls."""
     return is_user_file(frame.file) and not is_wrapper(frame.file, frame.name)
 
 

@@ -138,7 +138,7 @@ def guarded(function: Callable[_Given, _Result], recorder: Recorder | None = Non
 
 
 class Patch(AbstractContextManager[None]):
-    """Replaced attribute; restored by leaving the `with` block or by `undo`, replaced again by `redo`."""
+    """Patch of an attribute until `undo` or the end of the `with` block."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace attribute `name` of a module or class by `make(original)`, marked with `passes_on`."""

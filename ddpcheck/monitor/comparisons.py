@@ -1,4 +1,4 @@
-"""Comparisons of ranks in a watched loop: replicas, shards on several meshes, parts of a tensor parallel model."""
+"""Comparisons of ranks in a watched loop: replicas, shards across meshes, tensor parallel parts."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _MOST_KEPT = 8  # max steps in the store; a rank further behind is not compared
 
 
 class _StepStore:
-    """Values that the n-th instance on each rank writes into the rendezvous store, by step."""
+    """Values by step that each rank's n-th instance writes into the rendezvous store."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -174,7 +174,7 @@ _WrittenShards = tuple[tuple[int, ...], bool, ReplicaCaptured]
 
 
 class OtherMeshes(StepListener, Recorder, subjects=("replicas",)):
-    """Comparison of ranks that shard the same model over different meshes, n-th watch by n-th watch.
+    """Comparison of ranks' n-th watches: the same model sharded over different meshes.
 
     Each rank writes its state at the steps that its own mesh compares, and reads the earlier states of other meshes. If
     any rank has no watch, or has a pipeline stage, nothing is compared.

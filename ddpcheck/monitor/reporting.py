@@ -1,4 +1,4 @@
-"""Options of a watch, and reporting of findings as an exception, warning or function call.
+"""Options of a watch, and reporting of findings by exception, warning or function call.
 
 This module is light: it never imports torch.
 """

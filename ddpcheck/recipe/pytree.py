@@ -158,7 +158,7 @@ def _is_splittable(leaf: Any) -> bool:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples in `batch`, the common size of dim 0; raise `TargetError` if there is none."""
+    """Return the sample count, the common size of dim 0; raise `TargetError` without one."""
     for leaf in tree_leaves(batch, is_leaf=_has_own_constructor):
         if _has_own_constructor(leaf) and next(tree_tensors(leaf), None) is not None:
             raise _cannot_split(leaf)

@@ -142,7 +142,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 @for_target
 def call(what: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a user function, and convert exceptions to a one-sentence `TargetError`, except errors of ddpcheck."""
+    """Call a user function; convert exceptions other than ddpcheck's to a one-sentence `TargetError`."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:

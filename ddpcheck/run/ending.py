@@ -135,7 +135,7 @@ def _with_option_of_run(finding: Finding) -> Finding:
 
 
 def _positions(ranks: Sequence[WatchedRank], ending: Ending, source: ProgramSource) -> EndingFacts:
-    """Return the positions of the ranks when the job stopped, and the code blocks around all lines."""
+    """Return the ranks' positions when the job stopped, and code blocks around all lines."""
     at_end = ranks_at_end(ranks, ending, source)
     lines = {line for rank in at_end for call in rank.calls for line in (*lines_of(call), *lines_in(call.place))}
     lines |= {line for rank in at_end for line in rank.lines}

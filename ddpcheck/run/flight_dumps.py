@@ -1,4 +1,4 @@
-"""Write the last collectives of a run as Flight Recorder dumps, for `torchfrtrace` and `ddpcheck hang`.
+"""Write a run's last collectives as Flight Recorder dumps for `torchfrtrace` and `ddpcheck hang`.
 
 gloo writes no dump, and its in-memory entries have neither the ranks of a group nor the completion state.
 """

@@ -258,7 +258,7 @@ class HangWatch:
         return bool(locked.items() & living_ranks.locked_children(pid).items())
 
     def _waits_for_threads(self, pid: int, stack: str, *, has_thread_error: bool) -> bool:
-        """Return True if the main thread waits for threads that wait for other ranks, or have failed."""
+        """Return True if the main thread waits for threads that failed or await ranks."""
         threads = program_threads(stack)
         if not lock_waited_for(own_stack(stack)) or not (has_thread_error or any(map(waits_for_others, threads))):
             return False

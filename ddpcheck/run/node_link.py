@@ -140,7 +140,7 @@ class NodeLink:
         self._state.world_size, self._state.ranks, self._state.standing = world_size, ranks, standing
 
     def must_end(self) -> bool:
-        """Return True if the first node, or a stuck second node without a first, ends the ranks of this node."""
+        """Return True if node 0, or node 1 stuck alone, ends this node's ranks."""
         if self.number:
             is_last = self.size == 2 and (self._gone or self._first.exit_code is not None)
             return self._first.ends or (is_last and self._state.standing == "stuck")

@@ -23,7 +23,7 @@ _MOST_TAKEN = 9  # names to try if other users created the folder
 
 
 def shared_folder(name: str) -> Path:
-    """Create or return the log folder of a launch; raise `UsageError` if others own it."""
+    """Create or return a launch's log folder; raise `UsageError` if others own it."""
     for number in range(_MOST_TAKEN):
         folder = Path(tempfile.gettempdir(), f"{FOLDER}{name}{f'-{number}' if number else ''}")
         with contextlib.suppress(FileExistsError):

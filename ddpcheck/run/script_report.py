@@ -1,4 +1,4 @@
-"""Build the `Report` on a finished script, or on an active run (`ddpcheck live`) from two samples of its ranks."""
+"""Build the `Report` on a finished script, or on an active run (`ddpcheck live`)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def report_on_script(
 def _check_of(
     heading: str, facts: ScriptFacts, judged: Judged, kept: Sequence[Finding], equal: Mapping[str, str]
 ) -> tuple[CheckStatus, str] | None:
-    """Return status and detail of a check; `equal`: what a single process has confirmed, by heading."""
+    """Return status and detail of a check; `equal`: single-process confirmations by heading."""
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
@@ -180,7 +180,7 @@ def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dic
 
 
 def _script_check(ranks: Sequence[WatchedRank], ending: Ending) -> list[CheckResult]:
-    """Return the check line of a script that is still running or has ended early."""
+    """Return the check line of a script still running or ended early."""
     if ending.doing:
         activities = "; ".join(told_together(ending.doing.items()))
         if ending.hang is None:
@@ -293,7 +293,7 @@ _BETWEEN = 3.0  # seconds between the two samples
 
 
 def report_on_run(folder: Path, settings: Settings) -> Report:
-    """Build the report on an active run in about 4 s; raise `UsageError` without live rank."""
+    """Report on an active run after about 4 s; raise `UsageError` without live rank."""
     processes = LivingRanks(folder)
     before, since, progress = used(processes.living()[0]), time.monotonic(), processes.progress()
     time.sleep(_BETWEEN)
@@ -325,7 +325,7 @@ def _doing(log: WatchedRank, stacks: dict[int, str], moving: set[int], waiting: 
 
 
 def the_run(folder: str | None) -> Path:
-    """Return the folder if it is of an active run, by default of the user's only active run.
+    """Return the folder of an active run, by default of the user's only one.
 
     Raises `UsageError` if no run or several runs match, or the system is not Linux.
     """

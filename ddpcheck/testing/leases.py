@@ -33,7 +33,7 @@ PATIENCE = 3600.0  # seconds to wait for ranks that run code without a timeout
 
 
 class LaunchedWorld:
-    """World of the first ranks of a session, each a process started by the launched process of the same rank.
+    """World of a session's first ranks, each a child process of its launched rank.
 
     Every launched process creates, runs and closes the world at the same points, even without a rank in the world. All
     ranks run rank 0's function, arguments and test conditions; environment, working directory and import path come
@@ -134,7 +134,7 @@ TestWorld = World | LaunchedWorld  # ranks of a test: a `World`, or ranks of a l
 
 
 class Ranks:
-    """All ranks of a session: worlds of a pool, or the ranks of a launcher."""
+    """All ranks of a session: worlds of a pool, or ranks of a launcher."""
 
     def __init__(self, config: pytest.Config, launched: RankGroup | None) -> None:
         is_worker = hasattr(config, "workerinput")
@@ -148,7 +148,7 @@ class Ranks:
         self.terminal = None if is_worker or launched is not None else PdbTerminal(config)  # for pdb
 
     def acquire(self, item: pytest.Item, options: Mapping[str, Any], watch: Watch) -> TestWorld:
-        """Return a fresh world, or the shared world of the test's module; skip the test if the launcher has too few."""
+        """Return a fresh or module-shared world; skip the test if the launcher lacks ranks."""
         options = dict(options)
         owner = _module(item) if options.pop("reuse", "test") == "module" else None
         if self._launched is None:

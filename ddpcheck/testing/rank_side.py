@@ -1,4 +1,4 @@
-"""Execution of test code on a rank: conditions read in the pytest process, fixtures, outcome and artifacts."""
+"""Execution of test code on a rank: conditions from pytest, fixtures, outcome and artifacts."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ class Ended:
 def call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], conditions: TestConditions
 ) -> Any:
-    """Call a function passed to `ddp_world.run`; return its value, or `Ended` on skip or xfail."""
+    """Call `ddp_world.run`'s function; return its value, or `Ended` on skip or xfail."""
     with _applied(conditions):
         return _outcome_of(functools.partial(function, *args, **kwargs))
 
 
 def perform(body: bytes, conditions: TestConditions) -> Ended:
-    """Run the body of a marked test, packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
+    """Run a test body packed by `rank_fixtures.pack`; raises its exceptions except skip and xfail."""
     with _applied(conditions) as attachment:
         result = _outcome_of(functools.partial(_with_fixtures, body, attachment))
         if isinstance(result, Ended):

@@ -158,7 +158,7 @@ class Session:
 
 
 def _refuse_wrong_start(config: pytest.Config, launcher: str) -> None:
-    """Raise for a pytest-xdist worker under a launcher, and without a launcher if `launcher` is "on"."""
+    """Raise for pytest-xdist under a launcher, and for `launcher` "on" without one."""
     if launcher == "off" or LAUNCHED in config.stash:
         return
     if launcher == "on":

@@ -24,7 +24,7 @@ Kind = Hashable  # worlds of equal kind are interchangeable
 
 
 def _kind(options: Mapping[str, Any]) -> Kind:
-    """Return the options and variables that are fixed after the start; raise `UsageError` if invalid."""
+    """Return options and variables fixed after the start; raise `UsageError` if invalid."""
     checked = validation.WorldOptions(**options)
     env = checked.env or {}
     environment = {**starting.inherited_environment(), **env}
@@ -48,7 +48,7 @@ class WorldPool:
         self._closing: deque[World] = deque()
 
     def acquire(self, *, owner: Hashable = None, following: Mapping[str, Any] | None = None, **options: Any) -> World:
-        """Return the owner's shared world with a new process group, or an unused world: the spare, or a new one.
+        """Return the owner's world (process group reset), the spare, or a new world.
 
         An owner is, for example, a test module; `end` closes its worlds. A shared world is replaced if it failed, was
         released as broken, or does not reset its process group in time. Without an owner, a spare is started for
@@ -92,7 +92,7 @@ class WorldPool:
             self._idle[key].append(world)
 
     def end(self, owner: Hashable) -> None:
-        """Close the idle worlds of an owner now; worlds in use are closed when released."""
+        """Close an owner's idle worlds now; worlds in use are closed when released."""
         self._enter()
         self._close_idle(lambda key: key[0] == owner)
 

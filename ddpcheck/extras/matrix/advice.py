@@ -1,4 +1,4 @@
-"""Advice on a matrix: which options a model needs, which are safe, wrong, or cost time for nothing."""
+"""Advice on a matrix: which options are needed, safe, wrong, or slow without benefit."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ def step_time(pairs: Sequence[tuple[float, float]]) -> StepTime:
 def variant_rows(
     target: Recipe | str, asked: CheckOptions, base: MatrixRow, progress: Callable[[str], None], hosts: Leader | None
 ) -> Iterator[MatrixRow]:
-    """Yield a row for each variant of the steps of row `base`, with a new world after a failure."""
+    """Yield a row per step variant of `base`, in a new world after failures."""
     options = None if base.own else base.options
     steps: dict[str, Callable[[], VariantStep]] = {
         UNSYNCED: partial(calls.matrix_phases.accumulated_step, False),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Comparison(NamedTuple):
-    """What a script prints on each rank, and which of these facts show the defect."""
+    """Facts that a script prints on each rank, and a test for the defect."""
 
     steps: str  # number of steps: "all", "two", "first" (with the finding), "next", or "named" (0 if none is named)
     facts: str  # expression that yields the facts, with `rank`, a `Rank` of the harness

@@ -113,7 +113,7 @@ class _Simulation:
         self.unsettled = False  # True if the collectives still change in each round
 
     def run(self, folder: Path) -> None:
-        """Repeat rounds until a rank fails, or the data sent between ranks no longer changes."""
+        """Repeat rounds until a rank fails, or data sent between ranks no longer changes."""
         asked = self.asked
         count = partial(calls.schedule_phases.count_shards, self.target, asked.seed, asked.world_size)
         self.shards = sum(self._on_ranks([0], lambda _rank: count))

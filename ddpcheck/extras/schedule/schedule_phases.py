@@ -1,4 +1,4 @@
-"""Rank phases that simulate one rank: in its process group, the other ranks are copies of it.
+"""Rank phases that simulate one rank, with copies of it as the other ranks.
 
 Data from a root is known if its rank was simulated before: it is stored in a folder. So are small tensors of
 collectives called from Python, on which a branch may depend, e.g. a vote to skip a step: a later simulation round gets

@@ -281,7 +281,7 @@ class GradientsClipped(Entry, frozen=True):
 
 
 class GradientsZeroed(Entry, frozen=True):
-    """Zeroing of nonzero gradients at a line, `times` times before a step as before the last."""
+    """Zeroing of nonzero gradients at a line, `times` times before each of two steps."""
 
     optimizer: int
     times: int

@@ -129,7 +129,7 @@ def in_compiled_backward() -> bool:
 
 
 def engine_answers(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tuple[list[bool], RemovableHandle]:
-    """Return a list that tells, once backward of `loss` has started, which parameters it will reach.
+    """Return which parameters backward of `loss` will reach: a list filled when it starts.
 
     A hook on the loss asks the engine, before any gradient is computed and before the DDP reducer starts a collective.
     """
@@ -174,12 +174,12 @@ def node_of(tensor: torch.Tensor) -> Any:
 
 
 class LossGraph:
-    """Autograd graph behind tensors or nodes: the nodes of one bounded walk, and queries on them."""
+    """Autograd graph behind tensors or nodes, from one bounded walk, with queries."""
 
     def __init__(
         self, roots: Iterable[Any], *, limit: int = WALK_LIMIT, is_end: Callable[[Any], bool] | None = None
     ) -> None:
-        """Walk breadth first from `roots`, up to `limit` nodes and not behind nodes for which `is_end` holds."""
+        """Walk breadth first from `roots`, up to `limit` nodes, but not past `is_end` nodes."""
         roots = list(roots)
         tensors = [root for root in roots if isinstance(root, torch.Tensor)]
         self._leaf_roots = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
@@ -225,7 +225,7 @@ class LossGraph:
 
     @functools.cached_property
     def _parents(self) -> dict[Any, list[tuple[Any, int]]]:
-        """Return by node the nodes that pass a gradient to it, each with the index of the input."""
+        """Return, by node, the nodes that pass it gradients, with their input index."""
         parents: dict[Any, list[tuple[Any, int]]] = {}
         for node in self.nodes:
             for index, (child, _) in enumerate(node.next_functions):

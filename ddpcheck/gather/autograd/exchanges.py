@@ -63,7 +63,7 @@ def _note(*_arguments: Any, **_named: Any) -> None:
 
 
 def note_parts(roots: Iterable[torch.Tensor], is_recorded: Callable[[torch.Tensor], bool]) -> None:
-    """Record the parts behind `roots` for which `is_recorded` holds: only an all_to_all leads to them."""
+    """Record leaves reached from `roots` only through an all_to_all, if `is_recorded` holds."""
     before = LossGraph(roots, is_end=_is_exchange)
     if before.is_complete and before.ends:
         reached = {id(leaf) for leaf in before.leaves}

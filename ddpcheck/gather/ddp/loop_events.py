@@ -24,7 +24,7 @@ _DDP: Any = nn.parallel.DistributedDataParallel
 
 
 class Recorder:
-    """Events of one step in order, and parameter fingerprints by name after the last backward (`values`)."""
+    """Events of one step in order, and parameter fingerprints after the last backward (`values`)."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

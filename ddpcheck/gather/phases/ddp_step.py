@@ -99,7 +99,7 @@ def ddp_step(step: int) -> DdpStepEvidence:
 
 
 def _noise(step: int, precision: torch.dtype | None) -> dict[str, float]:
-    """Return the RMS of rounding errors of each gradient, if the wrapper rounds or sums in another way."""
+    """Return each gradient's RMS rounding error if the wrapper rounds or sums differently."""
     noise = {} if precision is None else _rounding_of(step, precision)
     if rank_state().training_model.replica.splits_model:  # tensor parallelism sums in another order
         exactly = _rounding_of(step, torch.float64)
@@ -158,7 +158,7 @@ def _sharded_step(
     whole: tuple[_Tensors, _Tensors, _Tensors],
     shard: tuple[_Tensors, _Tensors],
 ) -> ShardedStep:
-    """Compare the optimizer step with steps of optimizers on copies of the full parameters and of the shards.
+    """Compare the optimizer step with steps on copies of the full and sharded parameters.
 
     `whole`: parameters before the step, gradients, parameters after the step. `shard`: the first two, of the shards.
     """

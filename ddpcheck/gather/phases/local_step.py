@@ -189,7 +189,7 @@ def _after_backward(
 
 @contextlib.contextmanager
 def blaming_empty_shards(step: int) -> Iterator[None]:
-    """Raise `EmptyShardError` if the block raises, and the shard of this rank is empty or its data loader exhausted."""
+    """Raise `EmptyShardError` if the block fails with an empty shard or exhausted data loader."""
     data = rank_state().step
     try:
         yield
@@ -342,7 +342,7 @@ def local_update(step: int) -> None:
 
 @replays_step
 def average_exactly(step: int, file: Path) -> str:
-    """Repeat the step in float64 and average over ranks; rank 0 saves it. Return an error message, or ''.
+    """Repeat the step in float64; rank 0 saves averaged gradients. Return any error message.
 
     Separates a real mismatch from rounding if ranks communicate in forward (e.g. SyncBatchNorm) and no process can
     compute its part without the others.

@@ -140,7 +140,7 @@ def notes() -> list[str]:
 
 
 def wrap(around: contextlib.AbstractContextManager[None] | None = None) -> modules.WrappedModule:
-    """Wrap the module, `around` the recipe's `wrap`, which may change DDP's arguments, and build the optimizers."""
+    """Wrap the module inside `around`, which may change DDP's arguments, and build the optimizers."""
     state = rank_state()
     this_rank.set_status("wrapping the model")
     names = {id(p): name for name, p in state.module.named_parameters()}
@@ -225,7 +225,7 @@ def _facts_and_replica(
     parts: Mapping[str, Part],
     trainable: Iterable[str],
 ) -> tuple[modules.WrapperFacts, ModelReplica]:
-    """Return the facts of the wrapper and the model replica of this rank; a collective over all ranks."""
+    """Return the wrapper's facts and this rank's model replica; a collective over all ranks."""
     state = rank_state()
     facts = ddp_wrapper.facts_of(wrapper, names)
     if not facts.is_ddp:  # before the first all-gather, which needs all ranks

@@ -174,14 +174,14 @@ class RankState:
     def gradients(
         self, step: int, module: nn.Module, batch: Any, *, numbers: RandomNumbers = "drawn", phase: str = ""
     ) -> tuple[Gradients, Loss]:
-        """Return gradients and loss of `module`; random `numbers` that are not drawn are seeded alike on all ranks."""
+        """Return gradients and loss of `module`; ranks share the seed unless `numbers` is "drawn"."""
         seed = self.seed_of(step) if numbers == "drawn" else training_step.step_seed(self.seed, step)
         return training_step.compute_gradients(
             self.recipe, module, batch, step=step, seed=seed, numbers=numbers, phase=phase
         )
 
     def run_loss(self, step: int, phase: str = "", module: nn.Module | None = None) -> Loss:
-        """Return the loss of `module`, default the reference module, on this rank's shard; see `compute_loss`."""
+        """Return the loss of `module`, default the reference, on this rank's shard; see `compute_loss`."""
         module = self.reference.module if module is None else module  # len() of a compiled DDP raises
         seed = self.seed_of(step)
         return training_step.compute_loss(self.recipe, module, self.step.batch, step=step, seed=seed, phase=phase)

@@ -293,7 +293,7 @@ def perturb(module: nn.Module, seed: int, mapped: Collection[str], file: Path) -
 
 
 def zero_ends(forward: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> dict[str, PathEnd]:
-    """Return the operations that turn nonzero gradients of `leaves` into zeros; runs `forward` and one backward.
+    """Run forward and backward; return the operations that turn gradients of `leaves` to zero.
 
     Omitted are leaves whose gradient is zero all the way from the loss.
     """

@@ -93,7 +93,7 @@ def _analyse(run: ShardRun, gradient_file: Path, exact_file: Path | None, world_
 def _add_terms(
     run: ShardRun, facts: ShardAnalysis, compared: Gradients, mean: Gradients, batch: Any, shards: Sequence[Any]
 ) -> ShardAnalysis:
-    """Add the terms of the loss, and what couples the samples; `mean`: mean gradient of the shards."""
+    """Add the loss terms and the sample coupling; `mean`: mean gradient of the shards."""
     for terms_run in filter(None, (run.exact, run)):
         try:
             results = shard_terms.look_at_terms(terms_run, batch, shards)

@@ -73,7 +73,7 @@ class ShardRun:
 
     @property
     def exact(self) -> ShardRun | None:
-        """Return the same run in float64, or None if the model has no float64 copy."""
+        """Return the run in float64, or None if the model has no float64 copy."""
         double = self.single_process.double
         return None if double is None else replace(self, module=double)
 

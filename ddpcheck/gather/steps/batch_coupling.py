@@ -106,7 +106,7 @@ def _by_key(results: Iterable[tuple[Any, Sequence[torch.Tensor]]]) -> dict[Any, 
 
 
 def _is_scaled(whole: Sequence[torch.Tensor], part: Sequence[torch.Tensor]) -> bool:
-    """Return True if a tensor of `part` is a multiple of the first rows of one of `whole`."""
+    """Return True if `part` contains the scaled first rows of a tensor in `whole`."""
     for piece, full in product(part, whole):
         axes = axes_that_grow(full, piece)
         if len(axes) == 1 and piece.numel() > 1:

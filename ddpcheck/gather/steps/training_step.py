@@ -57,7 +57,7 @@ class Loss:
 
 
 def compute_loss(recipe: Recipe, model: nn.Module, batch: Any, *, step: int, seed: int, phase: str = "") -> Loss:
-    """Run forward and loss under `seed` on a copy of `batch`; the loss is a scalar or a nest of scalars."""
+    """Seed, and compute the loss, a pytree of scalars, on a copy of `batch`."""
     set_status(f"step {step}: {phase}forward")
     seed_everything(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Lines of a script that construct samplers, datasets and loaders, or seed; history of the random generators.
+"""Lines that construct samplers, datasets and loaders, or seed; history of random generators.
 
 Recorded from the import of torch on: programs may create data and seed before they join a process group. The history is
 equal on ranks with equal draws. A generator that the program creates is represented by its initial state.

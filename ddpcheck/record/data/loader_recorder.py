@@ -232,7 +232,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
         return pass_
 
     def _interrupt_passes(self, loader: int) -> None:
-        """End the previous pass of a loader, and note that open passes of others are interrupted."""
+        """End a loader's previous pass, and mark open passes of other loaders as interrupted."""
         if (previous := self._open.pop(loader, None)) is not None:
             self._end(previous, exhausted=False)
         for open_pass in self._open.values():

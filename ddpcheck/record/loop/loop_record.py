@@ -1,4 +1,4 @@
-"""Record of the loop of one wrapper: events, their listeners, and snapshots of forward passes."""
+"""Record of a wrapper's loop: events, listeners, and snapshots of forward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of one wrapper, with averaged gradients or not; backward passes that bypass the wrapper."""
+"""Optimizer steps with or without averaged gradients; backward passes that bypass the wrapper."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Followed:
 
 @dataclass(eq=False)
 class OptimizerSteps(Recorder, subjects=("loop",), inner=("before_step", "after_step")):
-    """Recorder of every optimizer with parameters of one wrapper, in the order of the loop's other events."""
+    """Recorder of all optimizers of a wrapper's parameters, in order with other loop events."""
 
     _tracker: StepTracker
     _loop: LoopRecord

@@ -1,4 +1,4 @@
-"""Recorders of features gathered in forward: their use in the loss, and cross entropies over gathered rows."""
+"""Recorders of gathered features: use in the loss, and cross entropies over gathered rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder of loss scaling: gradients of the sums and means in a loss, and targets that torch's losses save."""
+"""Recorder of loss scaling: gradients of sums and means, and targets saved by losses."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class MicroBatches(Recorder, subjects=("loss",)):
             self._measure(*_where_used(scores[index]), which, _Logits(scores[index]))
 
     def _measure(self, node: Any, output_nr: int, which: tuple[int, str, int, int], measure: _Measure) -> None:
-        """Measure the gradient at an output of a node; `which`: step, head, position and sequences."""
+        """Measure the gradient at a node's output; `which`: step, head, position and sequences."""
         index = self._index
 
         def arrived(grads: tuple[torch.Tensor | None, ...]) -> None:
@@ -149,7 +149,7 @@ def log_softmaxes(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _with_unshared_head(nodes: Sequence[Any]) -> list[int]:
-    """Return the indices of nodes whose `head_of` is not that of another node, or is unknown."""
+    """Return the indices of nodes whose `head_of` is unknown or unique."""
     heads = [head_of(node) for node in nodes]
     return [index for index, head in enumerate(heads) if head is None or heads.count(head) == 1]
 

@@ -242,7 +242,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         return self._located(step, optimizer, known, has_shards=bool(shards))
 
     def _located(self, step: OptimizerStep, optimizer: Any, known: _Optimizer, *, has_shards: bool) -> OptimizerStep:
-        """Add the lines that made and restored the optimizer, and that changed or reduced gradients before the step."""
+        """Add lines that made or restored the optimizer, or changed or reduced gradients."""
         lines = lines_of_program(sys._getframe(1))
         if not known.steps:
             frame = user_frame(sys._getframe(1))
@@ -377,7 +377,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
 
 def _state_norms(optimizer: Any, params: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return norms of optimizer state with the shape of its parameter, by parameter name and key."""
+    """Return norms of parameter-shaped optimizer state, by parameter name and key."""
     names = {id(p): name for name, p in params.items()} if optimizer.state else {}
     return norms(
         {

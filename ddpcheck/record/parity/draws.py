@@ -1,4 +1,4 @@
-"""Recording of random draws, dropout and batch statistics on each rank, and replay in a single process.
+"""Random draws, dropout and batch statistics: recording on ranks, replay in a single process.
 
 A draw is identified by its function, its line (with or without gradients) and its index at that line.
 """

@@ -58,7 +58,7 @@ _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR",
 
 
 def redirect_files(folder: str | Path, since: float, keep: Sequence[str | Path]) -> None:
-    """Redirect the writes of this process and its forks into the folder of the second run.
+    """Redirect writes of this process and its forks into the second run's folder.
 
     The first run began at `since` (seconds since the epoch). Files in `folder` and `keep` are not redirected.
     """

@@ -1,4 +1,4 @@
-"""Per-rank files of batches and random draws, concatenation of the ranks' values, and the global batch size."""
+"""Per-rank files of batches and random draws, their concatenation, and the global batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder of numbers and tensors that a script shows, logs, tracks and saves, and tracer of its evaluations."""
+"""Recorder of values that a script shows, logs, tracks or saves; tracer of evaluations."""
 
 from __future__ import annotations
 

@@ -424,9 +424,9 @@ def _last_error() -> BaseException | None:
 
 
 def _end_of_main(frame: FrameType | None) -> ProgramEnded:
-    """Return how the main module ended, with the last line for a SystemExit, which calls no hook.
+    """Return how the main module ended, with the last line for a SystemExit.
 
-    A referenced frame outlives its module, and `f_lasti` gives the last executed instruction.
+    A SystemExit calls no hook. A referenced frame outlives its module; `f_lasti` is its last executed instruction.
     """
     if frame is None:
         return ProgramEnded()

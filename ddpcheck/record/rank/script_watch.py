@@ -344,7 +344,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         self._log.count(self.number, step + 1, step + 1)
 
     def _write_attributes(self) -> None:
-        """Write which attributes of the module have been set on the wrapper in their place."""
+        """Write which attributes of the module have been set on the wrapper instead."""
         wrapper = self._recorder.wrapper
         values = {} if wrapper is None or self.is_sharded else vars(wrapper)
         set_later = sorted(name for name in values.keys() - self._built_with if not callable(values[name]))

@@ -1,4 +1,4 @@
-"""Recorders of collectives: asynchronous (no wait, or writes before the wait), point-to-point, and repeated sums.
+"""Recorders of asynchronous collectives (missing waits, early writes), point-to-point calls, and repeated sums.
 
 `async_op=True` returns a `Work` at once. Until its `wait()` returns, the tensors belong to the collective (PyTorch
 docs, torch.distributed, "Synchronous and asynchronous collective operations").

@@ -1,4 +1,4 @@
-"""Recorders of what a script does with modules beside training: writes, loads without effect, evaluation."""
+"""Recorders of module uses beside training: writes, loads without effect, evaluation."""
 
 from __future__ import annotations
 

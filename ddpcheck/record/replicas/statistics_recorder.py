@@ -206,7 +206,7 @@ _Found = dict[str, tuple[int, torch.Tensor]]  # (number of equations, scale) by 
 
 
 def _is_looked_at(count: int) -> bool:
-    """Return True if the call or rollout with this number is recorded: two in a row each time."""
+    """Return True if a call or rollout is recorded: probed ones and their successors."""
     return is_probed(count) or is_probed(count - 1)
 
 

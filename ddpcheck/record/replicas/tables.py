@@ -1,4 +1,4 @@
-"""Tables that a script derives: dictionaries, and lists whose order comes from iterating a set."""
+"""Tables that a script derives: dictionaries, and lists in a set's iteration order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in functions of a script: counters, sums, meters, predictions, labels; and lines near the running line."""
+"""Numbers in script functions: counters, sums, meters, predictions, labels; lines near the running line."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` is plain, strided, not on meta, and small enough to read."""
+    """Return True if `tensor` is plain, strided, not meta, and small enough to read."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.dtype in _DTYPES
     return plain and tensor.device.type != "meta" and 0 < tensor.numel() <= _MOST_ELEMENTS
 

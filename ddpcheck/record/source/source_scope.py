@@ -304,7 +304,7 @@ def _statements(around: ast.AST, *, repeats: bool, of_class: str = "") -> Iterat
 
 
 def _updates(node: ast.stmt, name: str, holder: type) -> bool | None:
-    """Return True for an update from the old value, False if set anew, else `None`."""
+    """Return True for updates of the old value, False for new values, else `None`."""
     if isinstance(node, ast.AugAssign):
         return True if _is(_base(node.target, name), name, holder) else None
     if isinstance(node, ast.Assign):

@@ -272,7 +272,7 @@ class CheckState:
         return [by_rank[ranks[0]] for ranks in self.models] or by_rank
 
     def without_rank_params(self, ranks: Sequence[Values]) -> Sequence[Values]:
-        """Return evidence by rank without parameters that are each rank's own; note if these differ."""
+        """Return evidence by rank without rank-specific parameters; note if these differ."""
         if not self.rank_params.patterns:
             return ranks
         kept = [self.rank_params.without(item) for item in ranks]

@@ -87,7 +87,7 @@ def _distance(entry: ParityEntry, tolerance: tuple[float, float] | None) -> tupl
 
 
 def _rules_on_gradients(check: str) -> list[str]:
-    """Return the codes of rules on gradients that differ from the reference of a check, their last one."""
+    """Return codes of rules on differing gradients whose last report check is `check`."""
     return [code for code, rule in RULES.items() if rule.gradients_differ and rule.checks["report"][-1] == check]
 
 
@@ -238,7 +238,7 @@ class Mismatch:
 
 
 def usage_error(by_rank: Mapping[int, RankValues]) -> str:
-    """Return why the values cannot be compared, or ''. Every rank returns the same text."""
+    """Return why values cannot be compared, or ''; the same text on every rank."""
     if error := first_error({rank: values.error for rank, values in by_rank.items()}):
         return error
     options = {rank: values.options for rank, values in by_rank.items()}
