@@ -96,7 +96,7 @@ def _reproduce(report: Report, target: str, folder: Path, progress: Progress) ->
     repro = load_extra("repro")
     if not report.findings:
         say(f"no finding to reproduce, nothing written to {folder}")
-    elif why := repro.why_none(report.findings[0], report):
+    elif why := repro.script.why_none(report.findings[0], report):
         say(f"{why}, nothing written to {folder}")
     else:
         progress("writing a reproduction")

@@ -239,6 +239,7 @@ def test_options_reach_the_check(stub_check) -> None:
         "select": ("DDP1", "hang"),
         "ignore": ("DDP107", "DDP109"),
         "suppress": (),
+        "rank_parameters": (),
         "hosts": None,
     }
 

@@ -176,12 +176,12 @@ class Trainer:
     def train_step(self, discards):
         nn.functional.cross_entropy(self.ddp(torch.randn(4, 8)), torch.randint(2, (4,))).backward()
         if discards:
-            self.reset()  # discarded
-        self.optimizer.step()
-        self.reset()
+            self.optimizer.zero_grad()
+        self.update()  # updated
+        self.optimizer.zero_grad()
 
-    def reset(self):
-        self.optimizer.zero_grad()  # reset
+    def update(self):
+        self.optimizer.step()  # update
 
 
 def reduce_mean(tensor):
@@ -216,8 +216,8 @@ STEP = 'step-function = "lab.tools.Trainer.train_step"'
         (FUNCTION, "reduces", "DDP403", "caller"),
         (FUNCTION, "other", "DDP403", "other"),
         pytest.param(FILE, "other", "DDP403", "caller of the other", marks=pytest.mark.slow),
-        pytest.param("", "discards", "DDP517", "reset", marks=pytest.mark.slow),
-        (STEP, "discards", "DDP517", "discarded"),
+        pytest.param("", "discards", "DDP517", "update", marks=pytest.mark.slow),
+        (STEP, "discards", "DDP517", "updated"),
     ],
 )
 def test_findings_name_the_line_that_calls_a_wrapper_or_is_in_the_step(

@@ -137,7 +137,8 @@ from ddpcheck.findings.rules import Severity
 
 def check(target, **options):
     assert sorted(options) == [
-        "backend", "device", "ignore", "preload", "seed", "select", "steps", "suppress", "timeout", "world_size"
+        "backend", "device", "ignore", "preload", "rank_parameters", "seed", "select", "steps", "suppress", "timeout",
+        "world_size"
     ]
     severity = Severity(target)
     return Report(f"{target} {options['world_size']}", findings=(Finding("DDP101", ("[red]x",), "No.", severity),))

@@ -8,7 +8,7 @@ Fix: Call zero_grad right after step, or right before the first micro-step, and 
 Detected: ddpcheck records zero_grad, backward passes and optimizer steps in order. It reports gradients that are
     repeatedly zeroed before a step has used them.
 Ignore: If a step is skipped on purpose, and its gradients with it.
-Line: The call of zero_grad that discards the gradients.
+Line: The call of zero_grad that discards the gradients. If no gradient reaches an optimizer step: that step.
 Checks: report reducer; run loop; repro discarded
 Example:
     for part in parts:
