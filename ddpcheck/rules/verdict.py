@@ -65,7 +65,7 @@ def by_causes(
             explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
     pairs = [pair for group in explained.values() for pair in group]
     for heading, finding in reported:
-        cause = next((root for other, root in pairs if other.code == finding.code), None)
+        cause = next((root for known, root in pairs if known.code == finding.code), None)
         if cause is not None:
             explained.setdefault(heading, []).append((without_prefix(finding), cause))
     return Judged([*map(without_prefix, causes.findings)], explained, verdicts, errors, findings, reported)

@@ -87,7 +87,7 @@ class ParameterFacts:
         top, parts = name, name.split(".")
         for size in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:size]) + "."
-            if all(other in missing for other in self.trainable if other.startswith(prefix)):
+            if all(param in missing for param in self.trainable if param.startswith(prefix)):
                 top = prefix
         return _without_indices(top)
 

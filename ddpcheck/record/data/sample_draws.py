@@ -62,9 +62,9 @@ class SampleDraws:
 
     def of(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Return states before and after batch `number` by name of each used generator."""
-        worker, place = (number % self._workers, number // self._workers) if self._workers else (0, number)
-        begin = (worker * self._most + place) * _NUMBERS
-        noted = self._noted[begin : begin + _NUMBERS] if place < self._most else []
+        worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
+        begin = (worker * self._most + index) * _NUMBERS
+        noted = self._noted[begin : begin + _NUMBERS] if index < self._most else []
         pairs = zip(GENERATORS, noted[::2], noted[1::2], strict=False)
         return {name: (before, after) for name, before, after in pairs if before != after}
 

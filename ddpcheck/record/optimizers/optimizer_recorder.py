@@ -202,9 +202,9 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             # gradients written in place before the sum may have been divided
             written = [name for name, p in unwrapped.items() if p.grad is not None and version_of(p.grad)]
             summed = {n: line for n, p in named.items() if n not in written and (line := self._sum_in(p.grad))}
-        others = [other for other in self._lines.optimizers() if other not in self._known]
+        others = [opt for opt in self._lines.optimizers() if opt not in self._known]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
-        idle = {names[id(p)] for names in numbered for other in others for p in parameters_of(other) if id(p) in names}
+        idle = {names[id(p)] for names in numbered for opt in others for p in parameters_of(opt) if id(p) in names}
         step = OptimizerStep(
             known.number,
             known.steps,

@@ -135,12 +135,12 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     return by_shard
 
 
-def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
+def _reduced(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
     """Return sketches of reduced gradients, minus gradients that shards held before."""
-    if not held:
-        return short_sketches(left)
-    before = sketches(held)
-    return {name: map(sub, numbers, before.get(name, repeat(0.0))) for name, numbers in sketches(left).items()}
+    if not grads_before:
+        return short_sketches(grads)
+    before = sketches(grads_before)
+    return {name: map(sub, numbers, before.get(name, repeat(0.0))) for name, numbers in sketches(grads).items()}
 
 
 def batch_statistics(modules: Mapping[str, nn.Module]) -> set[str]:

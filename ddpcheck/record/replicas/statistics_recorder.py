@@ -141,7 +141,7 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         names = sizes.keys() & variables.keys()
         self._exchanged.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
-    def _acts(self, state: _Followed, part: nn.Module, *given: Any) -> None:
+    def _acts(self, state: _Followed, part: nn.Module, *inputs: Any) -> None:
         """Handle a call of a module part, by the wrapper or in a rollout."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
@@ -149,17 +149,17 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             state.entry, state.rollouts, state.calls = id(part), state.rollouts + 1, 0
         if state.entry == id(part):
             count, state.calls, acts, state.acts = state.calls, state.calls + 1, state.acts, state.acts + 1
-            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, given)):
+            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, inputs)):
                 if state.called.acts == acts:
                     _compare(state, look, state.called, begins=True)
                 if state.acted.acts == acts:
                     _compare(state, look, state.acted)
                 state.acted = look.without_rows()
 
-    def _called(self, state: _Followed, _module: nn.Module, *given: Any) -> None:
+    def _called(self, state: _Followed, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
         acted, state.entry = state.entry != 0 and _is_looked_at(state.rollouts), 0
-        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, given)):
+        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, inputs)):
             return
         unseen = state.acts > max(state.acted.acts, state.called.acts, 0)
         _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_looked_at(count - 1))
@@ -175,8 +175,8 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             tally.moves = []
             self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
-    def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
-        tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
+    def _look(self, state: _Followed, inputs: Sequence[Any]) -> _Look | None:
+        tensors = [t for t in tree_tensors(inputs) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
         return replace(_look(tensors, self._run.samples, state.without), acts=state.acts) if tensors else None
 
 
@@ -210,11 +210,11 @@ def _is_looked_at(count: int) -> bool:
     return is_probed(count) or is_probed(count - 1)
 
 
-def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `given` has a rollout row, plain or normalized by `mean`."""
-    if given.features != mean.features:
+def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
+    """Return True if `inputs` has a rollout row, plain or normalized by `mean`."""
+    if inputs.features != mean.features:
         return False
-    new = given.rows[given.rows.any(1)][:, None]
+    new = inputs.rows[inputs.rows.any(1)][:, None]
     pairs = ((rows, (raw - mean.mean) / tally.scale) for rows, raw in tally.rows)
     return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
@@ -242,11 +242,11 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
     return fits
 
 
-def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
+def _is_same_way(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
     """Return False if no positive scale fits the move to the inputs (quick test)."""
-    moved, size = now.mean - before.mean, given.mean.norm()
-    mask = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
-    return not bool((mask & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
+    moved, size = now.mean - before.mean, inputs.mean.norm()
+    mask = (moved.abs() > 2 * now.rounding) & (inputs.rounding <= _ROUNDED * size)
+    return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
 
 
 def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -328,27 +328,27 @@ def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _affine(given: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _affine(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return [(m, c)] if inputs are (samples - m) / c, else []."""
-    if (given.features, given.count) != (samples.features, samples.count) or given.count < 3:
+    if (inputs.features, inputs.count) != (samples.features, samples.count) or inputs.count < 3:
         return []
-    x_mean, y_mean = samples.rows.mean(0), given.rows.mean(0)
-    x, y = samples.rows - x_mean, given.rows - y_mean
+    x_mean, y_mean = samples.rows.mean(0), inputs.rows.mean(0)
+    x, y = samples.rows - x_mean, inputs.rows - y_mean
     scale = (x * y).sum(0) / (y * y).sum(0).clamp_min(1e-300)
     offset = x_mean - scale * y_mean
     fits = bool(((x - scale * y).norm(dim=0) <= _FITS * x.norm(dim=0)).all()) and bool((scale > 0).all())
     return [(offset, scale)] if fits else []
 
 
-def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
-    totals = {tensor.numel() for tensor in given}
-    rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
-    sizes = {size for tensor in given for size in _features(tensor)}
+def _look(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
+    totals = {tensor.numel() for tensor in tensors}
+    rows = {tensor[0].numel() for tensor in tensors if tensor.dim() > 1}
+    sizes = {size for tensor in tensors for size in _features(tensor)}
     look, variables = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
     candidates = [tensor for tensor in (*variables, *samples) if tensor.numel() in totals]
     wanted = {x.features for x in look.held.values() if x.features > 1 or candidates}
     tables = [t.reshape(-1, _row_of(t)) for t in variables if max(totals) < t.numel() and _row_of(t) in wanted]
-    look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
+    look.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
     look.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
     look.whole = [_numbers(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
     pairs = [(whole, [x for x in look.inputs if x.features == whole.features]) for whole in look.whole]
