@@ -93,7 +93,7 @@ def report_on_script(
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
-            check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
+            check = None if parity is None else _of_parity(parity, judged.causes.get(heading, ()), chosen.kept, cause)
         else:
             check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
@@ -120,7 +120,7 @@ def _check_of(
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
-        return _of_collectives(facts, judged.told.get(heading, ()), kept)
+        return _of_collectives(facts, judged.causes.get(heading, ()), kept)
     if (error := judged.errors.get(heading)) is not None:
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
     check = judged.status_of(heading, kept)

@@ -115,7 +115,7 @@ class MissingGroup:
         return plural_verb("it", "them", self.names)
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Line and module of the last operation on the path, in words."""
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 

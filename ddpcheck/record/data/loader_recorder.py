@@ -217,7 +217,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             part=length_of(sampler),
             dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
-            told=self._resumes.told(sampler),
+            told=self._resumes.epoch_line(sampler),
             restored=self._resumes.restored,
             workers=int(getattr(loader, "num_workers", 0)),
         )

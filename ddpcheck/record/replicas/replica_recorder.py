@@ -101,7 +101,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             local = {name: kept for name, kept in probe.local.items() if name not in beside}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
-                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.held))
+                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.grads_before))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
             if probe.hooked.changed or probe.hooked.factors:
