@@ -40,12 +40,12 @@ def load_target(target: str) -> Recipe:
     """
     from ddpcheck.recipe.recipe import Recipe, call, kind_of
 
-    place, attribute = split_target(target)
-    if not attribute and is_path(place):
-        _refuse_script(place)
+    source, attribute = split_target(target)
+    if not attribute and is_path(source):
+        _refuse_script(source)
     value = load_object(target)
     if isinstance(value, ModuleType) and not attribute:
-        return _module_as_recipe(value, place)
+        return _module_as_recipe(value, source)
     if isinstance(value, Recipe):
         return value
     if not callable(value) or isinstance(value, type):
@@ -67,14 +67,14 @@ def load_target(target: str) -> Recipe:
 
 def load_object(target: str) -> Any:
     """Return the object named by a TARGET; the module without an attribute."""
-    place, attribute = split_target(target)
-    module = _import_file(place) if is_path(place) else _import_module(place)
+    source, attribute = split_target(target)
+    module = _import_file(source) if is_path(source) else _import_module(source)
     value: Any = module
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
             close = difflib.get_close_matches(part, [name for name in vars(module) if not name.startswith("_")], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"{place} has no attribute {part!r}{hint}")
+            raise UsageError(f"{source} has no attribute {part!r}{hint}")
         value = getattr(value, part)
     return value
 
@@ -83,8 +83,8 @@ def load_on_rank(target: Recipe | str) -> Recipe:
     """Load `target` on a rank, with `sys.argv` reduced to its file."""
     if not isinstance(target, str):
         return target
-    place, _ = split_target(target)
-    sys.argv[:] = [place if is_path(place) else _file_of_module(place)]
+    source, _ = split_target(target)
+    sys.argv[:] = [source if is_path(source) else _file_of_module(source)]
     return load_target(target)
 
 
@@ -92,8 +92,8 @@ def _file_of_module(name: str) -> str:
     """Find the file of a module without imports; return `name` if not found."""
     _make_working_folder_importable()
     for folder in sys.path:
-        place = Path(folder or ".", *name.split("."))
-        for file in (place / "__init__.py", Path(f"{place}.py")):
+        base = Path(folder or ".", *name.split("."))
+        for file in (base / "__init__.py", Path(f"{base}.py")):
             if file.is_file():
                 return str(file)
     return name
@@ -101,32 +101,32 @@ def _file_of_module(name: str) -> str:
 
 def split_target(target: str) -> tuple[str, str]:
     """Split `target` into the file or module, and the attribute or ""."""
-    place, colon, attribute = target.rpartition(":")
+    source, colon, attribute = target.rpartition(":")
     if not colon or os.sep in attribute:
-        place, attribute = target, ""
-    if not place:
+        source, attribute = target, ""
+    if not source:
         raise UsageError(f"TARGET {target!r} names no file or module; write path/to/file.py:attr or pkg.module:attr")
-    return place, attribute
+    return source, attribute
 
 
-def is_path(place: str) -> bool:
-    """Return True if `place` is spelled as a file path."""
-    return place.endswith(".py") or "/" in place or os.sep in place
+def is_path(source: str) -> bool:
+    """Return True if `source` is spelled as a file path."""
+    return source.endswith(".py") or "/" in source or os.sep in source
 
 
-def find_file(place: str) -> Path:
-    """Return the resolved path of the Python file `place`."""
-    path = Path(place)
+def find_file(file: str) -> Path:
+    """Return the resolved path of a Python file."""
+    path = Path(file)
     if path.is_dir():
-        raise UsageError(f"{place} is a folder; TARGET must be a Python file or a module")
+        raise UsageError(f"{file} is a folder; TARGET must be a Python file or a module")
     if not path.is_file():
         beside = path.with_name(f"{path.name}.py")
-        hint = f"; did you mean {f'{place}.py'!r}?" if beside.is_file() else near_file(path)
-        raise UsageError(f"no such file: {place}{hint}")
+        hint = f"; did you mean {f'{file}.py'!r}?" if beside.is_file() else near_file(path)
+        raise UsageError(f"no such file: {file}{hint}")
     if path.suffix != ".py":
-        raise UsageError(f"{place} is no Python file; TARGET must end in .py or be the name of a module")
+        raise UsageError(f"{file} is no Python file; TARGET must end in .py or be the name of a module")
     if not os.access(path, os.R_OK):
-        raise UsageError(f"cannot read {place}: permission denied")
+        raise UsageError(f"cannot read {file}: permission denied")
     return path.resolve()
 
 
@@ -137,8 +137,8 @@ def near_file(path: Path) -> str:
     return f"; did you mean {path.with_name(close[0]).as_posix()!r}?" if close else ""
 
 
-def _import_file(place: str) -> ModuleType:
-    path = find_file(place)
+def _import_file(file: str) -> ModuleType:
+    path = find_file(file)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = path.stem
@@ -146,7 +146,7 @@ def _import_file(place: str) -> ModuleType:
         name = f"ddpcheck_target_{''.join(c if c.isalnum() else '_' for c in path.stem)}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{place} cannot be loaded as Python")
+        raise UsageError(f"{file} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     from ddpcheck.recipe.recipe import blame
@@ -155,7 +155,7 @@ def _import_file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         if isinstance(error, ImportError) and (instead := _as_part_of_package(path, error)):
-            raise UsageError(f"{place} imports other parts of the package that it belongs to; {instead}") from None
+            raise UsageError(f"{file} imports other parts of the package that it belongs to; {instead}") from None
         raise blame(f"importing {relative_path(str(path))}", error) from error
     return module
 
@@ -205,38 +205,38 @@ def _make_working_folder_importable() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _refuse_script(place: str) -> None:
+def _refuse_script(file: str) -> None:
     """Raise for a training script: calls `init_process_group` and defines no recipe functions."""
-    source = find_file(place).read_text(errors="replace")
+    source = find_file(file).read_text(errors="replace")
     if "init_process_group" in source and not re.search(r"\bdef (model|batch|loss)\b|Recipe", source):
         raise UsageError(
-            f"{place} is a training script, not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 {place}`"
+            f"{file} is a training script, not a recipe: use `ddpcheck run --standalone --nproc-per-node 2 {file}`"
         )
 
 
-def _module_as_recipe(module: ModuleType, place: str) -> Recipe:
+def _module_as_recipe(module: ModuleType, where: str) -> Recipe:
     from ddpcheck.recipe.recipe import Recipe, kind_of
 
     if getattr(module, "__file__", None) is None and hasattr(module, "__path__"):
-        raise UsageError(f"{place} is a folder without __init__.py; TARGET must be a Python file or a module")
+        raise UsageError(f"{where} is a folder without __init__.py; TARGET must be a Python file or a module")
     missing = [name for name in ("model", "batch", "loss") if not hasattr(module, name)]
     if missing:
         others = _defined_in(module)
         close = [(name, similar) for name in missing for similar in difflib.get_close_matches(name, others, n=1)]
         meant = ", ".join(f"{name} is called {similar} there: rename it" for name, similar in close)
         models = [name for name in others if hasattr(getattr(module, name), "register_forward_hook")]
-        first = f"; `ddpcheck init {place}:{models[0]}` writes a first recipe for {models[0]}" if models else ""
+        first = f"; `ddpcheck init {where}:{models[0]}` writes a first recipe for {models[0]}" if models else ""
         raise UsageError(
-            f"{place} has no {' and no '.join(missing)}; {f'{meant}, or ' if close else ''}define functions model(), "
-            f"batch(step) and loss(model, batch), or name a Recipe in it: {place}:attr{first}"
+            f"{where} has no {' and no '.join(missing)}; {f'{meant}, or ' if close else ''}define functions model(), "
+            f"batch(step) and loss(model, batch), or name a Recipe in it: {where}:attr{first}"
         )
     wrong = [name for name in ("model", "batch", "loss") if not callable(getattr(module, name))]
     if wrong:
-        raise UsageError(f"{place}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
+        raise UsageError(f"{where}: {wrong[0]} must be a function, not {kind_of(getattr(module, wrong[0]))}")
     names = [attribute.name for attribute in dataclasses.fields(Recipe)]
     for name in _unused_of(module):
         if (near := difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELLED)) and not hasattr(module, near[0]):
-            raise UsageError(f"{place} defines {name}, which nothing uses and no recipe has; did you mean {near[0]!r}?")
+            raise UsageError(f"{where} defines {name}, which nothing uses and no recipe has; did you mean {near[0]!r}?")
     return Recipe(**{name: getattr(module, name) for name in names if hasattr(module, name)})
 
 

@@ -89,16 +89,16 @@ def load_settings(
     for variable, field in _fields_in(environ).items():
         if field in _PARSERS and environ[variable] != "":
             chosen[field] = _parse(field, environ[variable], f"environment variable {variable}", ConfigError)
-    for field, value in _given(ini).items():
+    for field, value in _specified(ini).items():
         chosen[field] = _parse(field, value, f"ini option ddp_{field}", ConfigError)
-    for field, value in _given(flags).items():
+    for field, value in _specified(flags).items():
         chosen[field] = _parse(field, value, prefix + field.replace("_", "-"), UsageError)
     settings = Settings(**{**(defaults or {}), **chosen})
     set_named_functions(settings.wrapper_functions, settings.step_function)
     return settings
 
 
-def _given(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def _specified(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {field: value for field, value in (values or {}).items() if value not in (None, [], "")}
 
 

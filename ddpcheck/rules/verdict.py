@@ -22,7 +22,7 @@ class Verdict:
     """Result of one comparison."""
 
     findings: Sequence[Finding] = ()
-    held: str = ""  # what matches, in a sentence; '' if nothing was compared
+    matching: str = ""  # what matches, in a sentence; '' if nothing was compared
     lacking: str = ""  # why the comparison is incomplete; '' if complete
     differing: str = ""  # how much does not match; '' if all matches
 
@@ -32,22 +32,22 @@ class Judged:
     """Combined results of several views."""
 
     findings: list[Finding]  # root causes only
-    told: Mapping[str, list[Told]]  # all findings, by heading
+    causes: Mapping[str, list[Told]]  # all findings, by heading
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
-    found: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
+    returned: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
     reported: Sequence[tuple[str, Finding]]  # (heading, finding) of rules that an earlier view found
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
         """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
-        explained = self.told.get(heading, [])
-        columns = zip(*((v.held, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
+        explained = self.causes.get(heading, [])
+        columns = zip(*((v.matching, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
         return status_of(Verdict((), *texts), explained, kept) if explained or texts[0] or texts[1] else None
 
     def adding(self, heading: str, findings: Sequence[Finding]) -> Judged:
         """Return a copy with further findings, which may explain earlier findings."""
-        added = [*self.found, *((heading, finding) for finding in findings)]
+        added = [*self.returned, *((heading, finding) for finding in findings)]
         return by_causes(added, self.verdicts, self.errors, self.reported)
 
 
@@ -65,7 +65,7 @@ def by_causes(
             explained.setdefault(heading, []).append((without_prefix(finding), without_prefix(cause)))
     pairs = [pair for group in explained.values() for pair in group]
     for heading, finding in reported:
-        cause = next((root for other, root in pairs if other.code == finding.code), None)
+        cause = next((root for known, root in pairs if known.code == finding.code), None)
         if cause is not None:
             explained.setdefault(heading, []).append((without_prefix(finding), cause))
     return Judged([*map(without_prefix, causes.findings)], explained, verdicts, errors, findings, reported)
@@ -85,13 +85,13 @@ def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Findin
             return "warned", listed
         return ("ignored", f"ignored: {hidden}") if hidden else ("failed", f"{verdict.differing}, cause unknown")
     if verdict.lacking:
-        passed = _without_buffers(verdict.held) if explained else verdict.held
+        passed = _without_buffers(verdict.matching) if explained else verdict.matching
         return "skipped", f"{passed}; {verdict.lacking}" if passed else verdict.lacking
     if worst is Severity.WARNING:
         return "warned", listed
     if hidden:
         return "ignored", f"ignored: {hidden}"
-    return "passed", f"{verdict.held}; {listed}" if listed else verdict.held
+    return "passed", f"{verdict.matching}; {listed}" if listed else verdict.matching
 
 
 def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
@@ -101,8 +101,8 @@ def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
     codes = join_names(list(dict.fromkeys(parts)), most=5)
     if not codes or verdict.differing:
         return f"{codes}: {verdict.differing}" if codes else ""
-    stands = bool(verdict.held) and all(RULES[finding.code].buffers_only for finding, _ in explained)
-    return f"{codes}; {_without_buffers(verdict.held)}" if stands else codes
+    stands = bool(verdict.matching) and all(RULES[finding.code].buffers_only for finding, _ in explained)
+    return f"{codes}; {_without_buffers(verdict.matching)}" if stands else codes
 
 
 def _without_buffers(sentence: str) -> str:

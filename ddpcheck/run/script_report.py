@@ -93,7 +93,7 @@ def report_on_script(
     checks = [*_script_check(ranks, ending), CheckResult("ranks", status, detail=detail + rank_params.left_out)]
     for heading in HEADINGS:
         if heading == "parity" and heading not in facts.unwatched:
-            check = None if parity is None else _of_parity(parity, judged.told.get(heading, ()), chosen.kept, cause)
+            check = None if parity is None else _of_parity(parity, judged.causes.get(heading, ()), chosen.kept, cause)
         else:
             check = _check_of(heading, facts, judged, chosen.kept, equal)
         if check is not None:
@@ -120,7 +120,7 @@ def _check_of(
     if (why := facts.unwatched.get(heading)) is not None:
         return "error", why
     if heading == "collectives":
-        return _of_collectives(facts, judged.told.get(heading, ()), kept)
+        return _of_collectives(facts, judged.causes.get(heading, ()), kept)
     if (error := judged.errors.get(heading)) is not None:
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(error)}"
     check = judged.status_of(heading, kept)
@@ -162,7 +162,7 @@ def _parity(comparison: Parity | None, singles: Sequence[SingleRun]) -> Verdict 
 
 
 def _of_parity(
-    verdict: Verdict | Exception, told: Sequence[Told], kept: Sequence[Finding], others: str
+    verdict: Verdict | Exception, explained: Sequence[Told], kept: Sequence[Finding], others: str
 ) -> tuple[CheckStatus, str] | None:
     if isinstance(verdict, Exception):
         return "error", f"not judged, since ddpcheck itself failed: {as_bug(verdict)}"
@@ -170,7 +170,7 @@ def _of_parity(
         first = verdict.findings[0]
         status: CheckStatus = "failed" if first.severity is Severity.ERROR else "warned"
         return status, f"{first.message} ({others} may explain this)"
-    return status_of(verdict, told, kept)
+    return status_of(verdict, explained, kept)
 
 
 def _world(facts: ScriptFacts, ending: Ending, more_notes: Sequence[str]) -> dict[str, Any]:
@@ -276,17 +276,17 @@ def _wrappers(facts: ScriptFacts) -> str:
 
 
 def _of_collectives(
-    facts: ScriptFacts, told: Sequence[Told], kept: Sequence[Finding]
+    facts: ScriptFacts, explained: Sequence[Told], kept: Sequence[Finding]
 ) -> tuple[CheckStatus, str] | None:
     """Return status and detail of the "collectives" check; `None` without collectives."""
     calls = max((rank.first_call + len(rank.calls) for rank in facts.ranks), default=0)
-    if not calls and not told:
+    if not calls and not explained:
         return None
     lacking = describe_missing_ranks(facts.elsewhere) or (
         "" if facts.ended else "the ranks have not reached the end of the script"
     )
     passed = "" if lacking else f"{counted(calls, 'call')} of each rank pair up"
-    return status_of(Verdict((), passed, lacking), told, kept)
+    return status_of(Verdict((), passed, lacking), explained, kept)
 
 
 _BETWEEN = 3.0  # seconds between the two samples
@@ -314,14 +314,14 @@ def report_on_run(folder: Path, settings: Settings) -> Report:
 def _doing(log: WatchedRank, stacks: dict[int, str], moving: set[int], waiting: dict[int, str]) -> str:
     rank = log.started.rank
     lines = program_lines(stacks.get(rank, ""))
-    place = f" at {lines[0]}" if lines else " in code of a library"
+    where = f" at {lines[0]}" if lines else " in code of a library"
     steps = f", after {counted(max(ended for _, ended in log.counts), 'step')}" if log.counts else ""
     if rank in moving:
-        return f"was{place}, and made progress{steps}"
+        return f"was{where}, and made progress{steps}"
     if rank in waiting:
         stuck = failures.stuck(rank, 0.0, waiting[rank], "", call_of_ddp(log, waiting[rank]))
         return f"{describe_failure(stuck)}{steps}"
-    return f"is{place}{steps}"
+    return f"is{where}{steps}"
 
 
 def the_run(folder: str | None) -> Path:

@@ -40,8 +40,8 @@ def keep_report(folder: str | None, test: str, numbers: Iterator[int], report: R
 
 def file_name(test: str) -> str:
     """Return a unique file name for a test, with invalid characters replaced."""
-    place, bracket, parameters = test.partition("[")
-    plain = place.replace("::", ".").replace("/", ".") + bracket + parameters
+    path, bracket, parameters = test.partition("[")
+    plain = path.replace("::", ".").replace("/", ".") + bracket + parameters
     name = re.sub(r"[^\w.\[\]=-]+", "-", plain)[-_LONGEST:]
     return name if name == plain else f"{name}-{hashlib.blake2b(test.encode(), digest_size=4).hexdigest()}"
 
@@ -118,8 +118,8 @@ def _lines(ended: Mapping[int, Ended], failures: list[RankFailure]) -> tuple[str
     """Return one line per group of equal outcomes, failures first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for failure in failures:
-        place = f" at {failure.location}" if failure.location and failure.location not in failure.message else ""
-        groups.setdefault((phrase(failure) + place, failure.stack), []).append(failure.rank)
+        where = f" at {failure.location}" if failure.location and failure.location not in failure.message else ""
+        groups.setdefault((phrase(failure) + where, failure.stack), []).append(failure.rank)
     for rank, outcome in sorted(ended.items()):
         groups.setdefault((_describe_end(outcome), ""), []).append(rank)
     return tuple(

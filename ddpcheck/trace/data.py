@@ -80,7 +80,7 @@ def match_loaders(passes: Sequence[Sequence[LoaderPass]], ranks: Sequence[int] =
         groups: dict[tuple[Location | None, str, int], list[LoaderPass]] = {}
         for loaders in group_by((p for p in rank_passes if p.trains), lambda loader: loader.loader).values():
             key = None if has_one else loaders[0].location, loaders[0].dataset
-            groups[*key, sum(other[:2] == key for other in groups)] = loaders
+            groups[*key, sum(group_key[:2] == key for group_key in groups)] = loaders
         groups_by_rank.append(groups)
     return [Loader(groups, ranks or range(len(passes))) for groups in common_values(groups_by_rank).values()]
 

@@ -171,7 +171,7 @@ def _gradient_divergences(parity: Parity) -> Iterator[Divergence]:
     rank_steps, single, _ = parity.steps[first]
     size = sizes[first]
     later = sizes[first:]
-    factor = _factor([other.ratio for other in later[:8]], parity.world_size)
+    factor = _factor([entry.ratio for entry in later[:8]], parity.world_size)
     when = "From optimizer step {} on"
     if not factor and (factor := parity.factor_of(rank_steps, single)):
         when = "In optimizer step {}"  # the step changes parameters, and thus later gradients
@@ -180,7 +180,7 @@ def _gradient_divergences(parity: Parity) -> Iterator[Divergence]:
         relation = f"{factor} of" if factor.startswith("1/") else f"{factor} times"
     message = f"{when.format(rank_steps[0].count)}, the gradients on {parity.world_size} ranks are {relation} "
     message += "those of a single process on the same samples."
-    norms = ", ".join(f"{other.ranks:.6g} and {other.single:.6g}" for other in later[:3])
+    norms = ", ".join(f"{entry.ranks:.6g} and {entry.single:.6g}" for entry in later[:3])
     evidence = [f"norms of the gradients, on ranks and in a single process: {norms}"]
     if first:
         evidence.append(f"before, {counted(first, 'step')} had the same gradients within {_largest(sizes[:first]):.1g}")

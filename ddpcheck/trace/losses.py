@@ -150,7 +150,7 @@ def _distances(steps: Sequence[Sequence[OwnPartPutBack]]) -> list[float]:
     """Return, by step, the largest relative distance of a gathered gradient from rank 0's."""
     distances = []
     for first, *others in ([part.arrived for part in by_rank] for by_rank in steps):
-        farthest = max(math.dist(first, other) if len(first) == len(other) else math.inf for other in others)
+        farthest = max(math.dist(first, grad) if len(first) == len(grad) else math.inf for grad in others)
         distances.append(relative(farthest, math.hypot(*first)))
     return distances
 

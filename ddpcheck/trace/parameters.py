@@ -87,7 +87,7 @@ class ParameterFacts:
         top, parts = name, name.split(".")
         for size in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:size]) + "."
-            if all(other in missing for other in self.trainable if other.startswith(prefix)):
+            if all(param in missing for param in self.trainable if param.startswith(prefix)):
                 top = prefix
         return _without_indices(top)
 
@@ -115,7 +115,7 @@ class MissingGroup:
         return plural_verb("it", "them", self.names)
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Line and module of the last operation on the path, in words."""
         return f"{self.end.at} (in module {self.end.module})" if self.end.module else self.end.at
 

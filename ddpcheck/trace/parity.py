@@ -117,10 +117,10 @@ class Comparison:
         if self.other_rank is None:
             return False
         steps = zip(*(entries_of(rank, ParityStep) for rank in (self.other_rank, self.single)), strict=False)
-        for other, single in steps:
-            if not math.isfinite(math.hypot(*other.norms)):
+        for other_step, single in steps:
+            if not math.isfinite(math.hypot(*other_step.norms)):
                 return False
-            if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other.norms, single.norms, strict=False)):
+            if not all(math.isclose(a, b, rel_tol=SMALL) for a, b in zip(other_step.norms, single.norms, strict=False)):
                 return True
         return False
 

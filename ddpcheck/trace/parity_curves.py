@@ -59,8 +59,8 @@ def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _distance(number: float, other: float) -> float:
-    return 0.0 if number == other or (math.isnan(number) and math.isnan(other)) else abs(number - other)
+def _distance(number: float, reference: float) -> float:
+    return 0.0 if number == reference or (math.isnan(number) and math.isnan(reference)) else abs(number - reference)
 
 
 def _number_curves(parity: Parity) -> Iterator[ParityCurve]:

@@ -357,9 +357,9 @@ def _share_by_right(ranks: Sequence[WatchedRank], dealt: bool) -> bool:
     return bool(steps) and in_parts and (dealt or group in used or not peers.isdisjoint(group))
 
 
-def _step_alike(rank: WatchedRank, other: WatchedRank) -> bool:
+def _step_alike(rank: WatchedRank, peer: WatchedRank) -> bool:
     """Check if two ranks use an equal nonzero gradient in any optimizer step."""
-    steps = {(step.optimizer, step.count): step.gradients for step in entries_of(other, OptimizerStep)}
+    steps = {(step.optimizer, step.count): step.gradients for step in entries_of(peer, OptimizerStep)}
     pairs = ((step.gradients, steps.get((step.optimizer, step.count), {})) for step in entries_of(rank, OptimizerStep))
     return any(
         any(grads[name]) and are_near([grads[name], other_grads[name]])
@@ -404,6 +404,6 @@ def by_group(splits: Mapping[int, Sequence[ModelSplit]]) -> dict[tuple[int, ...]
     groups: dict[tuple[int, ...], ModelSplit] = {}
     for rank_splits in splits.values():
         for split in rank_splits[:1]:
-            if all(any(split.ranks == other.ranks for other in splits.get(rank, ())[:1]) for rank in split.ranks):
+            if all(any(split.ranks == peer.ranks for peer in splits.get(rank, ())[:1]) for rank in split.ranks):
                 groups.setdefault(split.ranks, split)
     return groups

@@ -59,7 +59,7 @@ def shown_numbers(comparison: Comparison) -> list[Shown]:
                 continue
             noise_text = rerun.numbers[index] if rerun is not None and len(rerun.numbers) > index else single
             texts = [rank_entries[key].numbers[index] for rank_entries in other_ranks if key in rank_entries]
-            local = any(other != text for other in texts) or _is_of_losses(text, window) or index in entry.known
+            local = any(rank_text != text for rank_text in texts) or _is_of_losses(text, window) or index in entry.known
             padding = comparison.padding if entry.evaluates else 0.0
             shown.append(Shown(entry, index, _quantity(text, single, noise_text, padding), local))
     return shown
@@ -135,7 +135,7 @@ def first_unequal(comparison: Comparison, steps: range, difference: float = NEAR
         allowed = max(min(NEAR, difference / MULTIPLE), MULTIPLE * changed) * scale
         if changed > SMALL or any(math.dist(reduced, single) <= allowed for reduced in _reductions(on_ranks)):
             continue  # a time or random number, or equal
-        copies = (other for other, copied in values_by_rank[0].items() if copied == value and value[0] % 1)
+        copies = (variable for variable, copied in values_by_rank[0].items() if copied == value and value[0] % 1)
         path, line, _, name = next(copies, key)[1:]
         return Location(path, line), name
     return None

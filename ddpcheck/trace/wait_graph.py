@@ -118,8 +118,8 @@ class WaitGraph:
         if key not in self._absent:
             self._absent[key] = frozenset(
                 peer
-                for peer, place in self._next[group].items()
-                if place < (number, True) or (place[0] == number and peer in self.devices)
+                for peer, position in self._next[group].items()
+                if position < (number, True) or (position[0] == number and peer in self.devices)
             )
         return self._absent[key]
 
@@ -136,7 +136,7 @@ class WaitGraph:
     def furthest(self, rank: int, call: RecordedCall) -> tuple[list[int], int]:
         """Return the ranks of a group that completed most collectives, and the last number."""
         number = self._furthest[group := self.group(rank, call)]
-        return [peer for peer, place in self._next[group].items() if place[0] == number], number - 1
+        return [peer for peer, position in self._next[group].items() if position[0] == number], number - 1
 
     def waits_on(self, roots: Collection[int]) -> list[_Wait]:
         """Return the waits for any of `roots`, earliest first, with peers limited to `roots`."""

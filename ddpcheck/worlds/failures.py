@@ -48,7 +48,7 @@ _LONGEST = 300  # characters of a message
 _WIDEST = 1000  # characters of an output line
 
 
-def described(error: BaseException, place: str, collective: str) -> dict[str, Any]:
+def described(error: BaseException, status: str, collective: str) -> dict[str, Any]:
     """Return the fields of a `RankFailure` on a rank, for `raised`."""
     when = time.monotonic()
     kind = type(error)
@@ -68,7 +68,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
             cause = shortened(f"{type(root).__qualname__}: {root}", LONGEST_TRACEBACK)
         if cause and not noticed and (cause_location := exception_location(root)) not in (None, where):
             noticed = f"raised in the handling of {_first_line(cause)}, at {cause_location}"
-    bug = as_bug(error, place) if is_ours(error) and not _LOST_CONNECTION.search(f"{name} {text}") else None
+    bug = as_bug(error, status) if is_ours(error) and not _LOST_CONNECTION.search(f"{name} {text}") else None
     exception = None
     with contextlib.suppress(Exception):
         wire.loads(data := wire.dumps(error))  # a custom __init__ often breaks unpickling only
@@ -80,7 +80,7 @@ def described(error: BaseException, place: str, collective: str) -> dict[str, An
         "text": shortened(text, LONGEST_TRACEBACK),
         "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
         "usage": isinstance(error, UsageError),
-        "place": place,
+        "place": status,
         "collective": collective,
         "bug": "" if bug is None else str(bug),
         "traceback": _format(error) if bug is None else f"{bug.detail}\n",
@@ -162,15 +162,15 @@ def vanished(rank: int) -> RankFailure:
     return RankFailure(rank, "died", f"{message} (the system sends that when memory runs out)", 0.0)
 
 
-def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> RankFailure:
+def stuck(rank: int, when: float, dump: str, status: str, collective: str) -> RankFailure:
     """Describe a rank that was still running."""
     frames = own_stack(dump)
     collective = collective or collective_of(frames) or work_waited_for(dump)
     if collective:
-        state = f"waits in {collective}" + (f" ({place})" if place else "")
-    elif place:
+        state = f"waits in {collective}" + (f" ({status})" if status else "")
+    elif status:
         inner = place_of(frames)
-        state = f"is in {place}" + (f" ({inner})" if inner else "")
+        state = f"is in {status}" + (f" ({inner})" if inner else "")
     else:
         called = ", called from " if (region := region_of(frames)) else ""
         state = f"is in {region}{called}{place_of(frames) or 'an unknown place'}"
@@ -179,7 +179,7 @@ def stuck(rank: int, when: float, dump: str, place: str, collective: str) -> Ran
         "stuck",
         f"rank {rank} {state}",
         when,
-        place=place,
+        place=status,
         collective=collective,
         stack=format_stack(frames),
         location=location_of(frames),

@@ -66,21 +66,21 @@ class Slots(ctypes.Structure):
 
     # Longer texts are truncated.
     _fields_ = (
-        ("place_bytes", ctypes.c_char * 2048),
+        ("status_bytes", ctypes.c_char * 2048),
         ("collective_bytes", ctypes.c_char * 2048),
         ("compiled", ctypes.c_double),
         ("compiles_since", ctypes.c_double),
         ("turns", ctypes.c_uint64),
     )
-    place_bytes: bytes
+    status_bytes: bytes
     collective_bytes: bytes
     compiled: float  # compile seconds in this run, without the current compilation
     compiles_since: float  # start of the current compilation by `time.monotonic()`; 0 if none
     turns: int  # number of `set_status` calls
 
     @property
-    def place(self) -> str:
-        return self.place_bytes.decode("utf-8", "replace")
+    def status(self) -> str:
+        return self.status_bytes.decode("utf-8", "replace")
 
     @property
     def collective(self) -> str:
@@ -95,7 +95,7 @@ class Slots(ctypes.Structure):
 def set_status(text: str) -> None:
     """Record the position of this rank, such as `step 1: backward`."""
     if _slots is not None:
-        _slots.place_bytes = text.encode("utf-8", "replace")[:2048]
+        _slots.status_bytes = text.encode("utf-8", "replace")[:2048]
         _slots.turns += 1
 
 
@@ -302,7 +302,7 @@ def _reset_process_group(config: wire.RankConfig, number: int) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return the fields of a `RankFailure` for `error`, read by the parent."""
-    return failures.described(error, own_slots().place, own_slots().collective)
+    return failures.described(error, own_slots().status, own_slots().collective)
 
 
 # --- Files for the parent ------------------------------------------------------------------------------------------

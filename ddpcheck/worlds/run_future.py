@@ -202,7 +202,7 @@ class RunFuture(Generic[Result]):
         processes.kill()
         records = []
         for rank, slots in zip(processes.ranks, slots_by_rank, strict=True):
-            place, collective = slots.place, slots.collective
+            status, collective = slots.status, slots.collective
             output = failures.tail(processes.path(rank.number, "out"))
             # Ignore answers of stuck ranks after the dump: they react to the kill of other ranks.
             if rank.answer is not None and rank.number not in dumps:
@@ -214,13 +214,13 @@ class RunFuture(Generic[Result]):
                 failure = failures.raised(rank.number, reply)
             elif rank.ended is not None and rank.number not in dumps:
                 last_words = failures.died(rank.number, *rank.ended, output, processes.read(rank.number, "stack"))
-                failure = replace(last_words, place=place, collective=collective)
+                failure = replace(last_words, place=status, collective=collective)
             elif (reply := replies.get(rank.number)) is not None:
                 failure = failures.raised(rank.number, reply)
             else:
                 dump = dumps.get(rank.number, "")
                 by_thread = failures.in_thread(rank.number, dump, processes.read(rank.number, "thread"))
-                failure = by_thread or failures.stuck(rank.number, now, dump, place, collective)
+                failure = by_thread or failures.stuck(rank.number, now, dump, status, collective)
             records.append(replace(failure, output=output))
         if headline is not None:
             stuck = [item.rank for item in records if item.kind == "stuck"] or [rank.number for rank in processes.ranks]

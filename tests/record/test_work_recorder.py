@@ -174,7 +174,7 @@ def test_what_becomes_of_asynchronous_collectives() -> None:
     recorder = WorkRecorder(seen.append, lambda places: gradient.data_ptr() in places)
     for case, kinds in CASES:
         seen.clear()
-        recorder._told.clear()
+        recorder._reported.clear()
         case(gradient)
         assert [type(one) for one in seen] == kinds, case
         told = [one.of_gradients for one in seen if isinstance(one, WorkDropped | TensorOfWorkWritten)]

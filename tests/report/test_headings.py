@@ -432,7 +432,7 @@ def test_every_line_says_what_was_compared_and_held(name: str) -> None:
 
 # Hand-made evidence
 
-DIFFERS = Verdict(held="2 gradients equal", differing="1 of 3 gradients differs")
+DIFFERS = Verdict(matching="2 gradients equal", differing="1 of 3 gradients differs")
 
 
 def line(comparison: Verdict, *told: Told, kept: tuple[Finding, ...] = ()) -> tuple[str, str]:
@@ -441,12 +441,12 @@ def line(comparison: Verdict, *told: Told, kept: tuple[Finding, ...] = ()) -> tu
 
 def test_a_difference_that_no_finding_tells_is_no_tick() -> None:
     assert line(DIFFERS) == ("failed", "1 of 3 gradients differs, cause unknown")
-    assert line(Verdict(held="2 gradients equal")) == ("passed", "2 gradients equal")
+    assert line(Verdict(matching="2 gradients equal")) == ("passed", "2 gradients equal")
 
 
 def test_a_note_leaves_the_tick_and_is_named() -> None:
     note = make_finding("DDP109", (), "Needless.")
-    assert line(Verdict(held="all is well"), (note, note), kept=(note,)) == ("passed", "all is well; DDP109")
+    assert line(Verdict(matching="all is well"), (note, note), kept=(note,)) == ("passed", "all is well; DDP109")
 
 
 def test_a_finding_whose_cause_is_told_elsewhere_is_named_with_it() -> None:

@@ -778,7 +778,7 @@ def test_gathered_rows_of_predictions_and_labels_say_what_each_was(monkeypatch: 
     exchanged: list[Any] = []
     recorder = EvaluationRecorder(exchanged.append)
     recorder._comparisons = Mock()
-    recorder._evaluated, recorder._left, recorder._samples = True, [8, 8], 3
+    recorder._evaluated, recorder._remaining, recorder._samples = True, [8, 8], 3
     rows = [(1, 0), (2, 2), (0, 1)]
     recorder.note_collective(Call("all_gather_object", "train.py:9", (0, 1)), {"obj": rows})
     assert [one.rows for one in exchanged if one.rows] == [(1, 2, 0), (0, 2, 1)]

@@ -115,8 +115,8 @@ def test_a_row_of_the_table_has_check_lines_with_rules(view: type[View]) -> None
 def test_what_held_names_no_buffers_if_they_differ() -> None:
     buffers = finding("DDP214", "mean")
     held, codes = "modules, parameters, buffers and gradients match", "DDP214; modules, parameters and gradients match"
-    assert status_of(Verdict(held=held), [(buffers, buffers)], [buffers])[1] == codes
-    assert status_of(Verdict(held=held), [(buffers, buffers)], []) == ("ignored", f"ignored: {codes}")
-    lacking = Verdict(held=held, lacking="in part")
+    assert status_of(Verdict(matching=held), [(buffers, buffers)], [buffers])[1] == codes
+    assert status_of(Verdict(matching=held), [(buffers, buffers)], []) == ("ignored", f"ignored: {codes}")
+    lacking = Verdict(matching=held, lacking="in part")
     assert status_of(lacking, [], [])[1] == f"{held}; in part"
     assert status_of(lacking, [(buffers, buffers)], [])[1] == "modules, parameters and gradients match; in part"

@@ -61,7 +61,7 @@ class Rank:
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.timeout = timedelta(seconds=20)  # for a collective
-        self.place, self.tolerated, self.facts = "building the model", False, dict[str, list[Any]]()
+        self.phase, self.tolerated, self.facts = "building the model", False, dict[str, list[Any]]()
         self.leaves, self.lost, self.start = tuple[Any, ...](), dict[str, str](), dict[str, str]()
 
     def show(self, measured: Any, at_fault: Any) -> None:
@@ -80,7 +80,7 @@ class Rank:
             dist.new_group(timeout=self.timeout)
             everyone = self.gathered(self.facts)
         except Exception as error:
-            lines, everyone = [f"failed in {self.place}: {type(error).__name__}: {error}"], [self.facts]
+            lines, everyone = [f"failed in {self.phase}: {type(error).__name__}: {error}"], [self.facts]
         faulthandler.cancel_dump_traceback_later()
         for name in dict.fromkeys(name for facts in everyone for name in facts):
             if at_fault([facts.get(name, []) for facts in everyone]):
@@ -104,10 +104,10 @@ class Rank:
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
-    def reach(self, place: str) -> None:
-        self.place = place
+    def reach(self, phase: str) -> None:
+        self.phase = phase
         if self.set["may_hang"]:  # a hung rank prints its stack
-            print(f"rank {self.rank}: {place}", flush=True)
+            print(f"rank {self.rank}: {phase}", flush=True)
             faulthandler.dump_traceback_later(self.timeout.seconds + 2, exit=True)
 
     def build(self, bare: bool = False) -> None:

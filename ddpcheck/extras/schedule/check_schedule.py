@@ -165,7 +165,7 @@ class _Simulation:
     def report(self, seconds: float) -> Report:
         status_pairs = {"collectives": [(finding, finding) for finding in self.findings]}
         simulated = f"{len(self.ranks):,} ranks simulated one by one, {counted(self.asked.steps, 'step')} each"
-        verdicts = {"ranks": Verdict(held=simulated), "collectives": self._of_collectives()}
+        verdicts = {"ranks": Verdict(matching=simulated), "collectives": self._of_collectives()}
 
         def lines(kept: Sequence[Finding]) -> Iterator[CheckResult]:
             for name, verdict in verdicts.items():
@@ -190,7 +190,7 @@ class _Simulation:
             return Verdict(lacking="no rank made a collective")
         operations = max(counts, key=lambda count: sum(count.values())).most_common()
         words = [f"{times} {operation}" for operation, times in operations]
-        return Verdict(held=f"{number} of each rank, which pair up: {join_names(words, most=_MOST_NAMED)}")
+        return Verdict(matching=f"{number} of each rank, which pair up: {join_names(words, most=_MOST_NAMED)}")
 
     def _notes(self) -> list[str]:
         notes = [

@@ -178,7 +178,7 @@ on_started: list[Callable[[Call, Mapping[str, Any], object], object]] = []
 
 
 def note_collective(
-    operation: str, payload: str, group: Any = None, *, known: Group | None = None, place: str = ""
+    operation: str, payload: str, group: Any = None, *, known: Group | None = None, call_place: str = ""
 ) -> None:
     """Log an upcoming C++ collective of DDP that its group's ranks must join.
 
@@ -186,9 +186,9 @@ def note_collective(
     """
     if _sink is not None and not _thread.depth:
         name, members, description = known or named_group(group)
-        place = place or this_rank.own_slots().place
+        call_place = call_place or this_rank.own_slots().status
         location, lines = line_and_lines(sys._getframe(1))
-        _sink(Call(operation, name, members, payload, place, location, callers=lines, group_words=description))
+        _sink(Call(operation, name, members, payload, call_place, location, callers=lines, group_words=description))
 
 
 @contextlib.contextmanager
@@ -346,7 +346,7 @@ def _describe_call(name: str, kwargs: Mapping[str, Any], *, backward: bool) -> C
         group=group[0],
         members=group[1],
         payload=", ".join(payload),
-        place=_place_in_join(sys._getframe(3)) or this_rank.own_slots().place,
+        place=_place_in_join(sys._getframe(3)) or this_rank.own_slots().status,
         location=location,
         elements=max((tensor.numel() for tensor in tensors if tensor.is_floating_point()), default=0),
         carries_gradient=carries,

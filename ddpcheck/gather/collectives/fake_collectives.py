@@ -74,7 +74,7 @@ class _NoCommunication(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def fake_collectives() -> Iterator[None]:
     """Answer collectives in the block by `answer_alone`; raise `CommunicatesError` for other communication."""
 
     def answering(name: str, original: Any) -> Any:

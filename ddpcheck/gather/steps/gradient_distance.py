@@ -287,19 +287,19 @@ def difference(
             real = (torch.view_as_real(t.to(wide)) if wide.is_complex else t.to(wide) for t in both)
             yield [t.reshape(-1) for t in real]
 
-    power = sum(float((right * right).sum()) for _, right in pieces())
-    ratio = sum(float((left * right).sum()) for left, right in pieces()) / power if power else 0.0
+    power = sum(float((expected * expected).sum()) for _, expected in pieces())
+    ratio = sum(float((actual * expected).sum()) for actual, expected in pieces()) / power if power else 0.0
     shape = (*got.shape, 2) if wide.is_complex else got.shape
     allowed = tolerance * scale / math.sqrt(max(math.prod(shape), 1))
     residual, beyond, start, worst, largest = 0.0, 0, 0, (0, 0.0, 0.0), -1.0
-    for left, right in pieces():
-        residual = math.hypot(residual, float(torch.linalg.vector_norm(left - ratio * right)))
-        gap = (left - right).abs()
+    for actual, expected in pieces():
+        residual = math.hypot(residual, float(torch.linalg.vector_norm(actual - ratio * expected)))
+        gap = (actual - expected).abs()
         beyond += int((gap > allowed).sum())
         gap = gap.nan_to_num(nan=math.inf)
         index = int(gap.argmax())
         if float(gap[index]) > largest:
-            largest, worst = float(gap[index]), (start + index, float(left[index]), float(right[index]))
+            largest, worst = float(gap[index]), (start + index, float(actual[index]), float(expected[index]))
         start += len(gap)
     return replace(
         result,

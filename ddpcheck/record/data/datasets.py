@@ -25,7 +25,7 @@ from ddpcheck.findings.replace import replace
 from ddpcheck.findings.report import Location
 from ddpcheck.findings.source_lines import file_of, frames_from, is_of_program, location_of, parsed_source, user_frame
 from ddpcheck.gather.collectives.collective_log import unlogged
-from ddpcheck.gather.collectives.fake_collectives import alone
+from ddpcheck.gather.collectives.fake_collectives import fake_collectives
 from ddpcheck.gather.patching import Recorder
 from ddpcheck.gather.state.fingerprints import digest_of, fingerprint
 from ddpcheck.gather.state.randomness import generators_kept
@@ -246,7 +246,7 @@ def shuffles_by_epoch(sampler: Any, dataset: Any) -> bool:
     shared = [dataset, *(value for value in getattr(sampler, "__dict__", {}).values() if isinstance(value, Dataset))]
     orders = []
     for epoch in (0, 1):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
             copied = copy.deepcopy(sampler, {id(value): value for value in shared})
             copied.set_epoch(epoch) if hasattr(copied, "set_epoch") else setattr(copied, "epoch", epoch)
             orders.append(list(itertools.islice(copied, _MOST_INDICES)))
@@ -257,7 +257,7 @@ def makes_others(dataset: Any, size: int, before: Mapping[str, Any]) -> bool:
     """Return True if a dataset makes other samples with its attributes `before`."""
     digests = []
     for state in (before, {}):
-        with contextlib.suppress(Exception), generators_kept(), unlogged(), alone():  # errors in user code
+        with contextlib.suppress(Exception), generators_kept(), unlogged(), fake_collectives():  # errors in user code
             copied = copy.copy(dataset)
             vars(copied).update(state)
             samples = [copied[index] for index in range(0, size, -(-size // _MOST_SAMPLES))]

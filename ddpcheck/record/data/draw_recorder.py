@@ -126,7 +126,7 @@ class DrawRecorder(Recorder, subjects=("data",)):
                 self._note_draw(frame, called.__name__, before)
 
     def _note_draw(self, frame: FrameType, name: str, before: Mapping[str, _State]) -> None:
-        if len(self._draws) >= _MOST_DRAWS or (in_forward := _place(frame)) is None:
+        if len(self._draws) >= _MOST_DRAWS or (in_forward := _is_in_forward(frame)) is None:
             return
         kind = "noise" if name in _NOISE else "choice"
         now = _states()
@@ -154,7 +154,7 @@ def _states(*, others: bool = False) -> dict[str, _State]:
     return states
 
 
-def _place(frame: FrameType) -> bool | None:
+def _is_in_forward(frame: FrameType) -> bool | None:
     """Return True in a wrapper's forward, None if not part of a step.
 
     Excluded are data loaders, module and optimizer constructors, and ddpcheck itself.

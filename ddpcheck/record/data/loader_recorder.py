@@ -217,7 +217,7 @@ class LoaderRecorder(Recorder, subjects=("data", "evaluation")):
             part=length_of(sampler),
             dealt=dealt if type(dealt := getattr(sampler, "total_size", 0)) is int else 0,
             epoch=epoch_of(sampler),
-            told=self._resumes.told(sampler),
+            told=self._resumes.epoch_line(sampler),
             restored=self._resumes.restored,
             workers=int(getattr(loader, "num_workers", 0)),
         )
@@ -302,26 +302,26 @@ def _note_batch(pass_: _Pass, batch: Any) -> None:
     if source is not None and (drawn := source.of(entry.batches)):
         name = next((name for name in drawn if name != HELD), "")
         line, by = (source.seeded, "") if source.seeded else (seeded_at(name), restored_by(name))
-        held = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
+        states = *entry.held, *(drawn[name][0] for name in drawn if name == HELD)
         draws = {**entry.draws, **dict(drawn.values())}
-        pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=held, held_at=source.held_at)
+        pass_.entry = replace(entry, draws=draws, seeded=line, restored_by=by, held=states, held_at=source.held_at)
     taken = pass_.entry.batches
     if taken >= len(pass_.batches):
         return
     indices = pass_.batches[taken]
     base_indices = [_base_index(pass_.dataset, index) for index in indices]
     contents: dict[str, dict[int, int]] = {key: {**known} for key, known in pass_.entry.contents.items()}
-    for place, tensor in enumerate(tree_tensors(batch)):
+    for index, tensor in enumerate(tree_tensors(batch)):
         if tensor.dim() == 1 and tensor.tolist() == list(indices):
             continue  # the indices
         if tensor.dim() and len(tensor) == len(indices) and tensor.layout == torch.strided:
             rows = row_fingerprints(tensor[:_MOST_ROWS].detach().cpu()).tolist()
-            contents.setdefault(str(place), {}).update(zip(base_indices, rows, strict=False))
+            contents.setdefault(str(index), {}).update(zip(base_indices, rows, strict=False))
     for number, samples in enumerate(uncollated(batch, len(indices))):
-        for place, values in enumerate(zip(*samples, strict=False)):
+        for index, values in enumerate(zip(*samples, strict=False)):
             if any(isinstance(value, torch.Tensor) for value in values) or list(values) != list(indices):
                 digests = (fingerprint(value.cpu()) if isinstance(value, torch.Tensor) else value for value in values)
-                contents.setdefault(f"{number}, {place}", {}).update(zip(base_indices, digests, strict=False))
+                contents.setdefault(f"{number}, {index}", {}).update(zip(base_indices, digests, strict=False))
     pass_.entry = replace(pass_.entry, contents=contents)
 
 

@@ -38,7 +38,7 @@ class SampleDraws:
         # line that assigns the dataset's first own generator
         self.held_at = assignment_in_program(generators[0][0]) if generators else None
         self._workers = int(loader.num_workers)
-        self._held = [] if self._workers else [generator for _, generator in generators]
+        self._generators = [] if self._workers else [generator for _, generator in generators]
         self._most = batches  # number of batches recorded per process
         self._collate, self._init_worker = loader.collate_fn, loader.worker_init_fn
         count = max(1, self._workers) * batches * _NUMBERS
@@ -62,9 +62,9 @@ class SampleDraws:
 
     def of(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Return states before and after batch `number` by name of each used generator."""
-        worker, place = (number % self._workers, number // self._workers) if self._workers else (0, number)
-        begin = (worker * self._most + place) * _NUMBERS
-        noted = self._noted[begin : begin + _NUMBERS] if place < self._most else []
+        worker, index = (number % self._workers, number // self._workers) if self._workers else (0, number)
+        begin = (worker * self._most + index) * _NUMBERS
+        noted = self._noted[begin : begin + _NUMBERS] if index < self._most else []
         pairs = zip(GENERATORS, noted[::2], noted[1::2], strict=False)
         return {name: (before, after) for name, before, after in pairs if before != after}
 
@@ -74,14 +74,14 @@ class SampleDraws:
 
     def _states(self) -> list[int]:
         """Return digests of the generators used by augmentations."""
-        return [state_of_held(self._held), *(state_of(name)[0] for name in generators_there())]
+        return [state_of_held(self._generators), *(state_of(name)[0] for name in generators_there())]
 
     @passes_on
     def _begin_worker(self, worker: int) -> None:
         if self._init_worker is not None:
             self._init_worker(worker)
         with contextlib.suppress(Exception):  # an error in ddpcheck, which a worker cannot report
-            self._held = [generator for _, generator in held_generators(getattr(get_worker_info(), "dataset", None))]
+            self._generators = [g for _, g in held_generators(getattr(get_worker_info(), "dataset", None))]
             self._begin(list(range(worker * self._most, (worker + 1) * self._most)))
 
     @passes_on

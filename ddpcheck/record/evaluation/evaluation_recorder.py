@@ -74,7 +74,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         self._round = 0
         self._evaluated = False  # True if an evaluation ended in this round
         self._backwards = 0
-        self._left = [0, 0]  # remaining exchanges and shown numbers to write in this round
+        self._remaining = [0, 0]  # remaining exchanges and shown numbers to write in this round
         self._open: dict[tuple[int, int], _Open] = {}
         self._ended: tuple[int, int] | None = None  # last evaluation
         self._late: tuple[_Open, EvaluationPass] | None = None  # an evaluation whose last batch may be in progress
@@ -102,7 +102,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         """Record the begin or end of a loader pass over `dataset`."""
         self.awaits_backward = True
         if entry.number >= _MOST_PASSES or self._round >= _MOST_ROUNDS:
-            self._left = [0, 0]  # later results may belong to this pass
+            self._remaining = [0, 0]  # later results may belong to this pass
             return
         key = (entry.loader, entry.number)
         pass_ = self._open.pop(key, None)
@@ -114,7 +114,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         if not entry.exhausted or entry.trains or not entry.batches or self._backwards > pass_.backwards:
             return
         if not self._evaluated:
-            self._evaluated, self._left = True, [_MOST_EXCHANGED, _MOST_SHOWN]
+            self._evaluated, self._remaining = True, [_MOST_EXCHANGED, _MOST_SHOWN]
         self._ended, self._size, self._samples = key, entry.size, len(entry.indices)
         if any(exchanged.rows for exchanged in pass_.exchanged):
             self._comparisons.open(self._round, entry.size)
@@ -156,7 +156,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             entry,
             evaluation=under_way[-1] if under_way else self._ended,
             sums=call.operation in ("all_reduce", "reduce") and call_args.get("op", dist.ReduceOp.SUM) in _SUMS,
-            shown=0 if under_way else _MOST_SHOWN - self._left[1],
+            shown=0 if under_way else _MOST_SHOWN - self._remaining[1],
             lines=lines_of_value(),
         )
         if under_way:
@@ -174,8 +174,8 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
             columns = list(value.values() if isinstance(value, dict) else value)  # predictions and labels
         parts = [(_rows_given(column), _values_given(column)) for column in columns]
         for item in (entry, *(replace(entry, numbers=(), rows=rows, values=values) for rows, values in parts if rows)):
-            if self._left[0] > 0:
-                self._left[0] -= 1
+            if self._remaining[0] > 0:
+                self._remaining[0] -= 1
                 self._sink(item)
 
     # Shown values
@@ -207,7 +207,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
 
     def _listens(self) -> bool:
         """Return True between an evaluation's end and the next evaluation."""
-        return self._evaluated and self._left[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
+        return self._evaluated and self._remaining[1] > 0 and self._round < _MOST_ROUNDS and not self._under_way()
 
     def _under_way(self) -> list[tuple[int, int]]:
         """Return the open passes without a backward pass, possibly evaluations."""
@@ -217,7 +217,7 @@ class EvaluationRecorder(Recorder, subjects=("evaluation",)):
         if not numbers:
             return
         self._write_late()
-        self._left[1] -= 1
+        self._remaining[1] -= 1
         if any(shown.text for shown in numbers):
             known = set(program_numbers.numbers_of_program().values())
             alike = {shown.text: program_numbers.like(shown.text, known) for shown in numbers if shown.text}

@@ -19,7 +19,7 @@ from ddpcheck.findings.evidence.steps import SYNC_SETTING, LoopEvent, PathEnd
 from ddpcheck.findings.source_lines import step_location
 from ddpcheck.gather.autograd.autograd_graph import MODULE_INTERNALS, LossGraph, node_of
 from ddpcheck.gather.autograd.gradient_paths import Explainer
-from ddpcheck.gather.collectives.fake_collectives import alone
+from ddpcheck.gather.collectives.fake_collectives import fake_collectives
 from ddpcheck.gather.ddp.ddp_wrapper import is_ddp
 from ddpcheck.gather.ddp.loop_events import noted_no_sync
 from ddpcheck.gather.ddp.sharding import note_settings
@@ -212,7 +212,7 @@ class Snapshot(Struct):
         state = capture_state(module, parameters=False)
         containers = [(value, copy.copy(value)) for value in _containers(module)]
         try:
-            with around(), alone(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
+            with around(), fake_collectives(), torch.enable_grad(), stance("force_eager"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # already shown by the first run
                 ends = Explainer(module, forward, lambda: state.restore(module)).explain(missing)
         except Exception:  # report the finding without a cause

@@ -87,7 +87,7 @@ class StepRecorder(StepListener):
     is_due = True
     # True if ranks may have left the loop or train apart on purpose (post-local SGD), so that nothing is compared; at
     # the start of the last forward pass with gradients
-    apart = False
+    may_diverge = False
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class StepRecorder(StepListener):
     def forward_begins(self) -> None:
         """Keep the state before the forward pass, for a comparison."""
         wrapper = self.tracker.parameters.wrapper()
-        self.apart = wrapper is not None and are_apart(wrapper)
+        self.may_diverge = wrapper is not None and are_apart(wrapper)
         if self.replica.awaits_forward:
             self.replica.forward_begins()
         ledger = self.loop.ledger
@@ -231,7 +231,7 @@ class StepRecorder(StepListener):
         self.is_due = self.is_sharded or is_probed(step) or self._keeps_in(step) or self._compares_after(step)
         if not self.is_due:
             return
-        keeps = self._keeps_in(step) and not self.apart and self._in_few_parts
+        keeps = self._keeps_in(step) and not self.may_diverge and self._in_few_parts
         if self._probe is not None:
             self._probe.attach()
         elif (self._checks_parameters and self._reports(step)) or keeps:
@@ -316,11 +316,11 @@ class StepRecorder(StepListener):
         self._sink.reduced(EndedStep(step, due, bool(awaited), probe, snapshot, compares, reports))
 
     def _compares(self, step: int) -> bool:
-        return (self._keeps_in(step) or self._compares_after(step)) and not self.apart
+        return (self._keeps_in(step) or self._compares_after(step)) and not self.may_diverge
 
     def _reports(self, step: int) -> bool:
         wanted = self._checks_parameters or self._micro_batches is not None
-        return wanted and is_probed(step) and not self.apart
+        return wanted and is_probed(step) and not self.may_diverge
 
     # Reports
 

@@ -42,7 +42,7 @@ class ApartMarks(StepListener, Recorder, subjects=("replicas",)):
 
     def forward_begins(self) -> None:
         recorder = self._recorder()
-        trains_locally = recorder.apart or (self._under_no_sync and recorder.steps_on_local_grads)
+        trains_locally = recorder.may_diverge or (self._under_no_sync and recorder.steps_on_local_grads)
         if trains_locally and not recorder.joins and len(self._fingerprints) < _MAX_FINGERPRINTS:
             if not self._fingerprints and (wrapper := recorder.wrapper) is not None:
                 self._since, self._hook = recorder.step, comm_hook_of(wrapper)
@@ -72,7 +72,7 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
     def __init__(self, recorder: Callable[[], StepRecorder], sink: Callable[[Sequence[ModuleChanged]], object]) -> None:
         self._recorder = recorder
         self._sink = sink
-        self._found: dict[Location, list[str]] = {}
+        self._ignored: dict[Location, list[str]] = {}
 
     def begin(self) -> None:
         """Start to record; `DTensor` must have been imported."""
@@ -84,11 +84,11 @@ class IgnoredData(StepListener, Recorder, subjects=("parameters",)):
     def note(self, shard: torch.Tensor, where: Location) -> None:
         """Record an assignment to `.data` of a shard."""
         name = next((name for name, param in self._recorder().parameters.items() if param is shard), None)
-        if name is not None and name not in (names := self._found.setdefault(where, [])):
+        if name is not None and name not in (names := self._ignored.setdefault(where, [])):
             names.append(name)
 
     def forward_begins(self) -> None:
-        entries, self._found = self._found, {}
+        entries, self._ignored = self._ignored, {}
         if entries:
             self._sink([ModuleChanged(0, "ignored", ".data =", (*names,), line) for line, names in entries.items()])
 
@@ -224,10 +224,10 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
     def gathers(self, group: dist.ProcessGroup | None) -> None:
         location = user_location()
         line = self._by_location.get(location, _CallingLine(location))
-        place = ""
+        backward_place = ""
         if torch.is_grad_enabled():
-            place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
-        note_collective(SHARD_FORWARD, self._which, group, place=place)
+            backward_place = place_of_backward(line.forwards + 1, line.text, self._unsynced, self._log.batch)
+        note_collective(SHARD_FORWARD, self._which, group, call_place=backward_place)
 
     def reduces(self, wrapper: nn.Module) -> None:
         """Record the reduction of a DDP backward pass (FSDP2's collectives run in Python)."""
@@ -237,5 +237,5 @@ class WrapperCollectives(Recorder, subjects=("collectives",)):
         group = wrapper.process_group
         if self._group is None or self._group[0]() is not group:
             self._group = ref(group), named_group(group)
-        place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
-        note_collective(DDP_BACKWARD, self._which, known=self._group[1], place=place)
+        backward_place = place_of_backward(self._last.forwards, self._last.text, self._unsynced, self._log.batch)
+        note_collective(DDP_BACKWARD, self._which, known=self._group[1], call_place=backward_place)

@@ -142,21 +142,21 @@ def _follow(trace: _Trace, scope: Scope, node: ast.expr, before: Place, part: in
 
 def _follow_name(trace: _Trace, scope: Scope, name: str, before: Place, part: int | str | None) -> bool:
     """Follow a name to its last assignment, and through later in-place operations."""
-    for place, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
-        if place >= before:
+    for pos, target, value in sorted(bindings(scope.body, name), key=lambda binding: binding[0], reverse=True):
+        if pos >= before:
             continue
         if isinstance(target, ast.AugAssign):
             if isinstance(target.op, ast.Mult | ast.Div):
-                trace.factors.append((scope, target.value, place[0]))
+                trace.factors.append((scope, target.value, pos[0]))
                 continue
-            if _follow(trace, scope, ast.Name(name, lineno=place[0], col_offset=place[1]), place, part):
+            if _follow(trace, scope, ast.Name(name, lineno=pos[0], col_offset=pos[1]), pos, part):
                 return True
-            return _follow(trace, scope, target.value, place, None)
+            return _follow(trace, scope, target.value, pos, None)
         if isinstance(target, int):
             part = target
         if _is_constant(scope, value):  # initial value of a sum of losses
             continue
-        if not _follow(trace, scope, value, place, part):
+        if not _follow(trace, scope, value, pos, part):
             trace.made = location_in(scope, value.lineno)
         return True
     return False

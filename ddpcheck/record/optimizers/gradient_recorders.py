@@ -320,8 +320,8 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         self._largest: tuple[int, str] = (0, "")  # (elements, line)
         self._began = False
         self._run = run
-        self._given: list[tuple[int, int]] = []  # (elements, fingerprint)
-        self.clear = self._given.clear  # clears the recorded inputs after a step
+        self._inputs: list[tuple[int, int]] = []  # (elements, fingerprint)
+        self.clear = self._inputs.clear  # clears the recorded inputs after a step
         self._parts: Counter[int] = Counter()  # all_reduce count of the gradient, by parameter id
 
     def note(self, call: Call, call_args: Mapping[str, Any]) -> None:
@@ -335,9 +335,9 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         if (part := part_of_gradient(tensor)) is not None:
             self._parts[id(part)] += 1
             self.of_a_part = Location.parse(call.location)
-        if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._given) < _MOST_GIVEN:
+        if self._run.is_written(self._run.steps) and tensor.numel() > _FEW and len(self._inputs) < _MOST_GIVEN:
             if next(iter(self._run.watches), None) is None:  # no wrapper: gradients are averaged by hand
-                self._given.append((tensor.numel(), fingerprint(tensor)))
+                self._inputs.append((tensor.numel(), fingerprint(tensor)))
 
     def backward_begins(self) -> None:
         if not self._began:
@@ -353,7 +353,7 @@ class AllreduceInputRecorder(Recorder, subjects=("optimizers", "data")):
         """Return the input fingerprints if their total size matches a list of gradients."""
         sizes = [[gradient.numel() for gradient in group] for group in gradients]
         elements = {sum(size for size in group if size > least) for group in sizes for least in (0, _FEW)}
-        return tuple(digest for _, digest in self._given) if sum(size for size, _ in self._given) in elements else ()
+        return tuple(digest for _, digest in self._inputs) if sum(size for size, _ in self._inputs) in elements else ()
 
     def is_reduced(self, parameter: torch.Tensor) -> bool:
         """Return True if a rank-specific parameter's gradient was reduced repeatedly."""

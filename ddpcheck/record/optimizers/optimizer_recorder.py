@@ -50,14 +50,14 @@ class _Optimizer:
     number: int
     steps: int = 0
     reduced: dict[int, int] = field(default_factory=dict)  # reductions at the last step, by wrapper number
-    alone: dict[int, str] = field(default_factory=dict)  # names of parameters in no wrapper, by id
+    unwrapped: dict[int, str] = field(default_factory=dict)  # names of parameters in no wrapper, by id
     in_no_module: set[int] = field(default_factory=set)  # ids of those parameters that are in no module either
     marks: list[int] = field(default_factory=list)
     marked: Callable[[], Any] | None = None  # a small parameter in no wrapper
     is_settled: bool = False  # True if zeroing is no longer followed
     inside: bool = False  # inside `step`
     schedule: ScheduleState | None = None  # schedule at the last step
-    apart: bool = False  # ranks may have run out of batches, or train independently: step numbers do not match
+    may_diverge: bool = False  # ranks may have run out of batches, or train independently: step numbers do not match
     sample: Callable[[], Any] = lambda: None  # a parameter
     used: tuple[int, tuple[str, ...]] = (-1, ())  # backward passes until the last step, and its call stack
     late: Location | None = None  # line of an all_reduce of gradients after the step
@@ -89,7 +89,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         self._clips = ClipRecorder(run, self._before_clip, self._zeroings.note_changed)
         self._loads = LoadRecorder(run.add)
         # recorder of models that no optimizer holds, run before sampled steps
-        self.states = StateRecorder(run, UseRecorder(run, self._held), writes.copied)
+        self.states = StateRecorder(run, UseRecorder(run, self._params), writes.copied)
         self.allreduce_inputs = AllreduceInputRecorder(run)
         self._sum_at: Location | None = None  # line of the last all_reduce since backward that left a sum
         # sketches by id of a parameter in no wrapper: of the gradient after backward, and before a clip
@@ -104,7 +104,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         for known in self._all:
             optimizer = living.get(known.number)
             watches = [] if optimizer is None else self._watches_of(optimizer, known)
-            reductions = sum(watch.step for watch in watches) if watches and not known.apart else -1
+            reductions = sum(watch.step for watch in watches) if watches and not known.may_diverge else -1
             schedule = known.schedule if optimizer is None else self._schedules.of(optimizer)
             self._run.add(OptimizerEnd(known.number, known.steps, reductions, tuple(known.marks), schedule))
 
@@ -120,7 +120,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
 
     def are_gradients(self, places: Collection[int]) -> bool:
         """Return True if any parameter's gradient is at a given place (`place_of`)."""
-        return any(p.grad is not None and place_of(p.grad) in places for p in self._held())
+        return any(p.grad is not None and place_of(p.grad) in places for p in self._params())
 
     def steps_of(self, optimizer: Any) -> int:
         known = self._known.get(optimizer)
@@ -130,7 +130,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         known = self._known.get(optimizer)
         return -1 if known is None else known.number
 
-    def _held(self) -> list[torch.Tensor]:
+    def _params(self) -> list[torch.Tensor]:
         return [p for optimizer in list(self._known) for p in parameters_of(optimizer)]
 
     # Steps
@@ -158,7 +158,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         if not known.is_settled:
             known.is_settled = self._zeroings.begins_to_step(optimizer, known.number)
         for watch in watches:
-            known.apart |= watch.apart
+            known.may_diverge |= watch.may_diverge
             watch.optimizer_steps()
         if known.marked is not None and (marked := known.marked()) is not None and len(known.marks) < _MOST_MARKS:
             known.marks.append(fingerprint(marked))
@@ -166,7 +166,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             self._run.add(self._described(optimizer, known, watches))
             known.marks = []
             if known.steps or not known.number:  # others may be constructed in each step, for an inner loop
-                self.states.look(known.number, known.steps, self._held())
+                self.states.look(known.number, known.steps, self._params())
         self._sums.clear()
         self.allreduce_inputs.clear()
         known.reduced = {}
@@ -189,12 +189,12 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
         wrapped = {key: name for watch in watches for key, name in watch.numbered.items()}
         synced = {wrapped[id(p)]: p for p in params if id(p) in wrapped}
         unsharded = {name: p for name, p in synced.items() if id(p) not in shards} if shards else synced
-        unwrapped = {known.alone[id(p)]: p for p in params if id(p) in known.alone and not is_part(p)}
+        unwrapped = {known.unwrapped[id(p)]: p for p in params if id(p) in known.unwrapped and not is_part(p)}
         reductions = sum(watch.step for watch in watches)
         idle_watches = [watch for watch in watches if watch.step == known.reduced.get(watch.number, 0)]
-        settled = not known.apart and not any(watch.has_unreduced for watch in watches)
+        settled = not known.may_diverge and not any(watch.has_unreduced for watch in watches)
         options = optimizer_options(optimizer, {})
-        gradients = ([p.grad for p in group if p.grad is not None] for group in (unwrapped.values(), self._held()))
+        gradients = ([p.grad for p in group if p.grad is not None] for group in (unwrapped.values(), self._params()))
         scaler = self._lines.scaler
         named = {**unsharded, **unwrapped}
         summed: dict[str, Location | None] = {}
@@ -202,16 +202,16 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             # gradients written in place before the sum may have been divided
             written = [name for name, p in unwrapped.items() if p.grad is not None and version_of(p.grad)]
             summed = {n: line for n, p in named.items() if n not in written and (line := self._sum_in(p.grad))}
-        others = [other for other in self._lines.optimizers() if other not in self._known]
+        others = [opt for opt in self._lines.optimizers() if opt not in self._known]
         numbered = [watch.numbered for watch in self._run.watches] if others else []
-        idle = {names[id(p)] for names in numbered for other in others for p in parameters_of(other) if id(p) in names}
+        idle = {names[id(p)] for names in numbered for opt in others for p in parameters_of(opt) if id(p) in names}
         step = OptimizerStep(
             known.number,
             known.steps,
             {name: value for name, value in options.items() if not name.endswith((" parameters", " order"))},
             step_location(),
             held=tuple(synced),
-            reductions=reductions if watches and not known.apart else -1,
+            reductions=reductions if watches and not known.may_diverge else -1,
             averaged=reductions > sum(known.reduced.values()) and settled,
             unaveraged=tuple(f"{watch.number}/{n}" for watch in idle_watches for n in watch.parameters),
             norms=norms({name: gradient for name, p in unsharded.items() if (gradient := p.grad) is not None}),
@@ -219,7 +219,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             alone=fingerprints(unwrapped.items()),
             gradients=sketches({name: dense(p.grad) for name, p in unwrapped.items() if p.grad is not None}),
             marks=tuple(known.marks),
-            unknown=tuple(name for p, name in known.alone.items() if p in known.in_no_module),
+            unknown=tuple(name for p, name in known.unwrapped.items() if p in known.in_no_module),
             collectives=self._run.log.collectives,
             idle=tuple(sorted(idle)),
             schedule=known.schedule,
@@ -268,7 +268,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
     def _sketches(self) -> dict[int, tuple[float, ...]]:
         """Return gradient sketches of parameters in no wrapper, by parameter id."""
         params = ((p, known) for optimizer, known in list(self._known.items()) for p in parameters_of(optimizer))
-        loose = {str(id(p)): p.grad for p, known in params if id(p) in known.alone and p.grad is not None}
+        loose = {str(id(p)): p.grad for p, known in params if id(p) in known.unwrapped and p.grad is not None}
         sampled = dict(itertools.islice(loose.items(), _MOST_SKETCHED))
         return {int(key): numbers for key, numbers in sketches({k: dense(g) for k, g in sampled.items()}).items()}
 
@@ -320,7 +320,7 @@ class OptimizerRecorder(Recorder, subjects=("replicas", "optimizers", "loop")):
             known.in_no_module = {id(p) for p in loose} - names.keys()
             names |= names_of_tensors(known.in_no_module) if known.in_no_module else {}
             for index, p in enumerate(loose):
-                known.alone[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
+                known.unwrapped[id(p)] = names.get(id(p), f"? {index} {tuple(p.shape)}")
             known.marked = tensor_ref(min(loose, key=torch.Tensor.numel))
 
     # Zeroed gradients

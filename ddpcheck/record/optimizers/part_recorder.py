@@ -136,10 +136,10 @@ class PartRecorder(Recorder, subjects=("replicas", "optimizers")):
     def _note_given(self, module: nn.Module, layouts: Sequence[Any]) -> None:
         """Hook a module whose input is split, except along the last dimension."""
         if parts := [index for index, layout in enumerate(layouts) if getattr(layout, "dim", -1) != -1]:
-            hook = UnpickledHook(functools.partial(self._given, parts))
+            hook = UnpickledHook(functools.partial(self._before_forward, parts))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def _given(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _before_forward(self, parts: Sequence[int], _module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Record data split over the ranks by the script (requires no grad)."""
         inputs = [arguments[index] for index in parts if index < len(arguments)]
         if torch.is_grad_enabled():

@@ -289,7 +289,7 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         self._before: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # step offset of a restored optimizer
         self._states: dict[int, tuple[Any, int, int]] = {}  # (param_groups, steps, epochs) by id of param_groups
         self._files: dict[str, int] = {}  # steps of the saved states, by path
-        self._told: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch line by sampler
+        self._epoch_lines: WeakKeyDictionary[Any, Location | None] = WeakKeyDictionary()  # last set_epoch by sampler
         patched(Optimizer, "state_dict", self._takes)
         patched(Optimizer, "load_state_dict", self._restores)
         patched(torch, "save", self._writes)
@@ -301,12 +301,12 @@ class ResumeRecorder(Recorder, subjects=("data",)):
         if self.restored is restored:
             self.restored = None
 
-    def told(self, sampler: Any) -> Location | None:
+    def epoch_line(self, sampler: Any) -> Location | None:
         """Return the line of the last `set_epoch` of a DistributedSampler, or None."""
-        return self._told.get(sampler) if isinstance(sampler, DistributedSampler) else None
+        return self._epoch_lines.get(sampler) if isinstance(sampler, DistributedSampler) else None
 
     def _tells(self, sampler: Any, *_arguments: Any, **_named: Any) -> None:
-        self._told[sampler] = user_location()
+        self._epoch_lines[sampler] = user_location()
 
     def _takes(self, optimizer: Any, *_arguments: Any, **_named: Any) -> Generator[None, Any, None]:
         state = yield

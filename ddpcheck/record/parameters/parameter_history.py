@@ -217,7 +217,7 @@ class StepProbe:
         self.reentrant = False  # True if a re-entrant checkpoint is in the graph
         # kept values of this rank's own gradients: `.grad` before plus arrivals; for shards, arrivals only
         self.local: dict[str, Any] = {}
-        self.held: dict[str, torch.Tensor] = {}  # gradients that shards had before
+        self.grads_before: dict[str, torch.Tensor] = {}  # of shards
         # shards whose gradient bypassed the reduction: by an operation on the DTensor itself, or as terms that torch
         # sums over tensor-parallel ranks before the reduction
         self.beside: set[str] = set()
@@ -285,10 +285,10 @@ class StepProbe:
     def _keep_held(self, name: str) -> None:
         """Keep `.grad` from backward passes not reduced, which is part of this average."""
         grad = self._parameters[name].grad
-        if name in self.local or name in self.held or grad is None or self.keep is None:
+        if name in self.local or name in self.grads_before or grad is None or self.keep is None:
             return
         if is_shard(grad):
-            self.held[name] = dense(grad).clone()
+            self.grads_before[name] = dense(grad).clone()
         else:
             self.local[name] = self.keep(name, dense(grad))
 

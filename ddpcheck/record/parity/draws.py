@@ -84,7 +84,7 @@ class RandomDraws(Recorder, subjects=("parity",)):
         if not self._replays:
             self._samples.refuse(key, "the script fails with the numbers of all ranks")
             return drawn
-        rank_draws = self._samples.of_ranks(key, number) if name.endswith(("randperm", "permutation")) else ()
+        rank_draws = self._samples.rank_values(key, number) if name.endswith(("randperm", "permutation")) else ()
         if len(rank_draws) > 1 and rows_of(drawn) == sum(map(rows_of, rank_draws)):
             return drawn  # a permutation over the samples of all ranks; each rank only permuted its own shard
         try:
@@ -227,7 +227,7 @@ class RankLayers(Recorder, subjects=("parity",)):
             entry = generator.get_state(), *(tuple(tensor.shape) for tensor in inputs)
             self._samples.keep(f"{key}#{self._backward}", entry)
             return compute(*inputs)
-        states, parts = self._samples.of_ranks(key, self._backward), [self._parts(tensor) for tensor in inputs]
+        states, parts = self._samples.rank_values(key, self._backward), [self._parts(tensor) for tensor in inputs]
         if not states or any(len(input_parts) != len(states) for input_parts in parts):
             return compute(*inputs)
         saved_state, outputs = generator.get_state(), []

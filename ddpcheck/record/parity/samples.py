@@ -121,7 +121,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         """Return True if this is the single process."""
         return self._reader is not None
 
-    def of_ranks(self, key: str, number: int) -> list[Any]:
+    def rank_values(self, key: str, number: int) -> list[Any]:
         """Return the ranks' values of a key and index, in concatenation order.
 
         If the single process takes the ranks' batches in turn, return only the value of the rank whose turn it is.
@@ -149,7 +149,7 @@ class Samples(Recorder, subjects=("parity",), inner=("replayed",)):
         Raises:
             NotTogetherError: No rank has a value, or the values cannot be concatenated.
         """
-        values = self.of_ranks(key, number)
+        values = self.rank_values(key, number)
         if not values:
             raise NotTogetherError("no rank has recorded it")
         if (dim := self._batch_dim(values)) and not is_same(values[0], values[-1]):

@@ -51,13 +51,13 @@ class FileRecorder(Recorder, subjects=("files",)):
         note, note_lock = guarded(self._note_opened), guarded(self._note_lock)
         note_removed = guarded(self._note_removed)
 
-        def hear(event: str, given: tuple[Any, ...]) -> None:
+        def hear(event: str, arguments: tuple[Any, ...]) -> None:
             if event == "open":
-                note(*given)
+                note(*arguments)
             elif event in _LOCKS:
                 note_lock()
             elif event == "os.remove":
-                note_removed(*given)
+                note_removed(*arguments)
 
         sys.addaudithook(hear)
 

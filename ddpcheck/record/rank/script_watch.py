@@ -72,7 +72,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
     ) -> None:
         self._log: RankLog = run.log
         self.number = run.wrappers
-        self.apart = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
+        self.may_diverge = False  # True if ranks may have left the loop or train apart on purpose (see `StepRecorder`)
         self._every = run.every
         log, number = self._log, self.number
         self._collectives = WrapperCollectives(log, number, f"wrapper {of_group}" if of_group > 1 else "")
@@ -327,13 +327,13 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._report(self._recorder.report(ended, parts and parts.parameters))
         if parts is not None:
             self._replica.capture(step, ended.probe, parts)
-        elif ended.is_due and not self._told_apart and self._is_due(step) and self.apart:
+        elif ended.is_due and not self._told_apart and self._is_due(step) and self.may_diverge:
             self._told_apart = True
             self._log.add(NotCompared(self.number, _JOINED if self._recorder.joins else _APART))
         self._loads = self._log.loads
         self._incomplete = ended.incomplete
         self._reduced = {}
-        if not (self.apart and self._recorder.joins):
+        if not (self.may_diverge and self._recorder.joins):
             self._pace.reduced(step)
         if ended.is_due and self._is_sampled(step):
             self._is_fresh = True
@@ -376,8 +376,8 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         if self._replica.waits:
             self._replica.write()
             self._replica.write_buffers()
-        self.apart = self._recorder.apart
-        if self.apart:
+        self.may_diverge = self._recorder.may_diverge
+        if self.may_diverge:
             self._marks.forward_begins()
 
     def forward_returned(self, step: int, output: Any, tensors: Sequence[torch.Tensor], *, synced: bool) -> None:
@@ -395,7 +395,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
         return is_sampled(step, self._every) or (self.is_sharded and self._log.loads > self._loads)
 
     def _is_sampled(self, step: int) -> bool:
-        return is_probed(step) or (self._is_due(step) and not self.apart)
+        return is_probed(step) or (self._is_due(step) and not self.may_diverge)
 
     def backward_begins(self) -> None:
         self._loss_from_forward = True

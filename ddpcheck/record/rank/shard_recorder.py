@@ -110,12 +110,12 @@ class ShardRecorder(Recorder, subjects=OF_A_WRAPPER):
         if (is_shard(before) or module in self._known) and len(self._assigned) < _MOST_ASSIGNED:
             self._assigned.append((ref(module), name, tensor_ref(parameter), user_location()))
 
-    def _registers_module(self, module: nn.Module, name: str, given: Any) -> None:
+    def _registers_module(self, module: nn.Module, name: str, submodule: Any) -> None:
         """Record an unsharded module assigned over a sharded module."""
         before = module._modules.get(name)
-        if before is not None and before is not given and isinstance(given, nn.Module):
-            if any(map(is_shard, before.parameters())) and not any(map(is_shard, given.parameters())):
-                self._modules[given] = user_location()
+        if before is not None and before is not submodule and isinstance(submodule, nn.Module):
+            if any(map(is_shard, before.parameters())) and not any(map(is_shard, submodule.parameters())):
+                self._modules[submodule] = user_location()
 
     def _note_replaced(self, watch: ScriptWatch, *, first: bool) -> None:
         """Report parameters assigned since the last forward pass that are not gathered.

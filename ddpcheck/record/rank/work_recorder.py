@@ -75,7 +75,7 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         self._are_gradients = are_gradients  # returns True if an optimizer's gradient is at any address
         self._looks: Counter[Location] = Counter()
         self._pending: dict[int, _Pending] = {}  # by `id()` of the `Work`
-        self._told: set[Entry] = set()
+        self._reported: set[Entry] = set()
         self._follows = False
         self._before: tuple[int, list[tuple[Callable[[], Any], int]]] = (0, [])  # `id()` of the arguments, versions
         on_given.append(guarded(self._starts))
@@ -145,8 +145,8 @@ class WorkRecorder(Recorder, subjects=("collectives",)):
         return self._looks[pending.location] <= _MOST_LOOKS
 
     def _add(self, entry: Entry) -> None:
-        if entry not in self._told:
-            self._told.add(entry)
+        if entry not in self._reported:
+            self._reported.add(entry)
             self._sink(entry)
 
 

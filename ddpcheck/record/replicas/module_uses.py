@@ -56,7 +56,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         self._wrapped: dict[int, tuple[Callable[[], Any], int, str]] = {}  # (parameter, wrapper, name), by `id()`
         self._lines: dict[tuple[Any, int], int] = {}  # number of checks, by code and line
         self.seen: dict[_Key, ModuleChanged] = {}  # writes since the start of the last step, by wrapper and line
-        self._told: set[_Key] = set()
+        self._reported: set[_Key] = set()
         self._early: dict[Location, list[tuple[Callable[[], Any], str]]] = {}  # (parameter, method), by line
         self._patches: dict[tuple[Any, str], Patch] = {}  # by class and method
         self._of_steps: dict[tuple[Any, str], Patch] = {}  # patches of methods that optimizers call
@@ -105,8 +105,8 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         """Write recorded lines to the log, before a step or at the end."""
         if self.seen:
             for key, change in self.seen.items():
-                if key not in self._told:
-                    self._told.add(key)
+                if key not in self._reported:
+                    self._reported.add(key)
                     self._run.add(change)
             self.seen.clear()
 
@@ -160,7 +160,7 @@ class WriteRecorder(Recorder, subjects=("parameters", "replicas")):
         if number == _NOT_WATCHED:
             self._early.setdefault(location, []).append((param_ref, how))
             return
-        if (key := (number, location)) in self._told:
+        if (key := (number, location)) in self._reported:
             return
         before = self.seen.get(key)
         names = (name,) if before is None else tuple(dict.fromkeys((*before.names, name)))
@@ -295,9 +295,9 @@ class UseRecorder(Recorder, subjects=("replicas",)):
     A use is a call in evaluation or without gradients: the first by a line after an optimizer step or a load.
     """
 
-    def __init__(self, run: Recording, held: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, run: Recording, params: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._run = run
-        self._held = held  # returns the tensors of all optimizers
+        self._params = params  # returns the parameters of all optimizers
         self._followed: WeakKeyDictionary[nn.Module, _Followed] = WeakKeyDictionary()
         self._reset: WeakKeyDictionary[nn.Module, Location | None] = WeakKeyDictionary()  # resetting line, after a step
         patched(nn.Module, "load_state_dict", self._loads)
@@ -353,7 +353,7 @@ class UseRecorder(Recorder, subjects=("replicas",)):
         use.uses[lines] += 1
         if use.uses[lines] > _ALL_OF_THE_FIRST and not is_probed(use.uses[lines]):
             return
-        if not use.wrapped and not {id(p) for p in self._held()}.isdisjoint(map(id, nn.Module.parameters(module))):
+        if not use.wrapped and not {id(p) for p in self._params()}.isdisjoint(map(id, nn.Module.parameters(module))):
             return  # trained by an optimizer
         digest = _digest(module)
         reset = next((layer for layer in module.modules() if layer in self._reset), None) if self._reset else None

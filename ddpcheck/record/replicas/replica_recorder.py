@@ -101,7 +101,7 @@ class ReplicaRecorder(Recorder, subjects=("replicas", "reducer")):
             local = {name: kept for name, kept in probe.local.items() if name not in beside}
             own, averaged = (
                 {name: Sketch("f", numbers) for name, numbers in vectors.items()}
-                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.held))
+                for vectors in (short_sketches(_by_shard(local)), _reduced(rows, probe.grads_before))
             )
             captured = replace(captured, own=own, averaged=averaged, eps=eps, hook=hook, own_hook=own_hook)
             if probe.hooked.changed or probe.hooked.factors:
@@ -135,12 +135,12 @@ def _by_shard(local: Mapping[str, Any]) -> dict[str, Any]:
     return by_shard
 
 
-def _reduced(left: InRows, held: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
+def _reduced(grads: InRows, grads_before: Mapping[str, torch.Tensor]) -> Mapping[str, Iterable[float]]:
     """Return sketches of reduced gradients, minus gradients that shards held before."""
-    if not held:
-        return short_sketches(left)
-    before = sketches(held)
-    return {name: map(sub, numbers, before.get(name, repeat(0.0))) for name, numbers in sketches(left).items()}
+    if not grads_before:
+        return short_sketches(grads)
+    before = sketches(grads_before)
+    return {name: map(sub, numbers, before.get(name, repeat(0.0))) for name, numbers in sketches(grads).items()}
 
 
 def batch_statistics(modules: Mapping[str, nn.Module]) -> set[str]:

@@ -69,7 +69,7 @@ class _Numbers:
 class _Look:
     """Held variables and inputs at one call of forward."""
 
-    held: dict[str, _Numbers] = field(default_factory=dict)
+    variables: dict[str, _Numbers] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     inputs: list[_Numbers] = field(default_factory=list)
     samples: list[_Numbers] = field(default_factory=list)  # possible inputs before normalization
@@ -137,11 +137,11 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
         if not (inputs := [t for t in tensors if t is not None and t.numel() >= min(sizes.values())]):
             return
         self._calls += 1
-        variables = _held(set(sizes.values()), lambda _: False)[0].held
+        variables = _held_variables(set(sizes.values()), lambda _: False)[0].variables
         names = sizes.keys() & variables.keys()
         self._exchanged.update(name for name in names if any(_contains(t, variables[name]) for t in inputs))
 
-    def _acts(self, state: _Followed, part: nn.Module, *given: Any) -> None:
+    def _acts(self, state: _Followed, part: nn.Module, *inputs: Any) -> None:
         """Handle a call of a module part, by the wrapper or in a rollout."""
         if not state.entry:
             if any(frame.f_code.co_filename == DDP_FILE for frame in frames_from(sys._getframe(1))):
@@ -149,23 +149,23 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             state.entry, state.rollouts, state.calls = id(part), state.rollouts + 1, 0
         if state.entry == id(part):
             count, state.calls, acts, state.acts = state.calls, state.calls + 1, state.acts, state.acts + 1
-            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, given)):
+            if _is_looked_at(state.rollouts) and _is_looked_at(count) and (look := self._look(state, inputs)):
                 if state.called.acts == acts:
                     _compare(state, look, state.called, begins=True)
                 if state.acted.acts == acts:
                     _compare(state, look, state.acted)
                 state.acted = look.without_rows()
 
-    def _called(self, state: _Followed, _module: nn.Module, *given: Any) -> None:
+    def _called(self, state: _Followed, _module: nn.Module, *inputs: Any) -> None:
         count, state.forwards = state.forwards, state.forwards + 1
         acted, state.entry = state.entry != 0 and _is_looked_at(state.rollouts), 0
-        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, given)):
+        if not (acted or is_probed(count) or is_probed(count - 1)) or not (look := self._look(state, inputs)):
             return
         unseen = state.acts > max(state.acted.acts, state.called.acts, 0)
         _compare(state, look, state.called, counts=state.called.acts == state.acts and _is_looked_at(count - 1))
         state.called = look.without_rows()
         for name, tally in state.tallies.items():
-            if not tally.features or (unseen and not tally.moves) or (mean := look.held.get(name)) is None:
+            if not tally.features or (unseen and not tally.moves) or (mean := look.variables.get(name)) is None:
                 continue
             tally.is_trained_on |= any(_are_from(tally, x, mean) for x in look.inputs)
             fits = tally.is_trained_on and tally.goes_on is not False
@@ -175,8 +175,8 @@ class StatisticsRecorder(Recorder, subjects=("replicas",)):
             tally.moves = []
             self._run.add(RunningStatistic(state.number, count, name, values, scales, equations, line, *moves))
 
-    def _look(self, state: _Followed, given: Sequence[Any]) -> _Look | None:
-        tensors = [t for t in tree_tensors(given) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
+    def _look(self, state: _Followed, inputs: Sequence[Any]) -> _Look | None:
+        tensors = [t for t in tree_tensors(inputs) if t.is_floating_point() and is_usable(t)][:_MOST_INPUTS]
         return replace(_look(tensors, self._run.samples, state.without), acts=state.acts) if tensors else None
 
 
@@ -186,13 +186,13 @@ def _compare(state: _Followed, look: _Look, last: _Look, *, counts: bool = True,
     `begins`: `look` begins a rollout, and `last` is of a wrapper call.
     """
     _divide(look, last)
-    both = [(name, now, last.held[name]) for name, now in look.held.items() if name in last.held]
+    both = [(name, now, last.variables[name]) for name, now in look.variables.items() if name in last.variables]
     alike = [(name, now, before) for name, now, before in both if now.features == before.features]
     changed = [name for name, now, before in alike if bool(((now.mean - before.mean).abs() > now.rounding).any())]
     finders = (_found_by_inputs, _found_by_samples, _found_in_whole)
     fits = {name: fit for finder in finders for name, fit in finder(look, last, changed).items()}
     for name in changed if counts else fits:
-        tally, mean = state.tallies.setdefault(name, _Tally()), look.held[name]
+        tally, mean = state.tallies.setdefault(name, _Tally()), look.variables[name]
         if begins:
             tally.goes_on = name in fits or tally.goes_on is True
         tally.moves.append(fits[name][0] if name in fits else 0)
@@ -210,11 +210,11 @@ def _is_looked_at(count: int) -> bool:
     return is_probed(count) or is_probed(count - 1)
 
 
-def _are_from(tally: _Tally, given: _Numbers, mean: _Numbers) -> bool:
-    """Return True if `given` has a rollout row, plain or normalized by `mean`."""
-    if given.features != mean.features:
+def _are_from(tally: _Tally, inputs: _Numbers, mean: _Numbers) -> bool:
+    """Return True if `inputs` has a rollout row, plain or normalized by `mean`."""
+    if inputs.features != mean.features:
         return False
-    new = given.rows[given.rows.any(1)][:, None]
+    new = inputs.rows[inputs.rows.any(1)][:, None]
     pairs = ((rows, (raw - mean.mean) / tally.scale) for rows, raw in tally.rows)
     return any(bool(((new - old).abs() <= _SAME).all(2).any()) for pair in pairs for old in pair)
 
@@ -223,7 +223,7 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
     """Find variables that moved like the mean of the inputs times a held scale."""
     fits: _Found = {}
     for name in changed:
-        now, before = look.held[name], last.held[name]
+        now, before = look.variables[name], last.variables[name]
         best = _FITS
         for src, scaled_by in ((look, look), (last, last), (look, last)):  # updated before use, later, or right after
             inputs = [x for x in src.inputs if x.features == now.features > 1]
@@ -242,11 +242,11 @@ def _found_by_inputs(look: _Look, last: _Look, changed: Sequence[str]) -> _Found
     return fits
 
 
-def _is_same_way(now: _Numbers, before: _Numbers, given: _Numbers) -> bool:
+def _is_same_way(now: _Numbers, before: _Numbers, inputs: _Numbers) -> bool:
     """Return False if no positive scale fits the move to the inputs (quick test)."""
-    moved, size = now.mean - before.mean, given.mean.norm()
-    mask = (moved.abs() > 2 * now.rounding) & (given.rounding <= _ROUNDED * size)
-    return not bool((mask & (moved * given.mean < 0) & (given.mean.abs() > 2 * _FITS * size)).any())
+    moved, size = now.mean - before.mean, inputs.mean.norm()
+    mask = (moved.abs() > 2 * now.rounding) & (inputs.rounding <= _ROUNDED * size)
+    return not bool((mask & (moved * inputs.mean < 0) & (inputs.mean.abs() > 2 * _FITS * size)).any())
 
 
 def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
@@ -255,7 +255,7 @@ def _found_by_samples(look: _Look, last: _Look, changed: Sequence[str]) -> _Foun
     for x in look.inputs if changed else ():
         for samples in look.samples:
             for (offset, scale), name in itertools.product(_affine(x, samples), changed):
-                now, before = look.held[name], last.held[name]
+                now, before = look.variables[name], last.variables[name]
                 if now.features == x.features and _is_at(offset, scale, now):
                     look.offsets[name] = samples.mean
                 elif now.features != x.features or not _is_at(offset, scale, before):
@@ -276,8 +276,8 @@ def _found_in_whole(look: _Look, last: _Look, changed: Sequence[str]) -> _Found:
     """Find variables that moved towards the mean of a table with the raw inputs."""
     fits: _Found = {}
     for whole in look.whole if changed else ():
-        for name in (name for name in changed if look.held[name].features == whole.features > 1):
-            now, before = look.held[name], last.held[name]
+        for name in (name for name in changed if look.variables[name].features == whole.features > 1):
+            now, before = look.variables[name], last.variables[name]
             scales = torch.cat([torch.ones_like(now.mean)[None], _scales(look, name)])
             moved, mask = _moved(now, before, scales)
             shares = _are_shares(moved * mask, (whole.mean - before.mean) / scales * mask) & (mask.sum(1) > 1)
@@ -303,8 +303,8 @@ def _moved(now: _Numbers, before: _Numbers, scales: torch.Tensor) -> tuple[torch
 
 def _scales(look: _Look, name: str) -> torch.Tensor:
     """Return possible divisors of the inputs in rows: held variables and their roots."""
-    mean = look.held[name]
-    means = [x.mean for x in look.held.values() if x.features == mean.features]
+    mean = look.variables[name]
+    means = [x.mean for x in look.variables.values() if x.features == mean.features]
     positive = [t for t in means if bool((t >= 0).all()) and bool((t > 0).any())][:_MOST_SCALES]
     divisors = torch.stack(positive or [mean.mean.abs()])
     variances = torch.cat([divisors, divisors - mean.mean.square()])
@@ -328,27 +328,27 @@ def _are_shares(moved: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _affine(given: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _affine(inputs: _Numbers, samples: _Numbers) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return [(m, c)] if inputs are (samples - m) / c, else []."""
-    if (given.features, given.count) != (samples.features, samples.count) or given.count < 3:
+    if (inputs.features, inputs.count) != (samples.features, samples.count) or inputs.count < 3:
         return []
-    x_mean, y_mean = samples.rows.mean(0), given.rows.mean(0)
-    x, y = samples.rows - x_mean, given.rows - y_mean
+    x_mean, y_mean = samples.rows.mean(0), inputs.rows.mean(0)
+    x, y = samples.rows - x_mean, inputs.rows - y_mean
     scale = (x * y).sum(0) / (y * y).sum(0).clamp_min(1e-300)
     offset = x_mean - scale * y_mean
     fits = bool(((x - scale * y).norm(dim=0) <= _FITS * x.norm(dim=0)).all()) and bool((scale > 0).all())
     return [(offset, scale)] if fits else []
 
 
-def _look(given: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
-    totals = {tensor.numel() for tensor in given}
-    rows = {tensor[0].numel() for tensor in given if tensor.dim() > 1}
-    sizes = {size for tensor in given for size in _features(tensor)}
-    look, variables = _held(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
+def _look(tensors: Sequence[torch.Tensor], samples: Iterable[torch.Tensor], without: Collection[int]) -> _Look:
+    totals = {tensor.numel() for tensor in tensors}
+    rows = {tensor[0].numel() for tensor in tensors if tensor.dim() > 1}
+    sizes = {size for tensor in tensors for size in _features(tensor)}
+    look, variables = _held_variables(sizes, lambda t: t.numel() in totals or _row_of(t) in rows, without)
     candidates = [tensor for tensor in (*variables, *samples) if tensor.numel() in totals]
-    wanted = {x.features for x in look.held.values() if x.features > 1 or candidates}
+    wanted = {x.features for x in look.variables.values() if x.features > 1 or candidates}
     tables = [t.reshape(-1, _row_of(t)) for t in variables if max(totals) < t.numel() and _row_of(t) in wanted]
-    look.inputs = [layout for tensor in given for layout in _layouts(tensor, wanted)]
+    look.inputs = [layout for tensor in tensors for layout in _layouts(tensor, wanted)]
     look.samples = [layout for tensor in candidates for layout in _layouts(tensor, wanted)]
     look.whole = [_numbers(table, most=_MOST_ROWS) for table in tables if len(table) <= _MOST_ROWS]
     pairs = [(whole, [x for x in look.inputs if x.features == whole.features]) for whole in look.whole]
@@ -360,12 +360,12 @@ def _divide(look: _Look, last: _Look) -> None:
     """Add quotients of sums and of a changed count in the same holder."""
     counts = [name for name, number in look.counts.items() if last.counts.get(name, number) != number]
     for src in (look, last) if counts else ():
-        for name, numbers in list(src.held.items()):
+        for name, numbers in list(src.variables.items()):
             for count in [count for count in counts if _holder(count) == _holder(name)][:_MOST_COUNTS]:
                 for minus, divisor in ((0, count), (1, f"({count} - 1)")):  # - 1 for a variance
                     if (number := src.counts[count] - minus) > 0 and numbers.features > 1:
                         mean, rounding = numbers.mean / number, numbers.rounding / number
-                        src.held.setdefault(f"{name} / {divisor}", replace(numbers, mean=mean, rounding=rounding))
+                        src.variables.setdefault(f"{name} / {divisor}", replace(numbers, mean=mean, rounding=rounding))
 
 
 def _row_of(tensor: torch.Tensor) -> int:
@@ -403,12 +403,12 @@ def _spread(count: int, most: int = _MOST_COMPARED) -> torch.Tensor | slice:
     return slice(min(count, most)) if count <= most or not most else torch.linspace(0, count - 1, most).long()
 
 
-def _held(
+def _held_variables(
     sizes: Collection[int], are_samples: Callable[[torch.Tensor], bool], without: Collection[int] = ()
 ) -> tuple[_Look, list[torch.Tensor]]:
     """Return held variables of the wanted sizes and counts, and possible samples."""
     look = _Look()
-    items = look.held
+    items = look.variables
     samples: list[torch.Tensor] = []
     ids: dict[str, int] = {}  # `id()` by name
     kinds: dict[str, type] = {}

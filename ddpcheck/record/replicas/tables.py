@@ -80,7 +80,7 @@ def _places_in(path: str, value: Any, where: Location | None) -> list[DerivedTab
         return []
     if not any(path.rpartition(".")[2] in asked_for_places(file) for file in program_files()):
         return []
-    places = {repr(text): str(place) for place, text in enumerate(texts)}
+    places = {repr(text): str(index) for index, text in enumerate(texts)}
     return [DerivedTable(f"{path}{OF_A_LIST}", places, line_of_variable(path, where))]
 
 

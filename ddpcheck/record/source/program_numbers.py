@@ -120,7 +120,7 @@ def parts_of_counter(name: str, numbers: torch.Tensor, samples: int) -> dict[str
         parts[f"{function}.sum({variable})"] = float(numbers.sum())
     is_few = len(numbers) <= _FEW_COUNTS or total or bool((numbers != numbers.round()).any())
     if numbers.dim() == 1 and len(numbers) <= _MOST_COLUMNS and is_few:
-        parts |= {f"{name}[{place}]": number for place, number in enumerate(numbers.tolist())}
+        parts |= {f"{name}[{index}]": number for index, number in enumerate(numbers.tolist())}
     if numbers.dim() == 2 and numbers.shape[0] == numbers.shape[1]:
         parts[f"{function}.trace({variable})"] = float(numbers.trace())
     return {part: number for part, number in parts.items() if math.isfinite(number)}
@@ -176,7 +176,7 @@ def rows_of_program(count: int) -> dict[str, torch.Tensor]:
     """Return labels of `count` samples, by function, variable and table column."""
     labels: dict[str, torch.Tensor] = {}
     for name, value in held_by_program():
-        columns = {f"{name}[{place}]": column for place, column in enumerate(columns_of(value, count))}
+        columns = {f"{name}[{index}]": column for index, column in enumerate(columns_of(value, count))}
         for part, column in (columns or {name: value}).items():
             rows = labels_in(column, count)
             is_number = part != name and rows is not None and len(rows.unique()) == count  # index of the sample
@@ -356,12 +356,12 @@ def line_of_output() -> Location | None:
     return user_location(next((frame for frame in program_frames() if frame.f_code.co_name != "print"), None))
 
 
-def like(text: str, held: Iterable[float]) -> tuple[float, ...]:
+def like(text: str, numbers: Iterable[float]) -> tuple[float, ...]:
     """Return the numbers that print as `text`, plain or in percent."""
     if "e" in text:
-        return tuple(value for value in held if abs(value - float(text)) < 1e-3 * abs(value))
+        return tuple(value for value in numbers if abs(value - float(text)) < 1e-3 * abs(value))
     places = len(text.partition(".")[2])
-    return tuple(value for value in held if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))
+    return tuple(value for value in numbers if text in (f"{value:.{places}f}", f"{100 * value:.{places}f}"))
 
 
 def numbers_of_conditions() -> list[float]:

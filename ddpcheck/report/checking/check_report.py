@@ -115,7 +115,7 @@ def _why_stopped(state: CheckState, name: str, kept: Sequence[Finding]) -> str:
 class Tally:
     """Counts of gradient comparisons with one reference."""
 
-    held: int = 0  # within an informative tolerance
+    matching: int = 0  # within an informative tolerance
     differ: int = 0  # beyond the tolerance
     zero: int = 0  # zero compared with zero
     untold: int = 0  # within a tolerance that is too large to be informative
@@ -132,7 +132,7 @@ class Tally:
 
     def vacuous(self) -> str:
         """Explain why the comparisons are inconclusive; empty if conclusive."""
-        if not self.steps or self.held or self.differ:
+        if not self.steps or self.matching or self.differ:
             return ""
         if self.untold:
             return "rounding may be as large as the gradients themselves, so nothing can be decided"
@@ -142,16 +142,16 @@ class Tally:
         """Describe how many gradients equal `what`."""
         more = [f"{self.zero} more {'is' if self.zero == 1 else 'are'} zero"] if self.zero else []
         more += [f"{self.untold} more cannot be told from rounding"] if self.untold else []
-        verb = "equals" if self.held == 1 else "equal"
-        text = f"{counted(self.held, 'gradient')} in {self._when(of_steps)} {verb} {what}"
+        verb = "equals" if self.matching == 1 else "equal"
+        text = f"{counted(self.matching, 'gradient')} in {self._when(of_steps)} {verb} {what}"
         return f"{text} ({', '.join(more)})" if more else text
 
     def compressed(self, hook: str, of_steps: int) -> str:
         """Describe gradients that a communication hook compresses too much to be compared."""
-        count = counted(self.held + self.untold, "gradient")
+        count = counted(self.matching + self.untold, "gradient")
         average = "the average of the ranks' own"
-        near = f"{self.held} of them equal {average}; the others" if self.held else "they"
-        away = f"differ from {'it' if self.held else average} by up to {self.farthest:.2g}"
+        near = f"{self.matching} of them equal {average}; the others" if self.matching else "they"
+        away = f"differ from {'it' if self.matching else average} by up to {self.farthest:.2g}"
         return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near} {away}, after {hook}"
 
     def differing(self, of_steps: int) -> str:
@@ -159,7 +159,7 @@ class Tally:
         if not self.differ:
             return ""
         verb = "differs" if self.differ == 1 else "differ"
-        return f"{self.differ} of {counted(self.held + self.differ, 'gradient')} in {self._when(of_steps)} {verb}"
+        return f"{self.differ} of {counted(self.matching + self.differ, 'gradient')} in {self._when(of_steps)} {verb}"
 
     def _when(self, of_steps: int) -> str:
         return counted(of_steps, "step") if len(self.steps) == of_steps else format_steps(self.steps)
@@ -171,7 +171,7 @@ def _kind(entry: ParityEntry) -> str:
     if not entry.reference_norm and not entry.absolute_error:
         return "zero"
     near = entry.relative_error <= _NEAR  # even if the reference run of the tolerance routed differently
-    return "held" if near or entry.tells else "untold"
+    return "matching" if near or entry.tells else "untold"
 
 
 def _verdict(state: CheckState, name: str) -> Verdict:
@@ -179,12 +179,12 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         return Verdict(lacking=_why_not_reached(state))
     several = state.asked.world_size > 1
     if name == "model":
-        return Verdict(held="built on every rank" if several else "built on one rank")
+        return Verdict(matching="built on every rank" if several else "built on one rank")
     if name in ("consistency", "wrapping"):
         built, wrapped = "parameters, buffers and modules", "values, options and optimizers"
         wrapped = f"values before {state.wrapper.named}, and optimizers," if state.wrapper.sharded else wrapped
         noun = built if name == "consistency" else wrapped
-        return Verdict(held=f"{noun} are the same on every rank" if several else "one rank, so that nothing can differ")
+        return Verdict((), f"{noun} are the same on every rank" if several else "one rank, so that nothing can differ")
     if name == "parameters":
         return _part_taken(state)
     reference = "local" if name == "reducer" else "single-process"
@@ -194,7 +194,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
         reason = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
         return Verdict(lacking=f"{reason}; the parameters are the same on every rank after each step")
     if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
-        return Verdict(held=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
+        return Verdict(matching=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
     noun = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     if several and state.wrapper.sharded:
         noun = "the average of the ranks' own, each gathered from its shards"
@@ -206,7 +206,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
             constants = state.single.constants
             noun += f", with {'constants instead of' if constants else 'the same'} random numbers"
             noun += "" if constants else " for each sample"
-    text = tally.equal(noun, state.asked.steps) if tally.held else ""
+    text = tally.equal(noun, state.asked.steps) if tally.matching else ""
     sharded = [item for item in state.steps.ddp if isinstance(item, ShardedStep) and not item.rank]
     updates = sum(not difference.bad for item in sharded for difference in item.against_whole)
     if text and name == "reducer" and updates:
@@ -215,7 +215,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
             f"{text}; {counted(updates, 'parameter')} after a step on {of} equal those after a step on whole parameters"
         )
     return Verdict(
-        held=text,
+        matching=text,
         lacking=tally.vacuous() or _why_not_compared(state, name, tally.steps),
         differing=tally.differing(state.asked.steps),
     )
@@ -223,7 +223,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
 
 def _trained_apart(state: CheckState) -> str:
     """Explain the steps without comparison in which ranks train apart by design."""
-    by_step = state.steps.apart
+    by_step = state.steps.local_sgd_steps
     equal = steps_that_end_alike(by_step)
     holds = f"the parameters are the same on every rank after {format_steps(equal)}"
     return (
@@ -247,7 +247,7 @@ def _part_taken(state: CheckState) -> Verdict:
         text = f"{len(names) - len(unused)} of {len(names)} parameters contributed to the loss in each of {when}{where}"
         if state.wrapper.find_unused_parameters:
             text += "; find_unused_parameters=True allows the rest to be unused"
-    return Verdict(held=text, lacking="" if len(steps) == state.asked.steps else _why_not_reached(state))
+    return Verdict(matching=text, lacking="" if len(steps) == state.asked.steps else _why_not_reached(state))
 
 
 def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str:
@@ -257,7 +257,7 @@ def _why_not_compared(state: CheckState, name: str, steps: Sequence[int]) -> str
     if len(steps) == state.asked.steps:
         return ""
     if name == "reducer":
-        if len(steps) + len(state.steps.apart) == state.asked.steps:
+        if len(steps) + len(state.steps.local_sgd_steps) == state.asked.steps:
             return _trained_apart(state)
         parts = "gradients differ, and the forward draws random numbers, which differ between parts and the whole"
         return state.steps.ddp_skipped or (parts if state.steps.parts_draw else "") or _why_not_reached(state)

@@ -181,7 +181,7 @@ class RankSteps:
         return len(self.local) > 1 and len(states) == 1 and 0 not in states
 
     @property
-    def apart(self) -> dict[int, list[DdpStepEvidence]]:
+    def local_sgd_steps(self) -> dict[int, list[DdpStepEvidence]]:
         """Steps through the wrapper in which ranks trained apart by design, by step."""
         return group_by_step(item for item in self.ddp if item.is_local_sgd)
 

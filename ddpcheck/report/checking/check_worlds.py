@@ -51,11 +51,11 @@ class PhaseProgress:
 
     def __init__(self, show: Callable[[str], None] | None) -> None:
         self._show = show or (lambda _words: None)
-        self._words = self._told = ""
+        self._words = self._shown = ""
         self._begun = time.monotonic()
 
     def __call__(self, words: str) -> None:
-        self._words = self._told = words
+        self._words = self._shown = words
         self._begun = time.monotonic()
         self._show(words)
 
@@ -64,8 +64,8 @@ class PhaseProgress:
         seconds = time.monotonic() - self._begun
         if running and seconds >= QUIET:
             text = f"{self._words}: {int(seconds)} s, waiting for {format_ranks(running)}"
-            if text != self._told:
-                self._told = text
+            if text != self._shown:
+                self._shown = text
                 self._show(text)
 
 

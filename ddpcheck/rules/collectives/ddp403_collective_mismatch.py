@@ -130,7 +130,7 @@ def judge_collectives(
         mismatch = first_unequal_call([[call for call in distinct[kind] if call.group == group] for kind in kinds])
         if mismatch is None:
             continue
-        place, by_kind = mismatch[0] + (first or {}).get(group, 0), dict(zip(kinds, mismatch[1], strict=True))
+        call_number, by_kind = mismatch[0] + (first or {}).get(group, 0), dict(zip(kinds, mismatch[1], strict=True))
         row = [by_kind[id(logs[rank])] for rank in ranks]
         calls = [call for call in row if call is not None]
         absent = [rank for rank, call in zip(ranks, row, strict=True) if call is None]
@@ -143,7 +143,7 @@ def judge_collectives(
         else:
             minority = tuple(present[index] for index in minority_ranks([call_signature(call) for call in calls]))
             differing = calls[present.index(minority[0])]
-            message = f"Collective number {place} differs between the ranks."
+            message = f"Collective number {call_number} differs between the ranks."
         words = [f"{call or 'none'}{f', in {call.place}' if call is not None and call.place else ''}" for call in row]
         findings += one_finding(
             "DDP403",
@@ -152,10 +152,10 @@ def judge_collectives(
             ranks=minority,
             location=Location.parse(differing.location or next((call.location for call in calls if call.location), "")),
             evidence=[
-                f"{format_ranks(rank for rank, _ in pairs)}, collective number {place}: {text}"
+                f"{format_ranks(rank for rank, _ in pairs)}, collective number {call_number}: {text}"
                 for text, pairs in group_by(zip(ranks, words, strict=True), lambda pair: pair[1]).items()
             ],
-            tags=(f"{DIVERGES_AT}{place}",),
+            tags=(f"{DIVERGES_AT}{call_number}",),
         )
     return findings
 
@@ -276,9 +276,9 @@ def lone_call_finding(
     waits_in = side.state.doing.partition(" at ")[0].removeprefix("waits in ")
     name = op_name(side.call) if side.call is not None else waits_in
     test = f", {in_words(branch)}" if branch is not None else ""
-    instead, fix, place = "", _fix_of_call(side.call, name, where, branch), where
+    instead, fix, edit_line = "", _fix_of_call(side.call, name, where, branch), where
     if side.call is not None and peer.call is not None and side.call.group != peer.call.group:
-        place = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
+        edit_line = next((line for line in side.lines if branch in facts.blocks.get(line, ())), where)
         test = f", in {side.call.group_words or 'another process group'}{test}"
         instead = f", in {peer.call.group_words}" if peer.call.group_words else ""
         fix = f"Have every rank call the collectives of both process groups in the same order. {fix}"
@@ -290,7 +290,7 @@ def lone_call_finding(
         f"{format_ranks(calling).capitalize()} {verb} {name} at {where}{test}, and {format_ranks(missing)} "
         f"{plural_verb('does', 'do', missing)} not: {doing(facts, missing)}{instead}.",
         ranks=missing if len(missing) < len(calling) or never else calling,
-        location=Location.parse(place),
+        location=Location.parse(edit_line),
         evidence=[
             f"called from {', from '.join(side.lines[1:4])}" if len(side.lines) > 1 else "",
             *(f"which is {in_words(block)}" for block in local_branches(facts, side, peer)[1:]),

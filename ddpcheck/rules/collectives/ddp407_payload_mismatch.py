@@ -39,7 +39,7 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
         ranks = minority_ranks(values)
         usual = next(rank_values for rank, rank_values in enumerate(values) if rank not in ranks)
         differing, call = values[ranks[0]], calls[ranks[0]]
-        place = next(index for index, value in enumerate(differing) if value != usual[index])
+        index = next(index for index, value in enumerate(differing) if value != usual[index])
         findings.setdefault(
             call.location or str(number),
             one_finding(
@@ -53,8 +53,8 @@ def judge_packing(sent: Sequence[Sequence[ReductionInput]]) -> list[Finding]:
                 evidence=(
                     "given the same samples and random numbers, every rank sends the same "
                     f"{len(usual)} numbers, but {format_ranks(ranks)} in a different order",
-                    f"element {place}: {usual[place]:.6g}; on {format_ranks(ranks[:1])}: {differing[place]:.6g}, "
-                    f"which is element {usual.index(differing[place])} elsewhere",
+                    f"element {index}: {usual[index]:.6g}; on {format_ranks(ranks[:1])}: {differing[index]:.6g}, "
+                    f"which is element {usual.index(differing[index])} elsewhere",
                 ),
             ),
         )

@@ -62,5 +62,5 @@ def _unawaited_finding(entries: Sequence[tuple[int, HandleEntry]], world_size: i
     else:
         message = f"Nothing waits for the result of {call}: its handle is dropped."
     ranks = unless_all(sorted({rank for rank, _ in entries}), world_size)
-    tags = (ON_GRADIENTS,) if any(other.of_gradients for _, other in entries) else ()
+    tags = (ON_GRADIENTS,) if any(item.of_gradients for _, item in entries) else ()
     return make_finding("DDP408", (entry.operation,), message, ranks=ranks, location=entry.location, tags=tags)

@@ -81,8 +81,8 @@ def _timeline(
 
 def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
     """Return ranks absent from the last call of `rank`, else mismatched ranks."""
-    place = len(logs[rank]) - 1
-    absent = tuple(peer for peer, log in logs.items() if len(log) <= place)
+    index = len(logs[rank]) - 1
+    absent = tuple(peer for peer, log in logs.items() if len(log) <= index)
     if absent:
         return absent
-    return tuple(peer for peer, log in logs.items() if call_signature(log[place]) != call_signature(logs[rank][place]))
+    return tuple(peer for peer, log in logs.items() if call_signature(log[index]) != call_signature(logs[rank][index]))

@@ -418,11 +418,11 @@ def judge_repeated_samples(local: Sequence[LocalStep], *, gradients_differ: bool
     if not repeated or not (gradients_differ or gradients_alike):
         return []
     shared = []
-    for place, item in enumerate(local):
-        for other in local[:place]:
-            if common := len(repeated & set(rows[place]) & set(other.sample_fingerprints)):
+    for index, item in enumerate(local):
+        for peer in local[:index]:
+            if common := len(repeated & set(rows[index]) & set(peer.sample_fingerprints)):
                 is_are = "is" if common == 1 else "are"
-                rank, other_rank = item.evidence.rank, other.evidence.rank
+                rank, other_rank = item.evidence.rank, peer.evidence.rank
                 shared.append(f"{counted(common, 'sample')} on rank {rank} {is_are} on rank {other_rank} too")
     return one_finding(
         "DDP505",

@@ -115,7 +115,7 @@ def judge_unreduced_steps(ledgers: Ledgers) -> list[Finding]:
     if not used:
         return []
     item, first = used[0]
-    step, ledger = first.ended_by, next(ledger for other, ledger in ledgers if other is item)
+    step, ledger = first.ended_by, next(ledger for evidence, ledger in ledgers if evidence is item)
     step_contributions = [c for c in ledger.contributions if c.ended == first.ended]
     unreduced = [c for c in step_contributions if not c.reduced]
     entered = next((event for event in item.events if event.kind == "enter no_sync"), None)

@@ -81,7 +81,7 @@ def judge_parity(parity: Parity) -> list[Finding]:
 
 def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
     """Return the rules of `others` that may explain the divergence."""
-    codes = {other.code for other in others if other.severity is not Severity.NOTE} - {finding.code}
+    codes = {f.code for f in others if f.severity is not Severity.NOTE} - {finding.code}
     if finding.severity is Severity.ERROR:
         return sorted(code for code in codes if not RULES[code].keeps_gradients)
     return sorted(code for code in codes if not RULES[code].keeps_results)

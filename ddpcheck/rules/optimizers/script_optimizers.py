@@ -88,7 +88,7 @@ def _judge_unwrapped(opt: Optimizer, facts: ScriptFacts) -> list[Finding]:
             opt.ends,
             [peer.steps for peer in facts.optimizers if peer.steps and peer.steps[0][0].alone.keys() == names],
             wrapped=bool(facts.wrappers),
-            in_step=any(reduces_in_step(other.steps) for other in facts.optimizers),
+            in_step=any(reduces_in_step(optimizer.steps) for optimizer in facts.optimizers),
             sharded_at=next((w.made.location for w in facts.wrappers if w.made.context.sharded is not None), None),
             assigned=[change for change in entries_of(facts.ranks[0], ModuleChanged) if change.what == "module"],
         )

@@ -51,7 +51,7 @@ def _absences(names: Sequence[str], facts: ParameterFacts) -> list[MissingOn]:
     for name in names:
         for step, items in group_by(facts.missing[name], lambda item: item.step).items():
             places.setdefault((step, tuple(sorted(item.rank for item in items))), []).append(name)
-    groups = group_by(sorted(places), lambda place: (tuple(places[place]), place[1]))
+    groups = group_by(sorted(places), lambda key: (tuple(places[key]), key[1]))
     return [MissingOn(members, ranks, tuple(step for step, _ in keys)) for (members, ranks), keys in groups.items()]
 
 
@@ -91,8 +91,8 @@ def judge_always_missing(facts: ParameterFacts) -> list[Finding]:
 
     def cause_and_place(name: str) -> tuple[object, ...]:
         end = end_of(name)
-        place = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
-        return end.cause, end.reason, place, name in facts.wrapper.sparse
+        origin = facts.family_of(name, missing) if end.cause == "unused" else end.edit_at
+        return end.cause, end.reason, origin, name in facts.wrapper.sparse
 
     groups = [MissingGroup(g, end_of(g[0]), facts) for g in group_by(names, cause_and_place).values()]
     return [finding for group in groups for finding in _JUDGES.get(group.end.cause, judge_unreachable)(group)]

@@ -38,4 +38,4 @@ def judge_unreachable(group: MissingGroup) -> list[Finding]:
         does = plural_verb("does", "do", group.facts.names.subjects(group.names))
         return group.one_finding("DDP102", f"{group.subjects} {does} not contribute to the loss; the cause is unknown.")
     last = f"the last operation that depends on {group.them} is {group.end.reason}{group.end.at}"
-    return group.one_finding("DDP102", f"The result of {group.subjects}{group.place} does not reach the loss.", [last])
+    return group.one_finding("DDP102", f"The result of {group.subjects}{group.where} does not reach the loss.", [last])

@@ -33,7 +33,7 @@ from ddpcheck.trace.parameters import MissingGroup
 def judge_cut(group: MissingGroup) -> list[Finding]:
     """DDP103: parameters whose path to the loss leaves autograd."""
     end = group.end
-    message = f"The path from {group.subjects} to the loss is cut by {end.reason}{group.place}."
+    message = f"The path from {group.subjects} to the loss is cut by {end.reason}{group.where}."
     begins = [f"{end.reason} begins at {end.no_grad_location}"]
     evidence = begins if end.no_grad_location not in (None, end.location) else []
     return group.one_finding("DDP103", message, evidence, _fix_of_cut(end.reason))

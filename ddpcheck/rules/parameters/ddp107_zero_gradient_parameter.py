@@ -41,12 +41,12 @@ def judge_zero_gradients(
     if not always or len(zero) == sum(state != "missing" for state in facts.evidence[0].states.values()):
         return []
 
-    def place(name: str) -> PathEnd | str:
+    def end_or_module(name: str) -> PathEnd | str:
         top = facts.family_of(name, frozenset(always))
         return ends.get(name) or (name.rpartition(".")[0] or name if top == name else top)
 
     findings = []
-    for group in group_by(always, place).values():
+    for group in group_by(always, end_or_module).values():
         end = ends.get(group[0])
         origin = f": it becomes zero in {end.reason}{end.at}" if end else ""
         subjects = join_names(facts.names.subjects(group))

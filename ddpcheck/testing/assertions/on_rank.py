@@ -314,17 +314,17 @@ def _distance(got: torch.Tensor, want: torch.Tensor, options: CompareOptions) ->
         dtype = got.dtype if got.dtype.itemsize >= min_dtype.itemsize else min_dtype
     else:
         dtype = torch.int64 if options.exact else torch.float64  # isclose rounds integers to float32
-    left, right = got.to(dtype), want.to(dtype)
+    actual, expected = got.to(dtype), want.to(dtype)
     try:
-        torch.testing.assert_close(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
+        torch.testing.assert_close(actual, expected, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
         return 0.0, ""
     except AssertionError as error:
         lines = [line.rstrip(".") for line in str(error).partition("\n\n")[2].splitlines()]
     except Exception as error:  # do not raise: other ranks wait for this rank
         return math.inf, f"How far could not be measured ({type(error).__name__}: {error})"
     if got.dim():
-        is_close = torch.isclose(left, right, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
+        is_close = torch.isclose(actual, expected, rtol=options.rtol, atol=options.atol, equal_nan=options.equal_nan)
         index = _first(~is_close)
         lines.append(f"First mismatch at index {index}: {got[index].item()} instead of {want[index].item()}")
-    worst = float((left - right).abs().max())
+    worst = float((actual - expected).abs().max())
     return math.inf if math.isnan(worst) else worst, "\n".join(lines)
