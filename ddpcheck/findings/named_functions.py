@@ -26,6 +26,7 @@ def read_named_functions() -> None:
     """Read the functions from the environment, on a rank."""
     global wrappers, step
     wrappers, step = map(_spellings, os.environ.get(_VARIABLE, ";").split(";"))
+    is_wrapper.cache_clear()
 
 
 def _spellings(names: str) -> tuple[str, ...]:
@@ -33,9 +34,10 @@ def _spellings(names: str) -> tuple[str, ...]:
     return tuple(s for name in names.split(",") if name for s in (name, re.sub(r"\.[A-Z]\w*(?=\.)", "", name)))
 
 
+@functools.cache
 def is_wrapper(file: str, function: str) -> bool:
     """Return True for a function that only wraps calls of torch."""
-    return bool(wrappers) and is_one_of(wrappers, file, function)
+    return is_one_of(wrappers, file, function)
 
 
 @functools.cache

@@ -101,9 +101,7 @@ def user_frame(frame: FrameType | None, *, over_packages: bool | None = None) ->
     innermost: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_user_file(file) and not (
-            named_functions.wrappers and named_functions.is_wrapper(file, frame.f_code.co_qualname)
-        ):
+        if is_user_file(file) and not named_functions.is_wrapper(file, frame.f_code.co_qualname):
             innermost = innermost or frame
             if not (over_packages and is_installed(file)):
                 return frame

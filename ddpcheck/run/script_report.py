@@ -80,11 +80,7 @@ def report_on_script(
     parity = _parity(comparison := _comparison(ranks, singles), singles)
     select, ignore, suppress = settings.select, settings.ignore, settings.suppress
     equal = {} if comparison is None or isinstance(parity, Exception) else comparison.confirmed
-    cause = ""
-    if isinstance(parity, Verdict) and parity.findings:
-        kept = sort_out(judged.findings, script, select=select, ignore=ignore).kept
-        cause = join_names(codes_that_explain(parity.findings[0], kept))
-        judged = judged.adding("parity", [] if cause else parity.findings)
+    judged, cause = _add_parity(judged, parity, script, settings)
     findings_of_others, notes_of_others = judge_by_others(facts, settings.rules_severity)
     for heading, finding in findings_of_others:
         judged = judged.adding(heading, [finding])
@@ -111,6 +107,17 @@ def report_on_script(
         modules=next((wrapper.modules for rank in ranks[:1] for wrapper in rank.wrappers), ()),
     )
     return chosen.complete(report).with_excerpts()
+
+
+def _add_parity(
+    judged: Judged, parity: Verdict | Exception | None, script: str, settings: Settings
+) -> tuple[Judged, str]:
+    """Add differences from a single process, unless explained; return the codes that explain."""
+    if not isinstance(parity, Verdict) or not parity.findings:
+        return judged, ""
+    kept = sort_out(judged.findings, script, select=settings.select, ignore=settings.ignore).kept
+    cause = join_names(codes_that_explain(parity.findings[0], kept))
+    return judged.adding("parity", [] if cause else parity.findings), cause
 
 
 def _check_of(

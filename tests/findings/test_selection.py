@@ -165,7 +165,7 @@ def test_every_form_of_a_report_shows_what_does_not_count() -> None:
 
 
 def test_the_line_of_a_script_says_that_nothing_counts() -> None:
-    held = Verdict(held="every trainable parameter contributed to the loss in 3 steps")
+    held = Verdict(matching="every trainable parameter contributed to the loss in 3 steps")
     assert status_of(held, [(AUX, AUX)], [])[0] == "ignored"
     assert status_of(held, [(AUX, AUX), (HEAD, HEAD)], [HEAD])[0] == "failed"
 
