@@ -359,7 +359,7 @@ def computed_for(tree: ast.AST, name: str) -> int | None:
 
 
 def call_of(names: Sequence[str], files: Mapping[str, str]) -> Location | None:
-    """Return the first call of a function in `names`; `files` by shown path."""
+    """Return the first call of a function in `names`; `files`: paths by their display name."""
     for shown, file in files.items():
         for node in ast.walk(parsed_source(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:

@@ -125,8 +125,8 @@ _ORIGINAL_HEAD = re.compile(  # does not match tracebacks inside a user's messag
     r"Traceback \(most recent call last\):\n",
     re.MULTILINE,
 )
-_SAID = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
-_OF_MAIN = re.compile(r"^__(mp_)?main__\.")  # module of the script in a spawned worker, and in a forked worker
+_TYPE_AND_MESSAGE = re.compile(r"^(?P<type>[^\W\d][\w.<>]*)(?:: (?P<text>.*))?\Z", re.MULTILINE | re.DOTALL)
+_MAIN_PREFIX = re.compile(r"^__(mp_)?main__\.")  # module of the script in a spawned worker, and in a forked worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,12 @@ def original_of(error: BaseException) -> OriginalException | None:
     heads = [head.end() for head in _ORIGINAL_HEAD.finditer(text)]
     last = text[heads[-1] :] if heads else ""  # the last exception of a chain
     start = re.search(r"^\S", last, re.MULTILINE)
-    match = _SAID.match(last[start.start() :].rstrip()) if start is not None else None
+    match = _TYPE_AND_MESSAGE.match(last[start.start() :].rstrip()) if start is not None else None
     if match is None or start is None:
         return None
     line = Location.parse(location_of(frames_of(last[: start.start()])[::-1]))
     origin = text.partition("\n")[0].removeprefix("Caught ").partition(" ")[2].rstrip(".")
-    return OriginalException(_OF_MAIN.sub("", match["type"]), match["text"] or "", line, origin)
+    return OriginalException(_MAIN_PREFIX.sub("", match["type"]), match["text"] or "", line, origin)
 
 
 _FRAME = re.compile(r'^(?P<indent> *)File "(?P<file>[^"]*)", line (\d+|\?\?\?)')

@@ -286,10 +286,10 @@ def _phase_end(item: pytest.Item, error: BaseException | None, *, fell: bool) ->
         how: Literal["skipped", "xfailed"] = "skipped" if isinstance(error, pytest.skip.Exception) else "xfailed"
         return _PhaseEnd(Ended(how, error.msg or ""))
     output = [(key, text) for _, key, text in item._report_sections if " of rank " not in key]
-    return _PhaseEnd(None, failures.described(error, "", ""), fell, _as_pytest_shows(item, error), output)
+    return _PhaseEnd(None, failures.described(error, "", ""), fell, _pack_longrepr(item, error), output)
 
 
-def _as_pytest_shows(item: pytest.Item, error: BaseException) -> bytes:
+def _pack_longrepr(item: pytest.Item, error: BaseException) -> bytes:
     try:
         longrepr = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
         wire.loads(data := wire.dumps(longrepr))

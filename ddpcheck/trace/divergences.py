@@ -339,7 +339,7 @@ def _have_one_floor(tops: Sequence[float], ends: Sequence[float]) -> bool:
 
 
 def _shown_divergences(parity: Parity) -> Iterator[Divergence]:
-    """Compare numbers shown after evaluations; in training, only world size factors."""
+    """Compare printed numbers with the single process: of evaluations, else only world size factors."""
     by_line = group_by(parity.shown, lambda item: (item.entry.location, item.index, item.entry.text))
     for (location, _, _), items in by_line.items():
         evaluated = [item for item in items if item.entry.evaluates and not item.entry.during and not item.is_local]

@@ -23,7 +23,7 @@ from ddpcheck.findings.evidence.script import (
 )
 from ddpcheck.stream.entries import ReplicaCaptured
 from ddpcheck.trace.gradients import Clips, paired
-from ddpcheck.trace.script_facts import ScriptFacts, used_by
+from ddpcheck.trace.script_facts import ScriptFacts, steps_with_reductions
 from ddpcheck.trace.unwrapped_params import Steps, all_gradients_agree, are_close
 from ddpcheck.trace.view import View
 
@@ -86,7 +86,7 @@ class GradientChanges(View):
     def of(cls, facts: ScriptFacts) -> Self:
         steps = [optimizer.steps for optimizer in facts.optimizers]
         reduced = [
-            [[*used_by(rank, [step[n] for step in opt_steps])] for n, rank in enumerate(facts.ranks)]
+            [[*steps_with_reductions(rank, [step[n] for step in opt_steps])] for n, rank in enumerate(facts.ranks)]
             for opt_steps in steps
             if all(len(step) == len(facts.ranks) for step in opt_steps)
         ]

@@ -20,7 +20,7 @@ from ddpcheck.stream.rank_report import MicroBatch
 from ddpcheck.trace.captured import against_average
 from ddpcheck.trace.factors import SCALE_TOLERANCE, is_near
 from ddpcheck.trace.replicas import aligned
-from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, used_by
+from ddpcheck.trace.script_facts import ScriptFacts, WatchedWrapper, entries_of, steps_with_reductions
 from ddpcheck.trace.view import NotRecorded, View
 
 LossesByRank = Sequence[Sequence[LossDifferentiated]]  # in order of time
@@ -138,7 +138,7 @@ class Losses(View):
 
 def _are_rescaled(rank: WatchedRank) -> bool:
     """Check if steps rescale averaged gradients by the world size or its inverse."""
-    for step, replica in used_by(rank, entries_of(rank, OptimizerStep)):
+    for step, replica in steps_with_reductions(rank, entries_of(rank, OptimizerStep)):
         averaged_norm = math.hypot(*itertools.chain.from_iterable(replica.averaged.values()))
         factor = math.hypot(*step.norms.values()) / averaged_norm if averaged_norm else 0.0
         if factor and abs(abs(math.log(factor, rank.started.world_size)) - 1) < _SKETCHED:

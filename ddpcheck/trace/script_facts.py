@@ -368,8 +368,10 @@ def _step_alike(rank: WatchedRank, peer: WatchedRank) -> bool:
     )
 
 
-def used_by(rank: WatchedRank, steps: Sequence[OptimizerStep]) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
-    """Yield optimizer steps on a rank with the preceding reduction, if known."""
+def steps_with_reductions(
+    rank: WatchedRank, steps: Sequence[OptimizerStep]
+) -> Iterator[tuple[OptimizerStep, ReplicaCaptured]]:
+    """Yield each optimizer step with the reduction before it, if that was recorded."""
     reduced = {(entry.wrapper, entry.step + 1): entry for entry in entries_of(rank, ReplicaCaptured) if entry.averaged}
     for step in steps:
         wrapper_ids = {name.partition("/")[0] for name in step.norms}

@@ -184,8 +184,8 @@ def as_wholes(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Wrap local tensors of `parts` as `DTensor`s; other tensors stay unchanged."""
     for name, tensor in tensors:
-        is_whole = tensor is None or name not in parts or is_shard(tensor)
-        yield name, tensor if tensor is None or is_whole else parts[name].around(tensor.detach())
+        is_unchanged = tensor is None or name not in parts or is_shard(tensor)
+        yield name, tensor if tensor is None or is_unchanged else parts[name].around(tensor.detach())
 
 
 def placed_as(parameter: Any, gradient: Any) -> Any:

@@ -189,9 +189,9 @@ def parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def shards_in_use(module: nn.Module) -> set[int]:
-    """Return ids of the sharded and unsharded parameters of `fully_shard`; empty if unavailable.
+    """Return ids of sharded and unsharded parameters of `fully_shard`, if torch shows them.
 
-    Includes parameters taken over after `Module.to` and `load_state_dict(assign=True)`.
+    Includes parameters that `fully_shard` adopts after `Module.to` and `load_state_dict(assign=True)`.
     """
     return set().union(*map(_identities, _parameters_of_groups(module)))
 

@@ -150,7 +150,7 @@ def _fit(target: Mapping[str, torch.Tensor], part: Mapping[str, torch.Tensor]) -
 def _mismatches(
     data: SingleStepData, averaged: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> set[str]:
-    """Return the gradients that differ by more than the tolerance of the single process."""
+    """Return gradients that differ by more than the tolerance of the single-process step."""
     return {
         name
         for name, gradient in expected.items()

@@ -298,7 +298,7 @@ def _loss_line(path: str, line: int) -> Location:
 
 
 def _features(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the row count of a tensor, and sums of nonlinear row functions.
+    """Return sums of nonlinear functions of the rows of a tensor, then the row count.
 
     These are random Fourier features (Rahimi and Recht, 2007). Sums over ranks equal sums over all rows; different rows
     have different sums, while rounding changes little.

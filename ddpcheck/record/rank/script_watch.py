@@ -231,7 +231,7 @@ class ScriptWatch(StepListener, Recorder, subjects=OF_A_WRAPPER, inner=_INNER):
             self._recorder.tracker.expect(outputs)
 
     def gradients_zeroed(self) -> None:
-        """Record a `zero_grad` call of the wrapper or of an optimizer with its parameters."""
+        """Record `zero_grad` of the wrapper, or of an optimizer of its parameters."""
         self._recorder.loop.add(ZEROED)
         if self._is_fresh:
             self._is_fresh = False

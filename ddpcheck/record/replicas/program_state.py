@@ -202,7 +202,7 @@ class StateRecorder(Recorder, subjects=("replicas",)):
         return self._used[module]
 
     def _in_use(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the module if called, or else its called children (`encode_image`)."""
+        """Return the module if called, else its called children (as by `encode_image` of CLIP)."""
         seen = module in self._used
         if self._use_of(module):
             return [("", module)]

@@ -27,11 +27,11 @@ def is_order_of_a_set(names: list[str]) -> bool:
     """Return True if some set of the names iterates in this order."""
     if len(names) > _FEW:
         return _follow_slots(names)
-    orders, inserted = Random(0), list(names)
+    rng, inserted = Random(0), list(names)
     for _ in range(_INSERTIONS):
         if names in (list(set(inserted)), list(set(dict.fromkeys(inserted)))):  # a set made of a mapping is presized
             return True
-        orders.shuffle(inserted)
+        rng.shuffle(inserted)
     return False
 
 

@@ -118,7 +118,7 @@ class Tally:
     matching: int = 0  # within an informative tolerance
     differ: int = 0  # beyond the tolerance
     zero: int = 0  # zero compared with zero
-    untold: int = 0  # within a tolerance that is too large to be informative
+    undecided: int = 0  # within a tolerance that is too large to be informative
     steps: tuple[int, ...] = ()  # steps with any comparison
     farthest: float = 0.0  # the largest relative error
 
@@ -134,35 +134,35 @@ class Tally:
         """Explain why the comparisons are inconclusive; empty if conclusive."""
         if not self.steps or self.matching or self.differ:
             return ""
-        if self.untold:
+        if self.undecided:
             return "rounding may be as large as the gradients themselves, so nothing can be decided"
         return "every gradient was zero or missing, so nothing was compared"
 
-    def equal(self, what: str, of_steps: int) -> str:
+    def equal(self, what: str, num_steps: int) -> str:
         """Describe how many gradients equal `what`."""
         more = [f"{self.zero} more {'is' if self.zero == 1 else 'are'} zero"] if self.zero else []
-        more += [f"{self.untold} more cannot be told from rounding"] if self.untold else []
+        more += [f"{self.undecided} more cannot be told from rounding"] if self.undecided else []
         verb = "equals" if self.matching == 1 else "equal"
-        text = f"{counted(self.matching, 'gradient')} in {self._when(of_steps)} {verb} {what}"
+        text = f"{counted(self.matching, 'gradient')} in {self._when(num_steps)} {verb} {what}"
         return f"{text} ({', '.join(more)})" if more else text
 
-    def compressed(self, hook: str, of_steps: int) -> str:
+    def compressed(self, hook: str, num_steps: int) -> str:
         """Describe gradients that a communication hook compresses too much to be compared."""
-        count = counted(self.matching + self.untold, "gradient")
+        count = counted(self.matching + self.undecided, "gradient")
         average = "the average of the ranks' own"
         near = f"{self.matching} of them equal {average}; the others" if self.matching else "they"
         away = f"differ from {'it' if self.matching else average} by up to {self.farthest:.2g}"
-        return f"{count} in {self._when(of_steps)} equal each other on all ranks; {near} {away}, after {hook}"
+        return f"{count} in {self._when(num_steps)} equal each other on all ranks; {near} {away}, after {hook}"
 
-    def differing(self, of_steps: int) -> str:
+    def differing(self, num_steps: int) -> str:
         """Describe how many gradients differ; empty if none."""
         if not self.differ:
             return ""
         verb = "differs" if self.differ == 1 else "differ"
-        return f"{self.differ} of {counted(self.matching + self.differ, 'gradient')} in {self._when(of_steps)} {verb}"
+        return f"{self.differ} of {counted(self.matching + self.differ, 'gradient')} in {self._when(num_steps)} {verb}"
 
-    def _when(self, of_steps: int) -> str:
-        return counted(of_steps, "step") if len(self.steps) == of_steps else format_steps(self.steps)
+    def _when(self, num_steps: int) -> str:
+        return counted(num_steps, "step") if len(self.steps) == num_steps else format_steps(self.steps)
 
 
 def _kind(entry: ParityEntry) -> str:
@@ -171,7 +171,7 @@ def _kind(entry: ParityEntry) -> str:
     if not entry.reference_norm and not entry.absolute_error:
         return "zero"
     near = entry.relative_error <= _NEAR  # even if the reference run of the tolerance routed differently
-    return "matching" if near or entry.tells else "untold"
+    return "matching" if near or entry.tells else "undecided"
 
 
 def _verdict(state: CheckState, name: str) -> Verdict:
@@ -193,7 +193,7 @@ def _verdict(state: CheckState, name: str) -> Verdict:
     if hook and state.steps.optimizer_averages:
         reason = f"not compared: {hook} leaves each rank its own gradients, and the optimizer averages"
         return Verdict(lacking=f"{reason}; the parameters are the same on every rank after each step")
-    if hook and tally.untold and not _why_not_compared(state, name, tally.steps):
+    if hook and tally.undecided and not _why_not_compared(state, name, tally.steps):
         return Verdict(matching=tally.compressed(hook, state.asked.steps), differing=tally.differing(state.asked.steps))
     noun = "the average of the ranks' own, and each other" if several else "those without the wrapper"
     if several and state.wrapper.sharded:

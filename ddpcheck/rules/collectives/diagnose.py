@@ -269,9 +269,9 @@ EXPLANATIONS = (
 
 
 def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: mismatched groups, then root ranks of the waits.
+    """Return one finding per cause: mismatched groups, then ranks for which the others wait.
 
-    `at_end`: activity of each rank with a dump, in words.
+    `at_end`: what each rank with a dump was doing, in words.
     """
     by_key = {(group.name, group.members): group for group in groups}
     graph = WaitGraph(seen.dumps, by_key)

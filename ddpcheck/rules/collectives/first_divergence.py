@@ -54,7 +54,7 @@ def judge_divergences(
 
 
 def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Finding]:
-    """DDP403: first extra call of a rank, paired with another call site."""
+    """DDP403: first call that other ranks answer from another line."""
     members = next((call.members for log in logs for call in log), ())
     ranks = [rank for rank in members if rank < len(logs)]
     divergence = _divergence(logs, ranks)

@@ -383,8 +383,8 @@ def _generators_differ(steps: Sequence[PartSteps]) -> bool:
 def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
     """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
-    A warning: some scripts train several models from one start on purpose. Ranks that send tensors to each other are
-    skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
+    A warning: some scripts train several models from equal initial weights on purpose. Ranks that send tensors to each
+    other are skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in wrappers]
     is_pipeline = any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks)

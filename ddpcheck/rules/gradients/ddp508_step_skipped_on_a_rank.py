@@ -70,19 +70,19 @@ def fewer_backwards_finding(
 
 def skipped_pass_finding(
     facts: EndingFacts,
-    kind: str,
+    last_done: str,
     ranks: Sequence[int],
     others: Sequence[int],
     skipped: Backward,
     block: Block | None,
     evidence: Sequence[str],
 ) -> list[Finding]:
-    """DDP508: skipped backward pass (`kind` "forward": its forward pass was made) or batch."""
-    line = skipped.line if kind == "batch" else skipped.call.location
-    words = "the backward pass" if kind == "forward" else "the forward pass"
+    """DDP508: skipped backward pass (`last_done` "forward"), or forward pass ("batch")."""
+    line = skipped.line if last_done == "batch" else skipped.call.location
+    words = "the backward pass" if last_done == "forward" else "the forward pass"
     if skipped.loader >= 0:
         words += f" of batch {skipped.batch[1]}"
-    elif kind == "forward":
+    elif last_done == "forward":
         words += f" of forward pass {skipped.forward}"
     by = f" (`{block.word}` at {block.head})" if block is not None else ""
     return one_finding(

@@ -50,7 +50,7 @@ def judge_statistics(statistics: Statistics) -> list[Finding]:
     for name in by_name[0] if len(by_name) > 1 else ():
         by_forward = [{stat.forward: stat for stat in groups.get(name, ())} for groups in by_name]
         calls = aligned(by_forward)
-        if not calls or not all(map(_is_followed, by_forward)) or any(stat.exchanged for stat in calls[-1]):
+        if not calls or not all(map(_follows_samples, by_forward)) or any(stat.exchanged for stat in calls[-1]):
             continue
         distances = [_distance(stats) for stats in calls]
         if min(distances) > ROUNDING:
@@ -62,8 +62,8 @@ def _explained(stat: RunningStatistic) -> RunningStatistic:
     return stat if stat.unexplained <= MAX_UNEXPLAINED * stat.moves else replace(stat, equations=0)
 
 
-def _is_followed(stats: dict[int, RunningStatistic]) -> bool:
-    """Return True if most changes of the statistic follow the samples."""
+def _follows_samples(stats: dict[int, RunningStatistic]) -> bool:
+    """Return True if the samples explain most changes of the running statistic."""
     fitting = [stat for stat in stats.values() if stat.equations]
     moves = [stat for number, stat in stats.items() if number - 1 in stats and stats[number - 1].values != stat.values]
     return (

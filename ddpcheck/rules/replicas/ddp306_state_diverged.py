@@ -105,8 +105,8 @@ def explain_by_divergence(steps: Sequence[Steps], are_equal: Sequence[bool]) -> 
 def judge_updates(facts: ReducerFacts) -> list[Finding]:
     """Report optimizer steps on shards that differ from the unsharded step (DDP306).
 
-    Only parameters whose update depends on the local shard alone count: rounding in matrix orthogonalisation, for
-    example, may be as large as the difference.
+    Parameters count only if their update is computed from the local shard alone. In other updates, such as matrix
+    orthogonalisation, rounding may be as large as the difference.
     """
     wrong = []
     for step, items in group_by_step(facts.evidence).items():

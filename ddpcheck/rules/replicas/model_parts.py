@@ -98,7 +98,7 @@ def judge_groups(parts: ModelParts) -> list[Finding]:
 
 
 def _of_groups(findings_by_group: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the first group's findings, with the ranks of groups with equal codes."""
+    """Return findings of the first group that has any, with ranks of all groups alike."""
     first = next(filter(None, findings_by_group), ())
     codes = {finding.code for finding in first}
     alike = [findings for findings in findings_by_group if {finding.code for finding in findings} == codes]

@@ -404,10 +404,12 @@ class _Hosted:
             return
         messages, alive = self._inbox.drain(self._sock)
         if messages:
-            self._follower.tell("bytes", self._number, b"".join(wire.pack(self._in_time(item)) for item in messages))
+            self._follower.tell(
+                "bytes", self._number, b"".join(wire.pack(self._with_leader_times(item)) for item in messages)
+            )
         self._is_drained = not alive
 
-    def _in_time(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_leader_times(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
         """Convert the times in a message of a rank to the leader's clock."""
         kind, first, second = message
         offset = self._follower.welcome.offset
