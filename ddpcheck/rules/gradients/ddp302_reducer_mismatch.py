@@ -38,13 +38,13 @@ from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
 
 
 def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
-    """Report a parameter without a gradient, if backward without the wrapper reaches it (DDP302)."""
+    """Report a parameter that gets a gradient only without the wrapper (DDP302)."""
     message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
     return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
 
 
 def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Report gradients of one step that are not the average only under `torch.compile` (DDP302)."""
+    """Report gradients that are the ranks' average except under `torch.compile` (DDP302)."""
     wrong = {bad.name: bad for item in items for bad in item.differences if bad.bad}
     if not wrong or draws_differ(items):
         return []
@@ -105,7 +105,7 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return the message, for DDP302 preceded by a compression hook's relative rounding `error`."""
+    """Return a finding's message, which for DDP302 begins with the hook's rounding error."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 
