@@ -46,7 +46,7 @@ def import_rules() -> None:
 
 
 def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order; drop check lines in `but`, record exceptions.
+    """Run the judges of views in order, without check lines in `but`; record exceptions.
 
     An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
     """

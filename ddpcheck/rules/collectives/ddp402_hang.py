@@ -51,7 +51,7 @@ from ddpcheck.trace.wait_graph import WaitGraph
 
 
 def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
-    """DDP402: reason for an incomplete rendezvous, from the arguments of each process."""
+    """DDP402: processes that do not meet in `init_process_group`, explained by their arguments."""
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
@@ -343,7 +343,7 @@ def explain_by_late_rank(graph: WaitGraph) -> list[Finding]:
 
 
 def explain_by_endless_call(graph: WaitGraph) -> list[Finding]:
-    """DDP402: call that all its ranks entered and that does not end."""
+    """DDP402: call that all ranks of its group entered, and that does not end."""
     waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
     idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
     first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)

@@ -48,7 +48,7 @@ from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen, WaitGraph
 
 
 def diagnose(facts: FailureFacts) -> list[Finding]:
-    """Return root causes of failed, hung or disagreeing ranks, unless `known` findings explain them."""
+    """Return root causes of failed, hung or mismatched ranks, unless `known` findings explain them."""
     findings = ddp401.explain_by_rendezvous(facts) or ddp401.explain_by_awaited_thread(facts)
     if findings or is_explained(facts):
         return findings
@@ -223,7 +223,7 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], index: int) -> Position:
 
 
 def explain_by_own_call(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP403: collective that the other ranks never reach. Runs last."""
+    """DDP403: collective that one rank calls and others never reach. Runs last."""
     sides = [side for side in (_own_call(facts, position, peer), _own_call(facts, peer, position)) if side is not None]
     if not sides:
         return ddp403.different_calls_finding(facts, position, peer)

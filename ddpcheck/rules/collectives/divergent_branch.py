@@ -21,7 +21,7 @@ def split_line(line: str) -> tuple[str, int]:
 def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
     """DDP403: branch that one rank takes and another skips in the same iteration.
 
-    Both took it before. Runs before `explain_by_loop`, because a rank in the next iteration has left inner loops, too.
+    Both ranks took it before. Runs before `explain_by_loop`: a rank in the next iteration has left inner loops, too.
     """
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it

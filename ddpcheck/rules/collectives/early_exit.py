@@ -56,7 +56,7 @@ def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position
 
 
 def _is_same_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
-    """Return True if `stayer` is still in the last loader pass of `leaver`."""
+    """Return True if `leaver`'s last pass over a loader is one that `stayer` continues."""
     passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
     pairs = zip(passes, leaver_passes, strict=False)
     return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)

@@ -72,7 +72,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
 
 
 def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
-    """Return the index of the first extra call, by call sites, or None."""
+    """Return the index of the first extra call, found by call sites, or None."""
     divergence = _divergence(logs, range(len(logs)))
     return None if divergence is None else divergence[0]
 
@@ -118,7 +118,7 @@ class _CallSite(NamedTuple):
 class _Comparison:
     """Search for extra calls in a log, compared with the log of another rank.
 
-    Healthy ranks also call one collective from different lines, each in its own branch. Accepted as such a pair: two
+    Healthy ranks, too, may call one collective from different lines, each in its own branch. Accepted as a pair: two
     lines that paired up before, two lines that each occur on one rank only, and rooted collectives of unknown root
     (sender and receivers use different lines, and ranks may take turns).
     """

@@ -310,7 +310,7 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
 
 
 def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
-    """Return parameters that start equal on ranks of one model, then always differ."""
+    """Return parameters equal at first on ranks of one model, then always different."""
     steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:
         return []

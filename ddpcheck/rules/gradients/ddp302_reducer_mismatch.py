@@ -76,7 +76,7 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that are not the ranks' average, without known cause (DDP302).
 
-    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest later.
+    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest in later steps.
     """
     if not facts.mismatched:
         return []
@@ -111,7 +111,7 @@ def describe_rounding(finding: Finding, hook: str, error: float) -> str:
 
 
 def not_of_whole_batch(worst: Difference) -> Finding:
-    """DDP302: gradients of a compiled step or micro-batches that differ from the plain step's."""
+    """DDP302: compiled or micro-batch gradients that differ from those of the whole batch."""
     message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return make_finding("DDP302", (worst.name,), message)
 

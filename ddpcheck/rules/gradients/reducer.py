@@ -173,7 +173,7 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
 
 def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
-    """Return the events, with passes that an older version omitted under `no_sync`."""
+    """Return the events, with the passes that older logs lack under `no_sync`."""
     if [event.kind for event in events] == ["enter no_sync", "step"]:
         return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
     return events

@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
 
 
 def _reports(wrapper: WatchedWrapper) -> _Reports:
-    """Return reports of complete steps and of the last, by step and rank."""
+    """Return reports by step and rank, early ones only of steps that never ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
         for entry in entries:

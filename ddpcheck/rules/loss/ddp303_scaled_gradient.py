@@ -290,7 +290,7 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
     """Report loss terms whose gradient is a factor times the global batch's (DDP303).
 
-    Only if ranks communicate. Runs after non-differentiable collectives, which may leave any factor on a term.
+    Only if `facts.world_changed`. Runs after non-differentiable collectives, which may leave any factor on a term.
     """
     analysis = facts.analysis
     scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
@@ -379,7 +379,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
 
 
 def _judge_global_sum(passes: Passes) -> list[Finding]:
-    """Report sums divided by a number over all ranks, which DDP averages again."""
+    """Report sums divided by a number summed over all ranks, though DDP averages, too."""
     divisors = [divided_by(by_rank) for by_rank in passes]
     if not all(divisors):
         return []

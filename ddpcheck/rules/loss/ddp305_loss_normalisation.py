@@ -343,13 +343,13 @@ def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[flo
 
 
 def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
-    """Return heads whose per-sample terms have different divisors."""
+    """Return the `head` numbers whose terms, one per sample, have different divisors."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
 
 def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
-    """Return the divisor of a sum, or of a mean relative to `factor` (else 0)."""
+    """Return the divisor of a sum, or of a mean relative to `factor`."""
     if term.kind == "mean":
         return term.count * abs(factor / term.factor) if term.chosen and term.factor else 0.0
     return weight / abs(term.factor) if term.factor else 0.0

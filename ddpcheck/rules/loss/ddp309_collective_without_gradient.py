@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Requires `MIN_GATHERS` such steps of all ranks; one, if parameters get no gradient, because DDP raises in the next.
+    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient: DDP raises in the next.
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -212,7 +212,7 @@ def judge_reduced_in_place(loop: Loop) -> list[Finding]:
 
     A single number, such as a logged loss, is reported only if divided by the world size, and not if the script
     accumulates: then the divisor may be the number of micro-batches. If all ranks compute the same from a sum (Barlow
-    Twins loss), only a factor is wrong; from an average, nothing.
+    Twins loss), only a factor is wrong; from an average, the gradient is right.
     """
     for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
         scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)

@@ -137,7 +137,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """Return the factors of a mean (or a sum divided by rows), if all known."""
+    """Return the factors of a mean or a sum divided by rows, if known."""
     rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
     divisors = [div for div in term.divisors if div not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))
