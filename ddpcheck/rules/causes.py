@@ -18,13 +18,13 @@ class Causes:
     """Root causes of a list of findings."""
 
     findings: list[Finding]  # root causes, each with its consequences as evidence
-    # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier one of the
-    # same rule covers all of its subjects
+    # for each input finding, its root cause (or the finding itself) in `findings`; `None` if an earlier finding of the
+    # same rule has all of its subjects
     told_by: list[Finding | None]
 
 
 def find_causes(findings: Sequence[Finding]) -> Causes:
-    """Group findings by root cause; drop repeats of a rule on the same subjects."""
+    """Group findings by root cause; drop a rule's repeated findings on the same subjects."""
     single: list[Finding] = []
     number_of: list[int | None] = []
     for finding in findings:
@@ -55,7 +55,7 @@ def find_causes(findings: Sequence[Finding]) -> Causes:
 
 
 def _causes(findings: Sequence[Finding]) -> dict[int, int]:
-    """Map explained findings to their causes by index, preferring unexplained causes."""
+    """Return indices of causes by index of explained finding; unexplained causes take precedence."""
     possible: dict[int, list[int]] = {}
     for number, effect in enumerate(findings):
         explaining = [n for n, cause in enumerate(findings) if n != number and _goes_before(cause, effect)]
@@ -65,7 +65,7 @@ def _causes(findings: Sequence[Finding]) -> dict[int, int]:
 
 
 def _goes_before(cause: Finding, effect: Finding) -> bool:
-    """Check if `cause` explains `effect`; if mutual, only the conditional direction counts."""
+    """Check if `cause` explains `effect`; if each explains the other, the conditional relation counts."""
     relation, inverse = _explains(cause, effect), _explains(effect, cause)
     return relation is not None and (inverse is None or inverse.when == "always" != relation.when)
 
@@ -93,7 +93,7 @@ _WHEN: Mapping[str, Callable[[Finding, Finding], bool]] = {
         BY_NORMALISATION in cause.tags and all(n.rpartition(".")[2] in RUNNING_STATISTICS for n in effect.subjects)
     ),
     "a note": lambda _cause, effect: effect.severity is Severity.NOTE,
-    # fewer backward passes are averaged
+    # found by the number of averaged backward passes in a step
     "by steps": lambda _cause, effect: "step" in effect.subjects,
     # raised by the ranks that read the truncated file
     "of a cut file": lambda cause, effect: "of a cut file" in effect.tags and {*cause.ranks} <= {*effect.ranks},
@@ -125,7 +125,7 @@ class ReportedCauses:
 
 
 def cause_of(finding: Finding) -> tuple[str, frozenset[str]]:
-    """Return a root cause's key; with `conditional_use`, indices in names become '*'."""
+    """Return a finding's code and subjects; under `Rule.conditional_use`, indices in names become '*'."""
     subjects: Iterable[str] = finding.subjects
     if RULES[finding.code].conditional_use:
         subjects = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in subjects)

@@ -1,4 +1,4 @@
-"""Rules of others: modules with rules in their docstring, and with judges (`docs/write-a-rule.md`)."""
+"""Rules of users: modules whose docstring has rules, and which define judges (`docs/write-a-rule.md`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ANY_HEAD = re.compile(r"^(?=[A-Za-z]+[0-9]+ \S+:)", re.MULTILINE)
 _HEAD = re.compile(r"([A-Z]+[0-9]{3}) [a-z][a-z0-9-]*: (error|warning|note)")
 _JUDGE = re.compile(r"judge_([a-z]+[0-9]{3})(_\w+)?")
 _FIELDS = ("Why", "Fix", "Detected", "Ignore")
-_codes_by_file: dict[str, tuple[str, ...]] = {}  # of loaded modules
+_codes_by_file: dict[str, tuple[str, ...]] = {}  # codes of the rules of each loaded module
 
 
 def load_rules(name: str) -> tuple[str, ...]:
     """Import a module, add its rules to `RULES` once, and return their codes.
 
     Raises:
-        UsageError: The module cannot be imported, or a rule or a judge is not as it must be.
+        UsageError: The module cannot be imported, or a rule or a judge is malformed.
     """
     try:
         spec = importlib.util.find_spec(name)
@@ -58,7 +58,7 @@ def parse_rules(name: str, docstring: str) -> list[Rule]:
     """Parse the docstring of module `name`: one rule, or several.
 
     Raises:
-        UsageError: A rule is not as it must be, or exists.
+        UsageError: A rule is malformed, or its code or name is in use.
     """
     rules: list[Rule] = []
     for text in filter(str.strip, _ANY_HEAD.split(docstring)) if docstring.strip() else [""]:
@@ -83,7 +83,7 @@ def parse_rules(name: str, docstring: str) -> list[Rule]:
 
 
 def _views_of(name: str, rules: Iterable[Rule]) -> dict[str, set[type[View]]]:
-    """Return by code the views of the judges of a module."""
+    """Return the views that the judges of a module need, by rule code."""
     views: dict[str, set[type[View]]] = {rule.code: set() for rule in rules}
     for view, judge in judges_of_others:
         if judge.__module__ == name:
@@ -109,11 +109,11 @@ def describe(error: Exception, file: str) -> str:
 
 
 def judge_by_others(facts: ScriptFacts, severity: Severity) -> tuple[list[tuple[str, Finding]], list[str]]:
-    """Return findings by check line, and a note on each judge that raises.
+    """Return (check line, finding) pairs, and a note on each judge that raised.
 
     Args:
         facts: Logs of the ranks.
-        severity: Highest severity of a finding.
+        severity: Highest severity that a finding may have; others are lowered to it.
     """
     findings: list[tuple[str, Finding]] = []
     notes: list[str] = []

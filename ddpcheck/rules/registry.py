@@ -27,7 +27,7 @@ judges_of_others: list[tuple[type[View], Callable[..., Any]]] = []  # with their
 
 
 def rule(judge: _Judge) -> _Judge:
-    """Register a judge under the view that its argument names."""
+    """Register a judge under the view that is the type of its argument."""
     views = [typing.get_type_hints(judge).get(name) for name in inspect.signature(judge).parameters]
     if len(views) != 1 or not isinstance(views[0], type) or not issubclass(views[0], View):
         raise TypeError(f"{judge.__name__} must have one argument, whose type is a view")
@@ -46,7 +46,7 @@ def import_rules() -> None:
 
 
 def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[str] = ()) -> Judged:
-    """Run the judges of views in order; drop check lines in `but`, record exceptions.
+    """Run the judges of views in order, without check lines in `but`; record exceptions.
 
     An earlier view is more specific: `Rule.repeats` names the later views that find the same defect again.
     """
@@ -72,7 +72,7 @@ def judge_all(facts: ScriptFacts, views: Iterable[type[View]], but: Collection[s
 
 
 def verdicts_of(view: View) -> dict[str, Verdict]:
-    """Return verdicts of a view's judges by check line, with reasons of `NotRecorded`."""
+    """Return a view's verdict for each check line, with the reasons of `NotRecorded` exceptions."""
     import_rules()
     findings: list[Finding] = []
     reasons = {check: [""] for check in view.checks}
@@ -89,7 +89,7 @@ def verdicts_of(view: View) -> dict[str, Verdict]:
 
 
 def until_not_recorded(items: Callable[..., Iterable[_Item]], *args: Any) -> tuple[list[_Item], str]:
-    """Return items until `NotRecorded` is raised, and its reason; '' if it is not."""
+    """Return the items before `NotRecorded` is raised, and its reason, else ''."""
     collected = []
     try:
         for item in items(*args):

@@ -41,7 +41,7 @@ VIEWS: tuple[type[View], ...] = (
 
 
 def views_of(facts: ScriptFacts) -> list[type[View]]:
-    """Return the views to judge: most need logs of all ranks."""
+    """Return the views, without those that need all ranks if ranks cannot be compared."""
     return [view for view in VIEWS if facts.can_compare or not view.needs_all_ranks]
 
 

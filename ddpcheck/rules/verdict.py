@@ -36,10 +36,10 @@ class Judged:
     verdicts: Mapping[str, list[Verdict]]  # by heading
     errors: Mapping[str, Exception]  # exceptions raised by judges (bugs of ddpcheck), by heading
     returned: Sequence[tuple[str, Finding]]  # (heading, finding) as judges return findings
-    reported: Sequence[tuple[str, Finding]]  # (heading, finding) of rules that an earlier view found
+    reported: Sequence[tuple[str, Finding]]  # (heading, finding) that repeats one of an earlier view
 
     def status_of(self, heading: str, kept: Sequence[Finding]) -> tuple[CheckStatus, str] | None:
-        """Return a check's status and a sentence, or `None`; ignore findings not in `kept`."""
+        """Return a check's status and sentence (`None` if unjudged); findings outside `kept` are ignored."""
         explained = self.causes.get(heading, [])
         columns = zip(*((v.matching, v.lacking, v.differing) for v in self.verdicts.get(heading, [])), strict=True)
         texts = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns] or ["", "", ""]
@@ -57,7 +57,7 @@ def by_causes(
     errors: Mapping[str, Exception],
     reported: Sequence[tuple[str, Finding]],
 ) -> Judged:
-    """Find root causes; `reported` findings are attached to findings of equal code."""
+    """Find root causes; each `reported` finding takes the cause of its rule's first finding."""
     causes = find_causes([finding for _, finding in findings])
     explained: dict[str, list[Told]] = {}
     for (heading, finding), cause in zip(findings, causes.told_by, strict=True):
@@ -72,7 +72,7 @@ def by_causes(
 
 
 def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Finding]) -> tuple[CheckStatus, str]:
-    """Return the status of a check and a sentence; ignore findings not in `kept`."""
+    """Return the status of a check and a sentence; findings outside `kept` are ignored."""
     shown = [(finding, cause) for finding, cause in explained if cause in kept]
     severities = ((cause if cause.code == finding.code else finding).severity for finding, cause in shown)
     worst = min(severities, key=lambda severity: severity.rank, default=None)
@@ -95,7 +95,7 @@ def status_of(verdict: Verdict, explained: Sequence[Told], kept: Sequence[Findin
 
 
 def _listed(explained: Sequence[Told], verdict: Verdict) -> str:
-    """List the codes found with what differs or still matches, or return ''."""
+    """List the codes of findings, then what differs or still matches; '' without codes."""
     parts = [f.code for f, cause in explained if cause.code == f.code]
     parts += [f"{f.code}, which comes with {cause.code}" for f, cause in explained if cause.code != f.code]
     codes = join_names(list(dict.fromkeys(parts)), most=5)

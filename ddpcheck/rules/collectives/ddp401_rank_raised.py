@@ -38,7 +38,7 @@ from ddpcheck.trace.positions import EndingFacts, Position, calls_there, describ
 
 
 def explain_by_exception(facts: EndingFacts, raiser: Position, peer: Position) -> list[Finding]:
-    """DDP401: collective in a `finally` or `except`. Runs early: it resembles other causes."""
+    """DDP401: collective called in the `finally` or `except` that handles a rank's exception."""
     error = handled_in(raiser.call) if raiser.call is not None else None
     if raiser.call is None or error is None:
         return []
@@ -84,7 +84,7 @@ def explain_by_rendezvous(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_first_exception(facts: FailureFacts) -> list[Finding]:
-    """DDP401: first rank that raised, and similar exceptions. Runs last."""
+    """DDP401: first exception, and other ranks that raised the same type. Runs last."""
     if not facts.ended or facts.ended[0].kind != "raised":
         return []
     first, fix = facts.ended[0], ""
@@ -113,7 +113,7 @@ _ERROR_OF_CUT_ARCHIVE = "PytorchStreamReader"  # RuntimeError on a truncated tor
 
 
 def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
-    """DDP401: exception in a thread while the rank's main thread waits for a thread."""
+    """DDP401: exception that ended a thread, while the main thread waits for another thread."""
     threads = [thread for thread in _raised_threads(facts) if thread.waits_in]
     if not threads or not (facts.interrupted or facts.hang_seconds is not None):
         return []
@@ -125,7 +125,7 @@ def explain_by_awaited_thread(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_by_ended_thread(facts: FailureFacts, finding: Finding) -> list[Finding]:
-    """DDP401: divergence at a line where an exception ended a thread of the rank."""
+    """DDP401 in place of `finding`: an exception ended a thread at the finding's line."""
     for thread in _raised_threads(facts):
         lines = {thread.failure.location, *program_lines(thread.failure.traceback)}
         if thread.failure.rank in finding.ranks and str(finding.location) in lines:
@@ -171,7 +171,7 @@ _CASTS = {
 
 
 def explain_dtype(facts: FailureFacts) -> list[Finding]:
-    """DDP401: input dtype that differs from the `mp_policy` parameters of `fully_shard`."""
+    """DDP401: input whose dtype differs from the `param_dtype` of `fully_shard`'s `mp_policy`."""
     for wrapper in facts.sharded:
         policies = wrapper.context.sharded.policies if wrapper.context.sharded is not None else {}
         if not any("param_dtype=torch." in text for text in policies.values()):
@@ -200,7 +200,7 @@ def explain_dtype(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_dtensor_parameters(facts: FailureFacts) -> list[Finding]:
-    """DDP401: parameters split by tensor parallelism in the constructor of DDP."""
+    """DDP401: DDP constructed with DTensor parameters, and without a `device_mesh`."""
     return facts.one_finding(
         "DDP401",
         ("DistributedDataParallel",),

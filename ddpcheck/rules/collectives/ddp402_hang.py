@@ -51,7 +51,7 @@ from ddpcheck.trace.wait_graph import WaitGraph
 
 
 def judge_meeting(waiting: Sequence[Joining], seconds: float) -> list[Finding]:
-    """DDP402: reason for an incomplete rendezvous, from the arguments of each process."""
+    """DDP402: processes that do not meet in `init_process_group`, explained by their arguments."""
     if not waiting:
         return []
     message, fix, ranks = _reason(waiting)
@@ -124,7 +124,7 @@ def _reason(waiting: Sequence[Joining]) -> tuple[str, str, tuple[int, ...]]:
 
 
 def explain_by_hang(facts: FailureFacts) -> list[Finding]:
-    """DDP402: hang without a failed rank; blames ranks that do not wait for others."""
+    """DDP402: hang in which no rank failed; names the ranks that wait for none."""
     stuck = facts.stuck
     if facts.ended or facts.interrupted:
         return []
@@ -172,7 +172,7 @@ _PARTNER = "Let every send have its recv on the other rank: of the same two rank
 
 
 def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP402: circular point-to-point wait. Runs first: its ranks reach no collective."""
+    """DDP402: circular wait in sends and receives, whose ranks reach no collective. Runs first."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         circle = [rank.rank]
@@ -185,7 +185,7 @@ def judge_circle(ranks: Sequence[RankAtEnd]) -> list[Finding]:
 
 
 def judge_missing_peer(ranks: Sequence[RankAtEnd]) -> list[Finding]:
-    """DDP402: point-to-point wait for a rank that is in no such call."""
+    """DDP402: send or recv whose peer is in no send or recv itself."""
     by_rank = {rank.rank: rank for rank in ranks}
     for rank in ranks:
         wait = rank.waits_for
@@ -209,7 +209,7 @@ def missing_peer_finding(
 
 
 def explain_by_work(facts: EndingFacts, running: Position, waiting: Position) -> list[Finding]:
-    """DDP402: running rank that others wait for; its next call is unknown."""
+    """DDP402: rank that is still running, outside of collectives, while others wait for it."""
     if not running.is_at_work:
         return []
     busy = [rank.rank for rank in facts.ranks if not rank.waits and not rank.ended]
@@ -298,7 +298,7 @@ def explain_by_stopped_ranks(graph: WaitGraph, ranks: Sequence[int], doing: Mapp
 
 
 def explain_by_missing_dumps(graph: WaitGraph) -> list[Finding]:
-    """DDP402: ranks that others wait for, without a dump."""
+    """DDP402: ranks that others wait for, and that left no Flight Recorder dump."""
     ranks, who = sorted(graph.missing), format_ranks(graph.missing)
     fix = f"Find out from the log of {who} why there is no dump: the process may have ended or been killed."
     return graph.hang_finding("DDP402", ranks, f"{who} left no dump", fix)
@@ -343,7 +343,7 @@ def explain_by_late_rank(graph: WaitGraph) -> list[Finding]:
 
 
 def explain_by_endless_call(graph: WaitGraph) -> list[Finding]:
-    """DDP402: call that all its ranks entered and that does not end."""
+    """DDP402: call that all ranks of its group entered, and that does not end."""
     waited_for = {peer for waits in graph.waits.values() for *_, peers in waits for peer in peers}
     idle = waited_for - {rank for rank, waits in graph.waits.items() if waits}
     first = ((rank, calls[0]) for rank, calls in graph.open_calls.items() if calls)

@@ -60,7 +60,7 @@ from ddpcheck.trace.wait_graph import WaitGraph, find_circle
 
 
 def in_words(branch: Block) -> str:
-    """Describe a position inside a branch or after an early exit."""
+    """Describe where the code of a block is: "in the branch at train.py:12"."""
     where = {"branch": "in the branch", "try": f"in the block that the `{branch.word}` cuts short"}
     return f"{where.get(branch.kind, f'past the `{branch.word}`')} at {branch.head}"
 
@@ -120,7 +120,7 @@ def _makes_call(calls: Sequence[Call], number: int, call: Call) -> bool:
 def judge_collectives(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """DDP403: first mismatched collective; at most one finding per process group."""
+    """DDP403: first mismatched collective of each process group."""
     findings = []
     distinct = {id(log): log for log in logs}  # most simulated ranks share one log
     groups = {call.group: call.members for log in distinct.values() for call in log}
@@ -180,7 +180,7 @@ def mismatch_finding(
 
 
 def explain_by_join(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP403: extra collectives under `Join`. Runs before loaders: `Join` allows uneven inputs."""
+    """DDP403: collective inside of `Join` that ranks without further batches do not call."""
     joined = [rank for rank in facts.ranks if has_joined(rank)]
     calls_by_rank = {rank.rank: call for rank in facts.ranks if rank not in joined for call in _extra_calls(rank)[:1]}
     if not joined or not calls_by_rank:
@@ -218,7 +218,7 @@ def explain_by_circle_of_groups(graph: WaitGraph) -> list[Finding]:
 
 
 def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[Finding]:
-    """Detect circular waits across process groups whose calls match."""
+    """DDP403: circular wait across process groups, each of which has matching calls."""
     stuck = dict(blocked_calls(schedules))
     if not stuck:
         return []
@@ -242,7 +242,7 @@ def judge_schedule_waits(schedules: Sequence[Sequence[ScheduledCall]]) -> list[F
 
 
 def explain_by_construction(facts: EndingFacts) -> list[Finding]:
-    """DDP403: DDP constructor that waits for a rank at the end of its script."""
+    """DDP403: DDP constructor that waits for a rank whose script has ended."""
     finished = [rank.rank for rank in facts.ranks if rank.ended and not rank.constructs]
     constructing = [rank for rank in facts.ranks if rank.constructs and rank.waits and rank.lines]
     if not finished or not constructing:
@@ -355,8 +355,8 @@ def different_calls_finding(facts: EndingFacts, position: Position, peer: Positi
 def judge_interleaving(ranks: Sequence[RankAtEnd]) -> list[Finding]:
     """DDP403: collectives of several threads in one process group, ordered differently on each rank.
 
-    Each thread made the same calls on all ranks. Logs are in the order in which calls began. If the order is equal, two
-    threads of a rank must still wait: an object collective is several collectives to the backend.
+    Each thread makes the same calls on all ranks. Logs have calls in the order in which they began. If that is equal,
+    two threads of a rank must be waiting: the backend splits an object collective, and the pieces may interleave.
     """
     for group in sorted({call.group for rank in ranks for call in rank.calls if call.thread}):
         by_rank = {rank.rank: [call for call in rank.calls if call.group == group] for rank in ranks}

@@ -48,13 +48,13 @@ from ddpcheck.trace.positions import (
 
 
 def _and_doing(facts: EndingFacts, ranks: Sequence[int]) -> str:
-    """Return the end of a sentence on `ranks` with what each rank does."""
+    """Return the end of a sentence: what each of `ranks` does."""
     activities = {rank.doing for rank in facts.ranks if rank.rank in ranks}
     return f" and {agreeing(activities.pop(), ranks)}" if len(activities) == 1 else f" ({doing(facts, ranks)})"
 
 
 def explain_by_loader(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP405: data loader with fewer batches on a rank. Runs early: other symptoms follow."""
+    """DDP405: loader with fewer batches on a rank. Runs early: it causes other mismatches."""
     if any(map(has_joined, facts.ranks)):
         return []
     by_rank = {rank.rank: {(p.loader, p.number): p for p in rank.passes} for rank in facts.ranks}
@@ -114,7 +114,7 @@ def _has_parted(facts: EndingFacts, key: tuple[int, int], passes: Mapping[int, L
 
 
 def _visits_in_words(rank: RankAtEnd, call: Call) -> str:
-    """Describe how often a rank reached a call, with the counted unit."""
+    """Describe how often a rank made a call: "3 backward passes"."""
     times = count_visits(rank, call)
     if call.operation not in (DDP_BACKWARD, DDP_FORWARD, SHARD_FORWARD):
         return f"{counted(times, 'call')} of {op_name(call)}"
@@ -198,7 +198,7 @@ def judge_empty_shards(failures: Sequence[RankFailure], world_size: int) -> list
 def dropped_backward_finding(
     facts: EndingFacts, ahead: Sequence[int], by_rank: Mapping[int, Backward], behind: Backward
 ) -> list[Finding]:
-    """DDP405: loader pass that a rank left before the last batch."""
+    """DDP405: loop over a data loader that a rank left before the last batch."""
     key = (behind.loader, behind.batch[0])
     dropped = {rank.rank: p for rank in facts.ranks for p in rank.passes if (p.loader, p.number) == key}
     dropped = {rank: dropped[rank] for rank in ahead if rank in dropped and by_rank[rank].batch[0] > key[1]}

@@ -56,12 +56,12 @@ def explain_marked_twice(facts: FailureFacts) -> list[Finding]:
 
 
 def explain_error_of_second_gradient(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP406: likewise, in a step that the bare module completes."""
+    """DDP406: gradient that arrives twice, in a step that succeeds without the wrapper."""
     return facts.finding_of_error("DDP406", "DDP took a gradient to be complete, and it came again", MARKED_TWICE)
 
 
 def judge_hidden_parameters(facts: ParameterFacts) -> list[Finding]:
-    """DDP406: contributing parameters that DDP's search marks as unused."""
+    """DDP406: parameters that reach the loss, but that DDP's search takes for unused."""
     hidden = list(dict.fromkeys(name for item in facts.evidence for name in item.hidden_from_ddp))
     if not hidden or not facts.wrapper.find_unused_parameters or not facts.wrapper.is_ddp:
         return []

@@ -37,9 +37,9 @@ HandleEntry = WorkDropped | TensorOfWorkWritten
 
 @rule
 def judge_async_handles(handles: AsyncHandles) -> list[Finding]:
-    """DDP408: one finding per line.
+    """DDP408: asynchronous collectives whose result is not awaited; one finding per line.
 
-    Ignores lines where any handle was waited on: the last handle may be left over at the end of a loop.
+    Dropped handles of a line are ignored if any of the line was waited on: the last one of a loop may be left over.
     """
     waited = {use.location for uses in handles.used for use in uses}
     lines: dict[Location, list[tuple[int, HandleEntry]]] = {}

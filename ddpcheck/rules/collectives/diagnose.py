@@ -48,7 +48,7 @@ from ddpcheck.trace.wait_graph import GroupLogs, RanksSeen, WaitGraph
 
 
 def diagnose(facts: FailureFacts) -> list[Finding]:
-    """Return root causes of failed, hung or disagreeing ranks, unless `known` findings explain them."""
+    """Return root causes of failed, hung or mismatched ranks, unless `known` findings explain them."""
     findings = ddp401.explain_by_rendezvous(facts) or ddp401.explain_by_awaited_thread(facts)
     if findings or is_explained(facts):
         return findings
@@ -67,7 +67,7 @@ def diagnose(facts: FailureFacts) -> list[Finding]:
 
 
 LAST_EXPLANATIONS = (ddp402.explain_by_hang, ddp401.explain_by_first_exception, ddp404.explain_by_death)
-"""Explanations in order, if calls match and no line explains the failures."""
+"""Explanations in order, if the logged calls match and no line explains the failures."""
 
 
 def is_explained(facts: FailureFacts) -> bool:
@@ -190,7 +190,7 @@ def judge_positions(facts: EndingFacts) -> list[Finding]:
     return next((findings for explain in EXPLANATIONS for pair in sides if (findings := explain(facts, *pair))), [])
 
 
-_MOST_CLASSES = 8  # classes of ranks with equal logs to compare with all others
+_MOST_CLASSES = 8  # sets of ranks with equal logs, each compared with all other sets
 
 
 def divergence(facts: EndingFacts) -> tuple[Position, Position] | None:
@@ -223,7 +223,7 @@ def _position(rank: RankAtEnd, calls: Sequence[Call], index: int) -> Position:
 
 
 def explain_by_own_call(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP403: collective that the other ranks never reach. Runs last."""
+    """DDP403: collective that one rank calls and others never reach. Runs last."""
     sides = [side for side in (_own_call(facts, position, peer), _own_call(facts, peer, position)) if side is not None]
     if not sides:
         return ddp403.different_calls_finding(facts, position, peer)
@@ -241,7 +241,7 @@ _Side = tuple[Position, str, Block | None]
 
 
 def _own_call(facts: EndingFacts, position: Position, peer: Position) -> _Side | None:
-    """Return `position`, its innermost line that `peer` never reached, and the skipped branch."""
+    """Return `position`, its innermost line that `peer` never reached, and the branch around it."""
     if position.call is not None and position.call.operation == DDP_FORWARD:
         backwards = filter(None, map(backward_of, peer.state.calls))
         if position.lines and position.lines[0] in {backward.line for backward in backwards}:
@@ -255,8 +255,8 @@ def _own_call(facts: EndingFacts, position: Position, peer: Position) -> _Side |
 
 EXPLANATIONS = (
     ddp404.explain_by_exit,
-    ddp401.explain_by_exception,
-    ddp403.explain_by_join,
+    ddp401.explain_by_exception,  # early, because other explanations fit the same call
+    ddp403.explain_by_join,  # before loaders, because `Join` allows uneven inputs
     ddp405.explain_by_loader,
     explain_by_skipped_pass,
     explain_by_branch,
@@ -269,7 +269,7 @@ EXPLANATIONS = (
 
 
 def diagnose_dumps(groups: Sequence[GroupLogs], at_end: Mapping[int, str], seen: RanksSeen) -> list[Finding]:
-    """Return one finding per cause: mismatched groups, then ranks for which the others wait.
+    """Return one finding per cause: groups with mismatched calls, then ranks others wait for.
 
     `at_end`: what each rank with a dump was doing, in words.
     """
@@ -327,9 +327,9 @@ def _judge_group(
 def judge_waits(
     graph: WaitGraph, explained: Collection[int], doing: Mapping[int, str], *, reports_missing_dumps: bool
 ) -> list[Finding]:
-    """Return one finding per root cause of waiting ranks.
+    """Return findings on ranks that others wait for, one per root cause.
 
-    `explained`: ranks for which others wait, if the wait is expected or has a finding.
+    `explained`: awaited ranks that need no finding, because they may still come or have one.
     """
     findings = list[Finding]()
     if ranks := sorted(graph.devices.keys() - explained):
@@ -349,4 +349,4 @@ WAIT_EXPLANATIONS = (
     ddp402.explain_by_circle_of_sends,
     ddp403.explain_by_circle_of_groups,
 )
-"""Explanations in order, if no wait ends at a rank outside of collectives."""
+"""Explanations in order, if every awaited rank is in a collective itself."""

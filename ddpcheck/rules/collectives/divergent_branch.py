@@ -21,7 +21,7 @@ def split_line(line: str) -> tuple[str, int]:
 def explain_by_branch(facts: EndingFacts, stayer: Position, leaver: Position) -> list[Finding]:
     """DDP403: branch that one rank takes and another skips in the same iteration.
 
-    Both have taken it before. Runs before loops, because a rank in the next outer iteration has left inner loops, too.
+    Both ranks took it before. Runs before `explain_by_loop`: a rank in the next iteration has left inner loops, too.
     """
     if stayer.call is None or leaver.is_at_work:
         return []  # a running rank may still reach it
@@ -42,9 +42,9 @@ def _skipped_blocks(facts: EndingFacts, stayer: Position, leaver: Position) -> l
 
 
 def _is_same_pass(facts: EndingFacts, loop: Block, block: Block, stayer: Position, leaver: Position) -> bool:
-    """Return True if `leaver` skipped the block in the same iteration of the loop.
+    """Return True if `leaver` skipped the block in the iteration that `stayer` is in.
 
-    False if an exit between the last common call and the block may have been taken.
+    False if `leaver` may have taken an exit of the loop between the last common call and the block.
     """
     before = lines_of(stayer.before[-1]) if stayer.before else ()
     if loop in facts.loops(leaver.lines):
@@ -89,11 +89,11 @@ def _is_restarted(facts: EndingFacts, stayer: Position, leaver: Position) -> boo
     if previous is not None and backward is not None and 0 <= previous.loader == backward.loader:
         return backward.batch[0] > previous.batch[0]
     runs = runs_of(facts, inner[0], leaver.before)
-    return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier runs
+    return len(runs) > 1 and runs[-1] % min(runs[:-1]) == 0  # as many calls as in earlier executions
 
 
 def runs_of(facts: EndingFacts, loop: Block, calls: Sequence[Call]) -> list[int]:
-    """Count the calls in each execution of a loop; a call outside ends an execution."""
+    """Count the calls in each execution of a loop; calls outside separate executions."""
     is_inside = {lines: loop in facts.loops(lines) for lines in {lines_of(call) for call in calls}}
     runs = [0]
     for call in calls:

@@ -31,7 +31,7 @@ from ddpcheck.trace.positions import (
 def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
     """DDP405: loop that a rank has left and others continue.
 
-    Runs before extra calls of a rank, because the others would call the collectives after the loop, too.
+    Runs before `explain_by_own_call`, because a collective after the loop looks like an extra call of the rank.
     """
     if stayer.call is None or not count_visits(leaver.state, stayer.call):
         return []
@@ -45,9 +45,9 @@ def explain_by_loop(facts: EndingFacts, leaver: Position, stayer: Position) -> l
 
 
 def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position, stayer: Position) -> bool:
-    """Return True if `leaver` may have exited a loop before `stayer`.
+    """Return True if `leaver` may have left `loop` before `stayer`.
 
-    Compares the number of runs of the inner loop; if unknown, a `for` over a range ends alike on all ranks.
+    Compares how often each executed the inner loop; if only once, a `for` over a range without exits is excluded.
     """
     runs = [len(runs_of(facts, inner, side.state.calls)) for side in (leaver, stayer)]
     if max(runs) > 1:
@@ -56,16 +56,16 @@ def _may_be_left(facts: EndingFacts, loop: Block, inner: Block, leaver: Position
 
 
 def _is_same_pass(leaver: RankAtEnd, stayer: RankAtEnd, loop: Block) -> bool:
-    """Return True if `stayer` is still in the last loader pass of `leaver`."""
+    """Return True if `leaver`'s last pass over a loader is one that `stayer` continues."""
     passes, leaver_passes = ([p for p in rank.passes if str(p.location) == loop.head][-1:] for rank in (stayer, leaver))
     pairs = zip(passes, leaver_passes, strict=False)
     return any(not p.exhausted and (p.loader, p.number) == (last.loader, last.number) for p, last in pairs)
 
 
 def explain_by_skipped_pass(facts: EndingFacts, position: Position, peer: Position) -> list[Finding]:
-    """DDP508: skipped backward pass or batch; DDP502: unequal `no_sync` passes.
+    """DDP508: backward pass or batch that a rank skips; DDP502: unequal `no_sync`.
 
-    Runs before loops, because a rank that skipped an iteration reaches the end of its loop earlier.
+    Runs before `explain_by_loop`, because a rank that skipped an iteration reaches the end of its loop earlier.
     """
     by_rank = {rank.rank: backwards_of(rank) for rank in facts.ranks}
     calls = [b.call for backwards in by_rank.values() for b in backwards]
@@ -112,13 +112,13 @@ def _judge_wrapper(facts: EndingFacts, backwards: Mapping[int, Sequence[Backward
 
 
 def _begun(rank: RankAtEnd, backwards: Sequence[Backward]) -> int:
-    """Count the backward passes of a rank, plus a forward without backward."""
+    """Count the backward passes of a rank, and a forward pass after the last."""
     last = backwards[-1]
     return len(backwards) + (rank.forwards.get(split_line(last.line)[1], 0) > last.forward)
 
 
 def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Block | None, list[str]]:
-    """Return the block that skips an iteration, if unique, and all candidates in words."""
+    """Return the block that skipped a pass, if unique, and descriptions of all candidates."""
     lines = lines_of(backward.call) if kind == "forward" else (backward.line, *lines_of(backward.call)[1:])
     frames = []
     for line in lines:
@@ -138,9 +138,9 @@ def _left_out_at(facts: EndingFacts, backward: Backward, kind: str) -> tuple[Blo
 
 
 def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Position) -> list[Finding]:
-    """DDP508: skipped last backward pass of a loop, after batch or forward.
+    """DDP508: pass that a rank skipped in its last iteration of a loop.
 
-    Runs before loops, because such a rank seems to have left a loop early.
+    Runs before `explain_by_loop`, because such a rank seems to have left the loop early.
     """
     pending = _pending_backward(facts, stayer)
     kind = "" if pending is None else _left_out_by(facts, leaver, stayer, pending)
@@ -162,7 +162,7 @@ def explain_by_skipped_end(facts: EndingFacts, leaver: Position, stayer: Positio
 
 
 def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
-    """Return the pending backward pass of a rank, or of its pending forward."""
+    """Return the backward pass in which a rank waits, or that follows its forward."""
     if stayer.call is None:
         return None
     if stayer.call.operation != DDP_FORWARD:
@@ -176,15 +176,15 @@ def _pending_backward(facts: EndingFacts, stayer: Position) -> Backward | None:
 
 
 def _loader_pass_of(rank: RankAtEnd, backward: Backward) -> LoaderPass | None:
-    """Return the rank's loader pass with the batch of a backward pass."""
+    """Return the rank's pass over the loader that a backward pass's batch comes from."""
     return next((p for p in rank.passes if (p.loader, p.number) == (backward.loader, backward.batch[0])), None)
 
 
 def _left_out_by(facts: EndingFacts, leaver: Position, stayer: Position, pending: Backward) -> str:
-    """Return the part of the current iteration that `leaver` skipped.
+    """Return the last part that `leaver` made of the iteration that `stayer` is in.
 
-    "forward": the backward pass after a forward pass; "batch": the forward pass; "unknown": either; "": the rank may
-    have left the loop before.
+    "forward": it skipped the backward pass; "batch": also the forward pass; "unknown": one of both; "": it may have
+    left the loop before.
     """
     loops = loops_left(facts, leaver, stayer)
     if not loops or _has_as_many(leaver.state, stayer) or not (leaver.lines or leaver.state.ended):
@@ -217,7 +217,7 @@ def _has_as_many(leaver: RankAtEnd, stayer: Position) -> bool:
 
 
 def _last_common(leaver: Position, stayer: Position, pending: Backward) -> Iterator[tuple[Backward, Backward]]:
-    """Yield common backward passes of the same forward line, latest first."""
+    """Yield pairs of common backward passes of the pending one's forward line, latest first."""
     for call, other_call in zip(reversed(leaver.before), reversed(stayer.before), strict=False):
         backward, other_backward = backward_of(call), backward_of(other_call)
         if backward is not None and other_backward is not None and backward.line == other_backward.line == pending.line:

@@ -37,14 +37,14 @@ def first_divergence(finding: Finding) -> int | None:
     return int(numbers[0]) if numbers else None
 
 
-_MAX_RUN = 64  # longest run of extra calls to try
+_MAX_RUN = 64  # longest sequence of extra calls to try
 _MAX_TRIES = 50  # mismatched call sites to examine
 
 
 def judge_divergences(
     logs: Sequence[Sequence[Call]], at_work: Collection[int] = (), first: Mapping[str, int] | None = None
 ) -> list[Finding]:
-    """DDP403: one finding per process group, by call site if possible, else by operation."""
+    """DDP403: first mismatch in each group, by call site if possible, else by operation."""
     findings = []
     for group in sorted({call.group for log in logs for call in log}):
         group_logs = [[call for call in log if call.group == group] for log in logs]
@@ -72,7 +72,7 @@ def judge_call_sites(logs: Sequence[Sequence[Call]], first: int = 0) -> list[Fin
 
 
 def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
-    """Return the index of the first extra call, by call sites, or None."""
+    """Return the index of the first extra call, found by call sites, or None."""
     divergence = _divergence(logs, range(len(logs)))
     return None if divergence is None else divergence[0]
 
@@ -80,7 +80,7 @@ def extra_call_index(logs: Sequence[Sequence[Call]]) -> int | None:
 def _divergence(
     logs: Sequence[Sequence[Call]], ranks: Sequence[int]
 ) -> tuple[int, Mapping[int, Sequence[int]], int, int] | None:
-    """Return the index of the first extra call, coded logs, calling rank, missing rank."""
+    """Return the first extra call's index, encoded logs, the calling and the missing rank."""
     mismatch = first_unequal_call([logs[rank] for rank in ranks])
     if mismatch is None:
         return None
@@ -116,9 +116,9 @@ class _CallSite(NamedTuple):
 
 
 class _Comparison:
-    """Comparison of a log, maybe with extra calls, to another rank's log.
+    """Search for extra calls in a log, compared with the log of another rank.
 
-    Healthy ranks also call one collective from different lines, each in its own branch. Accepted as such a pair: two
+    Healthy ranks, too, may call one collective from different lines, each in its own branch. Accepted as a pair: two
     lines that paired up before, two lines that each occur on one rank only, and rooted collectives of unknown root
     (sender and receivers use different lines, and ranks may take turns).
     """
@@ -147,7 +147,7 @@ class _Comparison:
         return None
 
     def _are_pair(self, code: int, other_code: int) -> bool:
-        """Return True if two calls of different ranks may belong together."""
+        """Return True if two calls of different ranks may be the same collective."""
         if code == other_code or (code, other_code) in self._known:
             return True
         call, other_call = self._sites[code], self._sites[other_code]
@@ -163,7 +163,7 @@ class _Comparison:
         )
 
     def _has_extra_lines(self, start: int) -> bool:
-        """Return True if calls match from `start` on, except for lines of one rank."""
+        """Return True if calls match from `start` on, except at lines of one rank."""
         index, other_index, matched = start, start, 0
         waiting, confirmed = list[int](), list[int]()  # extra calls not yet / already followed by a match
         while index < len(self._extra) and other_index < len(self._without):
@@ -183,7 +183,7 @@ class _Comparison:
         return 0 < len(confirmed) <= matched and (other_index == len(self._without) or set(waiting) <= set(confirmed))
 
     def _has_extra_run(self, start: int) -> bool:
-        """Return True if calls match from `start` on, after one run of extra calls.
+        """Return True if calls match from `start` on, after one sequence of extra calls.
 
         Ranks that take turns look the same, but then no line has paired up with itself before.
         """

@@ -80,7 +80,7 @@ def _timeline(
 
 
 def _waited_for(rank: int, logs: Mapping[int, Sequence[Call]]) -> tuple[int, ...]:
-    """Return ranks absent from the last call of `rank`, else mismatched ranks."""
+    """Return ranks that have not reached `rank`'s last call, else those with another call."""
     index = len(logs[rank]) - 1
     absent = tuple(peer for peer, log in logs.items() if len(log) <= index)
     if absent:

@@ -74,7 +74,7 @@ from ddpcheck.trace.unwrapped_params import (
 )
 
 MIN_SPLIT_STEPS = 3
-"""Recorded steps before a parameter of a model split by hand is judged: fewer may differ by chance."""
+"""Fewest recorded steps from which `judge_hand_split` concludes: in fewer, ranks may differ by chance."""
 
 CHANGE_ALIKE = (
     "Clip, scale, mask and add noise in the same way on every rank; all_reduce the values first that depend on local "
@@ -174,7 +174,7 @@ def judge_step_gradients(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 
 
 def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Finding]:
-    """Report unwrapped gradients that differ only by a factor per rank (DDP301)."""
+    """Report gradients of unwrapped parameters that differ only by a factor per rank (DDP301)."""
     for by_rank in steps:
         names = [name for name in by_rank[0].alone if gradients_differ(by_rank, name)]
         if len(names) < 2 or len(are_scaled(names, by_rank)) < len(names):
@@ -193,7 +193,7 @@ def judge_scaled_by_hand(steps: Sequence[Steps], clips: Clips = ()) -> list[Find
 def _changed_finding(
     steps: Steps, clips: Clips, names: Sequence[str], message: str, ranks: Sequence[int], evidence: Sequence[str]
 ) -> list[Finding]:
-    """Create a finding at the GradScaler's load, the clip or another change of gradients."""
+    """Create a finding at the line that loads a GradScaler, clips or changes gradients."""
     first, scales = steps[0], [step.scale for step in steps]
     at_step: dict[str, Any] = {"ranks": ranks, "steps": (first.count,), "location": first.location}
     finding = make_finding("DDP301", [*map(param_name, names)], message, **at_step, evidence=evidence, fix=CHANGE_ALIKE)
@@ -247,7 +247,7 @@ def _by_rank(values: Sequence[float]) -> str:
 def judge_separate_meshes(
     ranks: Sequence[Sequence[int]], by_step: Mapping[int, Sequence[Sequence[ReplicaCaptured]]], line: Location | None
 ) -> list[Finding]:
-    """DDP301: parameters that diverge between meshes; `ranks` and captures by mesh."""
+    """DDP301: parameters that diverge between meshes; `ranks` and each step's captures are by mesh."""
     if len(by_step) < 2 or _shards_that_differ(by_step[min(by_step)]):
         return []
     differing = _shards_that_differ(by_step[max(by_step)])
@@ -277,10 +277,10 @@ def _shards_that_differ(groups: Sequence[Sequence[ReplicaCaptured]]) -> set[str]
 
 
 def judge_hand_split(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Finding]:
-    """DDP301: parameters that start equal on ranks of one model but get different gradients.
+    """DDP301: parameters equal at first on ranks of one split model, with unequal gradients.
 
-    Reported only if other parameters, the split parts, start different. Constant initial values are ignored: split
-    parts may start constant, too.
+    Reported only if the initial values of other parameters, the split ones, differ. Parameters with constant initial
+    values are ignored, because those of split ones may be constant, too.
     """
     number, ranks = wrappers[0].number, {rank.started.rank: rank for wrapper in wrappers for rank in wrapper.ranks}
     groups = hand_split(wrappers, world_size)
@@ -310,7 +310,7 @@ def _captured(rank: WatchedRank, wrapper: int) -> dict[int, ReplicaCaptured]:
 
 
 def _diverged_on(captured: Sequence[Mapping[int, ReplicaCaptured]]) -> list[str]:
-    """Return parameters that start equal on ranks of one model, then always differ."""
+    """Return parameters equal at first on ranks of one model, then always different."""
     steps = aligned(captured)
     if len(steps) < MIN_SPLIT_STEPS:
         return []
@@ -384,7 +384,7 @@ def judge_meshes(wrappers: Sequence[WatchedWrapper], world_size: int) -> list[Fi
     """DDP301: groups of ranks that shard the same model on separate meshes and diverge.
 
     A warning: some scripts train several models from equal initial weights on purpose. Ranks that send tensors to each
-    other are skipped as pipeline stages. `wrappers`: one model of a script, by group of ranks.
+    other are skipped as pipeline stages. `wrappers`: those of one model in the script, one per group of ranks.
     """
     ranks = [wrapper.made.ranks for wrapper in wrappers]
     is_pipeline = any(entries_of(rank, PeerReceived) for wrapper in wrappers for rank in wrapper.ranks)

@@ -38,13 +38,13 @@ from ddpcheck.trace.gradients import AVERAGE_ALL, ReducerFacts, draws_differ
 
 
 def explain_error_of_unfinished_reduction(facts: WrapperErrorFacts) -> list[Finding]:
-    """Report a parameter without a gradient, if backward without the wrapper reaches it (DDP302)."""
+    """Report a parameter that gets a gradient only without the wrapper (DDP302)."""
     message = "A parameter that contributes to the loss without the wrapper did not contribute under it"
     return facts.finding_of_error("DDP302", message, NOT_FINISHED, NOT_FINISHED_IN_LIGHTNING)
 
 
 def judge_compiled_average(items: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Report gradients of one step that are not the average only under `torch.compile` (DDP302)."""
+    """Report gradients that are the ranks' average except under `torch.compile` (DDP302)."""
     wrong = {bad.name: bad for item in items for bad in item.differences if bad.bad}
     if not wrong or draws_differ(items):
         return []
@@ -76,7 +76,7 @@ def explain_by_losses_of_parts(facts: ReducerFacts) -> list[Finding]:
 def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
     """Report gradients that are not the ranks' average, without known cause (DDP302).
 
-    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest later.
+    Runs last. A user's communication hook may intend the mismatch: compression hooks send the rest in later steps.
     """
     if not facts.mismatched:
         return []
@@ -105,13 +105,13 @@ def judge_unexplained_mismatch(facts: ReducerFacts) -> list[Finding]:
 
 
 def describe_rounding(finding: Finding, hook: str, error: float) -> str:
-    """Return the message, for DDP302 preceded by a compression hook's relative rounding `error`."""
+    """Return a finding's message, which for DDP302 begins with the hook's rounding error."""
     rounding = f"what {hook} rounds away is up to {error:.2g} of a gradient: " if finding.code == "DDP302" else ""
     return rounding + finding.message
 
 
 def not_of_whole_batch(worst: Difference) -> Finding:
-    """DDP302: gradients of a compiled step or micro-batches that differ from the plain step's."""
+    """DDP302: compiled or micro-batch gradients that differ from those of the whole batch."""
     message = f"through the wrapper, these gradients differ from those of the whole batch ({worst})"
     return make_finding("DDP302", (worst.name,), message)
 

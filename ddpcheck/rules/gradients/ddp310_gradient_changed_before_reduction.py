@@ -36,10 +36,10 @@ from ddpcheck.trace.gradients import MIN_HOOKED_STEPS, ReducerFacts
 from ddpcheck.trace.loop import GradientChanges
 
 _Hooked = Mapping[int, Mapping[str, HookedGradient]]
-"""Gradient changes by hooks on one rank, by step and parameter name."""
+"""Changes that hooks made to gradients on one rank, by step and parameter name."""
 
 FACTOR_TOLERANCE = 0.01
-"""Relative difference of factors from which they are different: smaller ones are rounding."""
+"""Relative difference above which two factors are different: smaller ones are rounding errors."""
 
 UNCHANGED = HookedGradient("scaled", 1.0)
 
@@ -98,7 +98,7 @@ def judge_partial_changes(changes: GradientChanges) -> list[Finding]:
     )
 
 
-_HOOK_KINDS = {  # by kind of change: what the hook does, and a number of a rank
+_HOOK_KINDS = {  # by kind of change: what the hook does, and one rank's change
     "scaled": ("multiplies each rank's own gradient by a different factor", "times {0:.4g}"),
     "masked": ("sets different elements of the gradient to zero on each rank", "a different mask"),
     "limited": ("limits the elements of each rank's own gradient", "cut off at {0:.4g}"),
@@ -130,7 +130,7 @@ def _hook_finding(
 
 
 def explain_by_changed_gradients(facts: SingleProcessFacts) -> list[Finding]:
-    """Report gradients changed in backward by value or by rank (DDP310).
+    """Report gradients that backward changes nonlinearly, or differently on each rank (DDP310).
 
     Runs first: a gradient that backward has changed fits no loss pattern, or a wrong one.
     """
@@ -174,8 +174,8 @@ def locate_step_in_backward(finding: Finding, step: ModuleChanged) -> Finding:
 def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
     """Report hooks that change local gradients differently on each rank (DDP310).
 
-    Limits on the size of elements always count, because clamping does not commute with the average. Factors of a
-    weighted average and weights of batches are intended.
+    Hooks that clamp elements are always reported, because clamping does not commute with the average. Factors with a
+    mean of 1 (a weighted average) and weights of batches are intended.
     """
     changes = [{hook.step: hook.changed for hook in rank_hooks} for rank_hooks in hooks]
     steps_by_kind: dict[str, dict[str, list[int]]] = {}  # by kind of change and parameter: steps
@@ -193,7 +193,7 @@ def judge_hooked(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int
 
 
 def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int]) -> list[Finding]:
-    """Report module backward hooks that scale by a constant factor per rank (DDP310).
+    """Report module backward hooks that scale by a constant that differs between ranks (DDP310).
 
     A factor that changes between steps may depend on the samples, as in a single process.
     """
@@ -209,7 +209,7 @@ def _judge_module_hooks(hooks: Sequence[Sequence[GradientsHooked]], steps: Seque
 
 
 def _hook_difference(changes: Sequence[HookedGradient]) -> str:
-    """Return how hooks change a gradient differently between ranks, or '' if unknown."""
+    """Return the kind of difference between ranks' changes of a gradient, or ''."""
     kinds = {change.kind for change in changes}
     if "limited" in kinds:
         return "limited"
@@ -223,7 +223,7 @@ def _hook_difference(changes: Sequence[HookedGradient]) -> str:
 
 
 def _are_weights(hooks: Sequence[_Hooked], names: Sequence[str], steps: Sequence[int]) -> bool:
-    """Check if each rank scales all gradients by one changing factor: batch weights.
+    """Check for batch weights: one factor for all gradients, which changes between steps.
 
     The script may divide by the sum of weights after the average. A factor on one gradient may have another purpose.
     """

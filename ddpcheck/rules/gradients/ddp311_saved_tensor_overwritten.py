@@ -35,7 +35,7 @@ from ddpcheck.trace.gradients import ReducerFacts
 
 
 def explain_overwritten(facts: FailureFacts) -> list[Finding]:
-    """DDP311: tensor needed by backward overwritten in place; cause by shape and forward count."""
+    """DDP311: tensor that backward needs and that was overwritten in place, named by shape."""
     match = re.search(r"\[[\w.]*Tensor \[([\d, ]*)\]\]", facts.text)
     shape = tuple(int(size) for size in match[1].split(",") if size.strip()) if match else None
     buffers, parameters = (
@@ -97,9 +97,9 @@ def explain_error_of_overwritten_tensor(facts: WrapperErrorFacts) -> list[Findin
 
 
 def explain_by_overwritten_buffers(facts: ReducerFacts) -> list[Finding]:
-    """Report buffer broadcasts that overwrite tensors needed by an earlier backward (DDP311).
+    """Report buffer broadcasts that overwrite values which an earlier forward's backward needs (DDP311).
 
-    Runs after hooks, which are observed; several forwards before one backward are only likely.
+    Runs after hooks, which are observed; that broadcasts are the cause is only likely.
     """
     buffers = list(facts.known.local.differing_buffers)
     forwards = max((item.wrapper_calls for item in facts.evidence), default=0)

@@ -98,8 +98,8 @@ BYPASSED = "The loss calls the wrapped module and not the wrapper, so DDP does n
 def explain_by_bypassed_forward(facts: ReducerFacts) -> list[Finding]:
     """Report a loss that does not call the wrapper (DDP501).
 
-    Runs before DDP301, which is a consequence. If the wrapped module is not called either, gradients have to differ: a
-    loss may need none of its parameters.
+    Runs before DDP301, which is a consequence. If the wrapped module is not called either, it is reported only if
+    gradients differ: a loss may need none of its parameters.
     """
     unequal_steps = {step for steps in facts.unequal.values() for step in steps}
     is_ddp = facts.known.wrapper.is_ddp
@@ -163,7 +163,7 @@ _NOT_AVERAGED = {  # by what averages the other gradients: the cause and the fix
 
 
 def explain_by_no_average(names: Sequence[str], steps: Sequence[Steps], averaged_by: str) -> list[Finding]:
-    """DDP501: parameters that nothing averages; `averaged_by`: what averages the others, as in `_NOT_AVERAGED`."""
+    """DDP501: parameters that nothing averages; `averaged_by` (key of `_NOT_AVERAGED`) averages the others."""
     first, calls = steps[0][0], [step[0].collectives for step in steps]
     if averaged_by == "nothing" and all(before < later for before, later in itertools.pairwise(calls)):
         averaged_by = "collectives"
@@ -196,7 +196,7 @@ def judge_autograd_calls(calls: Sequence[Sequence[GradientsTaken]]) -> list[Find
     """Detect wrapped parameters updated by unaveraged `torch.autograd.grad` gradients (DDP501).
 
     Parameters are equal on all ranks at the first call and diverge later, so nothing averages gradients or parameters.
-    `calls` has those on one wrapper, by rank.
+    `calls`: those for the parameters of one wrapper, by rank.
     """
     rows = list(zip(*calls, strict=False))
     all_calls = [call for row in rows for call in row]

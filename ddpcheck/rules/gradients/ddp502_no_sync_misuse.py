@@ -40,7 +40,7 @@ from ddpcheck.trace.positions import EndingFacts
 from ddpcheck.trace.script_facts import ScriptFacts
 
 BY_FLAG = "require_backward_grad_sync in forward decides if the backward pass is averaged"
-"""Evidence of a DDP502 caused by a flag, not by `no_sync()`."""
+"""Evidence of a DDP502 caused by that flag, not by `no_sync()`."""
 
 _SWITCHES = {
     "set_requires_gradient_sync": "no gradient of its module is reduced",
@@ -75,7 +75,7 @@ def _switch_finding(call: LoopEvent, message: str, **more: Any) -> list[Finding]
 
 
 def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
-    """Report a reduction switched off by the last relevant call (DDP502).
+    """Report gradients that are unreduced because a call switched reduction off (DDP502).
 
     Runs first: unreduced gradients are neither equal on all ranks nor the average.
     """
@@ -91,13 +91,13 @@ def explain_by_switches(facts: ReducerFacts) -> list[Finding]:
 
 
 def _switched_off(events: Sequence[LoopEvent]) -> LoopEvent | None:
-    """Return the last call of a switch that left reduction off."""
+    """Return the call of a method in `_SWITCHES` that left reduction off, if any."""
     last = {event.kind: event for event in events if event.kind in _SWITCHES}
     return next((event for event in last.values() if not event.synchronises), None)
 
 
 def locate_condition(finding: Finding, facts: ScriptFacts) -> Finding:
-    """Move a DDP502 to the innermost `if` around `no_sync`, if no loop is inside."""
+    """Move a DDP502 to the `if` around `no_sync`, unless a loop or function intervenes."""
     if finding.code != "DDP502" or finding.severity is not Severity.ERROR or finding.location is None:
         return finding
     if finding.subjects != ("no_sync",) or BY_FLAG in finding.evidence:

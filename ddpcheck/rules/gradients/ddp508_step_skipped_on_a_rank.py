@@ -40,16 +40,16 @@ from ddpcheck.trace.replicas import Divergence, ReplicaFacts
 from ddpcheck.trace.unwrapped_params import Steps
 
 USUAL_SHARE = 0.8
-"""Least share of reductions that have the most common pace: without a regular pace, a skip is not recognised."""
+"""Least share of reductions with the usual number of passes before them: without it, no skip is recognised."""
 
 MAX_SKIPPED_IN_A_ROW = 3
-"""Skipped iterations in a row that still count: more may be another part of the program, such as a warm-up."""
+"""Most iterations in a row that count as skipped: more may be another part of the program, such as a warm-up."""
 
 
 def fewer_backwards_finding(
     facts: EndingFacts, loop: Block, ranks: Sequence[int], times: int, stayer: Position
 ) -> list[Finding]:
-    """DDP508: skipped iterations of a loop that cannot end early."""
+    """DDP508: fewer backward passes than iterations, in a loop that cannot end early."""
     assert loop.times is not None and stayer.call is not None
     blocks = [
         block
@@ -112,7 +112,7 @@ def judge_schedule_steps(rank_steps: Steps) -> list[Finding]:
 def skipped_steps_finding(
     rank_steps: Steps, ranks: Sequence[int], action: str, label: str, counts: Sequence[int]
 ) -> list[Finding]:
-    """Create a DDP508 at the step's only condition, else the step; `counts` by rank."""
+    """Create a DDP508 at the only condition around a step, else at the step."""
     step, lines = rank_steps[0].location, rank_steps[0].left_out_at
     reasons = [f"{line} may leave it out" for line in lines]
     if len(lines) == 1:
@@ -171,12 +171,12 @@ def shift_finding(
 
 @rule
 def judge_wrapper_paces(loop: Loop) -> list[Finding]:
-    """DDP508: the first wrapper whose backward passes shift between ranks."""
+    """DDP508: the first wrapper with backward passes that ranks skip in different steps."""
     return next(filter(None, map(judge_shifts, loop.paces)), [])
 
 
 def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
-    """DDP508: backward passes skipped in different steps per rank; reductions mix steps."""
+    """DDP508: passes that ranks skip in different steps, so that reductions mix steps."""
     totals = {pace.reductions for pace in paces}
     if len(paces) < 2 or len(totals) > 1:
         return []  # reported as a hang or a failure
@@ -198,7 +198,7 @@ def judge_shifts(paces: Sequence[WrapperPace]) -> list[Finding]:
 
 
 def judge_pace(steps: Sequence[Steps], ends: Sequence[OptimizerEnd]) -> list[Finding]:
-    """DDP508: unequal optimizer steps per averaged backward pass between ranks."""
+    """DDP508: ranks with unequal numbers of optimizer steps for the same averaged backward passes."""
     for rank_steps in steps:
         reductions = [step.reductions for step in rank_steps]
         if min(reductions) >= 0 and len(set(reductions)) > 1:

@@ -33,12 +33,12 @@ _GRADIENT_TOO_LATE = (
 
 
 def explain_undefined_gradient(facts: FailureFacts) -> list[Finding]:
-    """DDP509: gradient after the end of a reduction, which DDP counts for the next."""
+    """DDP509: gradient that arrives after the reduction, which DDP counts for the next one."""
     return facts.one_finding("DDP509", ("backward",), f"{_GRADIENT_TOO_LATE}.")
 
 
 def explain_error_of_undefined_gradient(facts: WrapperErrorFacts) -> list[Finding]:
-    """DDP509: likewise, in a step that the bare module completes."""
+    """DDP509: gradient after the reduction, in a step that succeeds without the wrapper."""
     return facts.finding_of_error("DDP509", _GRADIENT_TOO_LATE, UNDEFINED_GRADIENT)
 
 
@@ -56,7 +56,7 @@ def explain_by_second_backward(facts: WrapperErrorFacts) -> list[Finding]:
 
 
 def judge_backward_pairing(ledgers: Ledgers) -> list[Finding]:
-    """DDP509: backward pass of the wrapper's output after the end of the reduction."""
+    """DDP509: second backward pass after one forward: DDP averages only the first."""
     unpaired = [(item, c) for item, ledger in ledgers for c in ledger.unpaired]
     if not unpaired:
         return []

@@ -27,10 +27,10 @@ from ddpcheck.trace.gradients import Ledgers, ranks_and_steps
 from ddpcheck.trace.loop import Loop
 
 MIN_REPEATS = 2
-"""Earlier steps in a row with the same zeroing: a single one can be two steps that differ from the rest."""
+"""Fewest earlier steps in a row with the same zeroing: with only one, two steps may be an exception."""
 
 MIN_DISCARDED_STEPS = 2
-"""Steps in a row without the gradients of backward: a single step may be skipped on purpose."""
+"""Fewest steps in a row that lose gradients: a single step may be skipped on purpose."""
 
 
 @rule

@@ -32,7 +32,7 @@ from ddpcheck.trace.loop import Loop
 from ddpcheck.trace.unwrapped_params import param_name
 
 MIN_STALE_STEPS = 3
-"""Steps in a row on stale gradients: fewer can be the begin of training, or gradients kept for a step on purpose."""
+"""Fewest steps in a row on stale gradients: training may begin with fewer, or keep gradients for a step on purpose."""
 
 
 @rule

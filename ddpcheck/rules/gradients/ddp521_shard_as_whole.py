@@ -132,7 +132,7 @@ def state_of_one_rank(
 ) -> list[Finding]:
     """Report equal optimizer state on all ranks for different shards (DDP521).
 
-    `states` are norms by rank. Step counters are replicated and ignored; norms of different shards differ.
+    `states`: norms of state tensors by rank. They differ between shards, except step counters, which are ignored.
     """
     norms = [{name: norm for name, norm in state.items() if norm and not name.endswith(": step")} for state in states]
     if len(norms) < 2 or len(set(norms[0].values())) < 2 or any(state != norms[0] for state in norms):
@@ -153,7 +153,7 @@ def state_of_one_rank(
 
 
 def judge_repeated(replicas: Sequence[ReplicaCaptured]) -> list[Finding]:
-    """DDP521: ranks have equal shards of parameters that should differ.
+    """DDP521: equal shards on all ranks, where each should have a different part.
 
     Reported only if all shards with non-constant values are equal: zeros and ones are equal by design, and a single
     parameter may consist of equal blocks.
@@ -195,7 +195,7 @@ def locate_load(finding: Finding, uses: Sequence[Sequence[FileUsed]], wrapped_at
 
 
 def judge_loaded_state(evidence: Sequence[DdpStepEvidence]) -> list[Finding]:
-    """Report a recipe's optimizer state loaded from one rank on all (DDP521)."""
+    """Report an optimizer state of one rank that a recipe loads on all (DDP521)."""
     items = [item for item in evidence if isinstance(item, ShardedStep) and not item.step]
     return state_of_one_rank(
         [item.loaded for item in items],

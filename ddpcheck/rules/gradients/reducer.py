@@ -59,7 +59,7 @@ from ddpcheck.trace.gradients import ReducerFacts, draws_differ
 def judge_wrapper_error(
     failures: Sequence[RankFailure], finished: Mapping[int, object], known: JudgeContext
 ) -> list[Finding]:
-    """Return findings for a wrapper error in a step that the bare module completed."""
+    """Return findings on an error in a step that succeeds without the wrapper."""
     return first_explanation(ERROR_EXPLANATIONS, WrapperErrorFacts(failures, finished, known))
 
 
@@ -108,7 +108,7 @@ FROM_AVERAGE = (
 
 
 def judge_compiled(evidence: Sequence[CompiledStep], known: JudgeContext) -> list[Finding]:
-    """Judge compiled steps with correct eager gradients, up to the first fault (DDP301, 302)."""
+    """Return findings on the first faulty compiled step, correct in eager mode (DDP301, 302)."""
     for items in group_by(evidence, lambda item: item.step).values():
         if findings := judge_compiled_ranks(items, known) or judge_compiled_average(items, known):
             return findings
@@ -161,9 +161,9 @@ SHARDED_EXPLANATIONS = (
 
 
 def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Finding]:
-    """DDP501, 502, 509 and 517: lost or unreduced gradients, by rank ledgers.
+    """Judge backward passes, reductions and steps of each rank (DDP501, 502, 509, 517).
 
-    DDP501, 509 and unreduced steps only if gradients are `unequal` between ranks, or not averaged.
+    If not `unequal`, gradients are the ranks' average, and only lost ones and a useless `no_sync` are reported.
     """
     ledgers = [(item, Ledger(_with_passes(item.events))) for item in evidence]
     findings = judge_discarded_gradients(ledgers)
@@ -173,7 +173,7 @@ def judge_loop(evidence: Sequence[DdpStepEvidence], *, unequal: bool) -> list[Fi
 
 
 def _with_passes(events: Sequence[LoopEvent]) -> Sequence[LoopEvent]:
-    """Return the events, with passes that an older version omitted under `no_sync`."""
+    """Return the events, with the passes that older logs lack under `no_sync`."""
     if [event.kind for event in events] == ["enter no_sync", "step"]:
         return events[0], LoopEvent("forward"), LoopEvent("backward"), events[1]
     return events

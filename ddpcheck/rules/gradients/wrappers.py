@@ -104,7 +104,7 @@ def _judge_wrapper(facts: ScriptFacts, wrapper: WatchedWrapper) -> list[Finding]
 
 
 def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Finding]:
-    """Judge hooks and writes of the script on the wrapped module."""
+    """Judge the script's hooks on the wrapped module, and its writes to it."""
     changes, hooks, steps = wrapper.of(ModuleChanged), wrapper.of(GradientsHooked), list(wrapper.compared)
     findings = [*judge_ignored(changes), *judge_replaced(changes)]
     if wrapper.missing:
@@ -119,7 +119,7 @@ def _judge_changes(wrapper: WatchedWrapper, trained: Collection[str]) -> list[Fi
 
 
 def _reports(wrapper: WatchedWrapper) -> _Reports:
-    """Return reports by step and rank, of steps that are complete or began last."""
+    """Return reports by step and rank, early ones only of steps that never ended."""
     reports: dict[int, dict[int, list[RankReport]]] = {}
     for rank, entries in zip(wrapper.ranks, wrapper.of(StepsReported), strict=True):
         for entry in entries:
@@ -132,7 +132,7 @@ def _reports(wrapper: WatchedWrapper) -> _Reports:
 def _judge_steps(
     facts: ScriptFacts, wrapper: WatchedWrapper, reports: _Reports
 ) -> tuple[ReportedCauses, dict[str, int]]:
-    """Judge reports and captured replicas in order; also return buffers that differ only later."""
+    """Judge all steps in order; also return more buffers that differ in later steps."""
     info, entries = wrapper.made, [*chain.from_iterable(wrapper.of(StepsReported))]
 
     def locate(finding: Finding) -> Finding:
@@ -173,7 +173,7 @@ def _judge_steps(
 
 
 def _step_of(facts: ScriptFacts, name: str) -> Location | None:
-    """Return the line of the optimizer step of a parameter."""
+    """Return the line that calls `step` of the optimizer of a parameter."""
     return next(
         (opt.steps[0][0].location for opt in facts.optimizers if opt.steps and name in opt.steps[0][0].held), None
     )
@@ -189,7 +189,7 @@ def note_more_buffers(more: dict[str, int], reported: Sequence[Finding], new: Se
 
 
 def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
-    """Add buffers that differ since a later step to a finding on buffers."""
+    """Add evidence to a finding on buffers: others that differ from a later step."""
     names = [name for name in more if RULES[finding.code].buffers_only and name not in finding.subjects]
     if not names:
         return finding
@@ -198,7 +198,7 @@ def with_buffers(finding: Finding, more: Mapping[str, int]) -> Finding:
 
 
 def _judge_step(wrapper: WatchedWrapper, step: int, reports: Mapping[int, Sequence[RankReport]]) -> list[Finding]:
-    """Judge the reports of one step; no report means nothing is missing."""
+    """Judge the reports of one step; a missing report means no missing gradients."""
     findings = []
     ended = {rank.started.rank: rank.counts[wrapper.number][0] > step for rank in wrapper.ranks}
     nothing_missing = {number: RankReport(StepEvidence(number, step, {})) for number in ended if ended[number]}

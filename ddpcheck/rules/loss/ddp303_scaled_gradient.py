@@ -72,7 +72,7 @@ SCALING_METHODS = (  # of a module sharded by fully_shard
 
 
 def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int) -> list[Finding]:
-    """Detect gradients that are summed by hand after DDP averaged them (DDP303)."""
+    """Detect gradients that an all_reduce sums after DDP has averaged them (DDP303)."""
     summed = [
         by_rank for by_rank in steps if all(step.averaged and set(step.summed) & set(step.held) for step in by_rank)
     ]
@@ -94,7 +94,7 @@ def judge_summed_again(steps: Sequence[Sequence[OptimizerStep]], world_size: int
 
 
 def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -> list[Finding]:
-    """Detect gradients summed by hand for losses that are per-rank means (DDP303).
+    """Detect gradients that the script sums, although the loss is a per-rank mean (DDP303).
 
     Optimizers that are invariant to gradient scale hide the factor, unless gradients are clipped before the step.
     """
@@ -142,7 +142,7 @@ def judge_sums(steps: Sequence[Sequence[OptimizerStep]], losses: LossesByRank) -
 
 
 def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
-    """Report one factor on every mismatched gradient (DDP303).
+    """Report mismatched gradients that are all one factor times the average (DDP303).
 
     Runs before hooks and buffers, which do not leave the same factor on every parameter.
     """
@@ -169,7 +169,7 @@ def explain_by_constant_factor(facts: ReducerFacts) -> list[Finding]:
 def judge_scaled_by_hooks(
     hooks: Sequence[Sequence[GradientsHooked]], steps: Sequence[int], parameters: Collection[str]
 ) -> list[Finding]:
-    """Report hooks that scale all gradients by the world size or inverse (DDP303)."""
+    """Report hooks that scale all gradients by the world size or its inverse (DDP303)."""
     size, wanted = len(hooks), set(steps)
     if len(steps) < MIN_HOOKED_STEPS or any(wanted - {hook.step for hook in rank_hooks} for rank_hooks in hooks):
         return []
@@ -195,7 +195,7 @@ def judge_scaled_by_hooks(
 
 @rule
 def judge_rescaled_gradients(changes: GradientChanges) -> list[Finding]:
-    """DDP303: averaged gradients that are scaled, if local gradients are not changed before."""
+    """DDP303: averaged gradients that are scaled, unless a change before the average is reported."""
     if changes.local_clips or changes.partial_changes:
         return []
     return [f for used in changes.reduced for f in judge_rescaled(used, changes.losses, len(changes.losses))]
@@ -206,7 +206,7 @@ def judge_rescaled(
 ) -> list[Finding]:
     """Report averaged gradients scaled by the world size or its inverse (DDP303).
 
-    `used`: optimizer steps by rank, each with the state after the last reduction. Needs a measured factor and a line
+    `used`: optimizer steps by rank, each with the state after the last reduction. Requires a measured factor and a line
     that scales by the world size, because a factor such as 1/2 may be intended. Losses that are also scaled by the
     world size, and optimizers invariant to gradient scale, are left out.
     """
@@ -242,10 +242,10 @@ def judge_rescaled(
 
 
 def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one factor on all gradients, of shards or global batch (DDP303).
+    """Report one factor between all gradients and those of shards or global batch (DDP303).
 
-    If shards alone give different gradients or cannot be run, loss values show the source of the factor. Runs before
-    differences between ranks, because the factor is equal on all ranks.
+    If no factor to the gradients of shards without a process group is found, loss values show where it comes from. Runs
+    before explanations by differences between ranks, because the factor is equal on all ranks.
     """
     analysis, known, wrapper = facts.analysis, facts.known, facts.known.wrapper.named
     ratio = analysis.against_global.ratio
@@ -272,7 +272,7 @@ def explain_by_one_factor(facts: SingleProcessFacts) -> list[Finding]:
 def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
     """Report shard gradients scaled by a rank-dependent factor (DDP303).
 
-    Runs before collectives, because an exact fit of weights rules out another computation.
+    Runs before explanations by collectives, because an exact fit of weights rules out another computation.
     """
     if not facts.world_changed or facts.analysis.rank_weights.residual > facts.tolerance:
         return []
@@ -288,9 +288,9 @@ def explain_by_rank_weights(facts: SingleProcessFacts) -> list[Finding]:
 
 
 def explain_by_factors_of_terms(facts: SingleProcessFacts) -> list[Finding]:
-    """Report factors on some loss terms if ranks communicate (DDP303).
+    """Report loss terms whose gradient is a factor times the global batch's (DDP303).
 
-    Runs after non-differentiable collectives, which may leave any factor on a term.
+    Only if `facts.world_changed`. Runs after non-differentiable collectives, which may leave any factor on a term.
     """
     analysis = facts.analysis
     scaled = [term for term in analysis.terms if abs(term.ratio - 1) > max(facts.tolerance, SMALLEST_FACTOR)]
@@ -345,7 +345,7 @@ def explain_by_scale(passes: Passes, losses: Losses) -> list[Finding]:
 
 
 def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
-    """Report a mean scaled by the world size or model group size."""
+    """Report a mean scaled by the number of ranks, replicas or ranks per model."""
     losses = [loss for by_rank in passes for loss in by_rank]
     kinds = {term.kind for loss in losses for term in loss.terms}
     if not kinds or not all(loss.scaled and loss.terms for loss in losses):
@@ -379,7 +379,7 @@ def _judge_scaled_mean(passes: Passes, ranks_per_model: int) -> list[Finding]:
 
 
 def _judge_global_sum(passes: Passes) -> list[Finding]:
-    """Report sums divided by a global number, and by DDP again."""
+    """Report sums divided by a number summed over all ranks, though DDP averages, too."""
     divisors = [divided_by(by_rank) for by_rank in passes]
     if not all(divisors):
         return []
@@ -400,9 +400,9 @@ def _judge_global_sum(passes: Passes) -> list[Finding]:
 
 
 def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
-    """Report sums divided by a count that includes each model group's duplicates.
+    """Report sums divided by a count that has each replica's elements several times.
 
-    If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of models again.
+    If gradients are averaged, dividing by the global count is also wrong: DDP divides by the number of replicas again.
     """
     together, summed = losses.ranks_per_model, losses.is_for_sums
     steps = group_by(itertools.chain(*passes), lambda loss: loss.step)
@@ -440,7 +440,7 @@ def _judge_counted_again(passes: Passes, losses: Losses) -> list[Finding]:
 
 
 def judge_gathered_loss(losses: Losses) -> list[Finding]:
-    """Report a loss of features gathered by an autograd.Function that returns own gradients only."""
+    """Report a gathering `autograd.Function` that returns the rank's own part of gradients only."""
     if not losses.own_parts or losses.are_rescaled or not losses.own_parts_lack_factor:
         return []
     return one_finding("DDP303", ("loss",), **describe_lost_factor(losses))

@@ -64,7 +64,7 @@ INTEGER_TOLERANCE = 0.02  # distance from the nearest integer
 LARGEST_COUNT = 1e5  # largest count recognizable as an integer from a float32 inverse
 TERM_WEIGHTS = (1.0, 0.5, 0.25, 0.2, 0.1, *map(float, range(2, 11)))  # weights of one term in a loss of several terms
 FEWEST_CONSTANT, FEWEST_DRIFTING = 3, 8  # backward passes with a constant ratio, or a drifting ratio
-CONSTANT = 1e-4  # relative
+CONSTANT = 1e-4  # relative difference below which numbers are equal
 SMALLEST_LOG_RATIO = 0.01
 LARGEST_DRIFT = 0.25  # relative change of the log ratio between passes
 
@@ -150,7 +150,7 @@ def _severity(facts: SingleProcessFacts) -> Severity | None:
 
 
 def explain_by_one_weight(facts: SingleProcessFacts) -> list[Finding]:
-    """Report one weight of all ranks' gradients (DDP305), if no earlier judge explains it."""
+    """Report gradients that are the global batch's times one factor, if unexplained (DDP305)."""
     if not facts.has_one_factor:
         return []
     weight = 1 / (facts.known.world_size * facts.analysis.against_global.ratio)
@@ -206,7 +206,7 @@ def _unequal_counts(passes: Passes, all_counts: Sequence[list[float]], unequal: 
 
 
 def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float]) -> Location | None:
-    """Return the all_reduce over some ranks that makes each rank's divisor."""
+    """Return the line of the all_reduce over some ranks that yields each rank's divisor."""
     for numbers in zip(*([number for number in loss.reduced if number.members] for loss in losses), strict=False):
         sums = [sum(number.value for r, number in enumerate(numbers) if r in reduced.members) for reduced in numbers]
         line: Location | None = numbers[0].location
@@ -216,7 +216,7 @@ def _line_of_sums(losses: Sequence[LossDifferentiated], counts: Sequence[float])
 
 
 def _line_of_counts(passes: Passes) -> Location | None:
-    """Return the line of the only term whose count or factor differs."""
+    """Return the line of the only term whose count or factor differs between ranks."""
     lines = {
         terms[0].location
         for by_rank in passes
@@ -227,7 +227,7 @@ def _line_of_counts(passes: Passes) -> Location | None:
 
 
 def judge_own_weights(passes: Passes) -> list[Finding]:
-    """Return at most one finding; `passes` are backward passes, each by rank."""
+    """Report a loss term that each rank multiplies by its own weight (DDP305)."""
     shapes = {tuple(term.kind for term in loss.terms) for by_rank in passes for loss in by_rank}
     for index in range(len(next(iter(shapes))) if len(shapes) == 1 else 0):
         terms = [[loss.terms[index] for loss in by_rank] for by_rank in passes]
@@ -251,7 +251,7 @@ def judge_own_weights(passes: Passes) -> list[Finding]:
 
 
 def _weight(term: ScaledTerm) -> float:
-    """Return the factor of a term if made of program constants, else 0."""
+    """Return a term's factor if it is a product of known numbers, else 0."""
     known = abs(math.prod(term.multipliers) / (math.prod(term.divisors) or math.inf))
     return known if abs(known - abs(term.factor)) < CONSTANT * known else 0.0
 
@@ -301,7 +301,7 @@ def severity_of_targets(ranks: Sequence[Sequence[MicroBatch]]) -> Severity:
 
 
 def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
-    """Return the severity of unequal element weights, by step and rank up to scale."""
+    """Return the severity of unequal weights by step and rank; each step's scale cancels."""
     steps = [step for step in steps if step and min(step) > 0]
     if not steps:
         return Severity.WARNING
@@ -315,7 +315,7 @@ def severity_of_weights(steps: Sequence[Sequence[float]]) -> Severity:
 
 
 def judge_counts(passes: Passes) -> list[Finding]:
-    """Report sums that each rank divides by its own number (DDP305)."""
+    """Report sums that each rank divides by its own number of elements (DDP305)."""
     for weight in TERM_WEIGHTS:
         all_counts = [_own_counts(by_rank, weight) for by_rank in passes]
         unequal = [counts for counts in all_counts if counts]
@@ -330,7 +330,7 @@ def judge_counts(passes: Passes) -> list[Finding]:
 
 
 def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[float]:
-    """Return the integer divisors of a sum by rank, if ranks differ."""
+    """Return each rank's integer divisor of a sum, if divisors differ, else []."""
     sample_heads = set().union(*map(_sample_heads, losses))
     for terms in zip(*(loss.terms for loss in losses), strict=False):
         if any(term.head in sample_heads for term in terms):
@@ -343,7 +343,7 @@ def _own_counts(losses: Sequence[LossDifferentiated], weight: float) -> list[flo
 
 
 def _sample_heads(loss: LossDifferentiated) -> set[int | None]:
-    """Return heads whose per-sample terms have different divisors."""
+    """Return the `head` numbers whose terms, one per sample, have different divisors."""
     by_head = group_by((term for term in loss.terms if term.head is not None), lambda term: term.head)
     return {head for head, terms in by_head.items() if len({round(term.factor, 9) for term in terms}) > 1}
 
@@ -356,7 +356,7 @@ def _divisor(term: ScaledTerm, weight: float, factor: float) -> float:
 
 
 def settle_severity(finding: Finding, reports: Sequence[Sequence[RankReport]]) -> Finding:
-    """Give a finding on a step the severity over all steps; `reports` by rank."""
+    """Return a DDP305 of one step with the severity over all reported steps."""
     if finding.code != "DDP305":
         return finding
     batches = [[batch for report in rank_reports for batch in report.micro_batches] for rank_reports in reports]

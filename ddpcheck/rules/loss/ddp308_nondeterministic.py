@@ -31,7 +31,7 @@ NOT_COMPARED = "DDP308: the same step run twice differs from itself, so comparis
 
 
 def judge_repeat(differences: Mapping[int, Sequence[Difference]], step: int) -> list[Finding]:
-    """Report a step that is not reproducible on a rank (DDP308); by rank."""
+    """Report a step that is not reproducible (DDP308); `differences` are by rank."""
     bad = {rank: [item for item in items if item.bad] for rank, items in differences.items()}
     ranks = tuple(sorted(rank for rank, items in bad.items() if items))
     if not ranks:

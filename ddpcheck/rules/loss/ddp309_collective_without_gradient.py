@@ -44,7 +44,7 @@ from ddpcheck.trace.unwrapped_params import param_name
 def judge_gathers(losses: Losses) -> list[Finding]:
     """Report gathered features that a loss treats as constants; at most one finding.
 
-    Needs all ranks in `MIN_GATHERS` steps, or in one if parameters get no gradient: DDP raises next.
+    Requires `MIN_GATHERS` steps in which all ranks do so; one, if parameters get no gradient: DDP raises in the next.
     """
     uses = losses.constants
     steps = [{use.step for use in rank_uses} for rank_uses in uses]
@@ -79,7 +79,7 @@ def judge_gathers(losses: Losses) -> list[Finding]:
 
 
 def judge_own_parts(losses: Losses) -> list[Finding]:
-    """Report gathered features whose gradient is of the rank's own loss only (DDP309).
+    """Report gathered features that get the gradient of their rank's loss only (DDP309).
 
     If the same gradient arrives on every rank, each rank has the loss of all rows: the ranks' parts sum to the
     gradient, and DDP divides the sum by the world size. If gradients differ, those of other ranks' losses are lost.
@@ -104,7 +104,7 @@ def judge_own_parts(losses: Losses) -> list[Finding]:
 
 
 def describe_lost_factor(losses: Losses) -> dict[str, Any]:
-    """Describe a loss of all rows whose gradient DDP averages, as arguments of `one_finding`."""
+    """Return arguments of `one_finding`: the loss covers all ranks, and DDP averages its gradient."""
     first, size, is_mixed = losses.own_parts[0][0], len(losses.parts), losses.uses_features_directly
     phrase = "its part of the gradients is" if is_mixed else "gradients are"
     besides = "other terms of the loss use the features directly, and have their whole gradient" if is_mixed else ""
@@ -210,9 +210,9 @@ def fix_without_gradient(calls: Sequence[Call]) -> str:
 def judge_reduced_in_place(loop: Loop) -> list[Finding]:
     """DDP309: backward through a tensor that a collective has overwritten.
 
-    A single logged number is harmless (unchanged gradient), unless divided by the world size; a script that accumulates
-    may divide by its number of micro-batches. If all ranks compute the same from a sum (Barlow Twins loss), only a
-    factor is wrong; from an average, nothing.
+    A single number, such as a logged loss, is reported only if divided by the world size, and not if the script
+    accumulates: then the divisor may be the number of micro-batches. If all ranks compute the same from a sum (Barlow
+    Twins loss), only a factor is wrong; from an average, the gradient is right.
     """
     for index, use in ((index, use) for uses in loop.reduced_in_place for index, use in enumerate(uses)):
         scaled = use.factor is not None and math.isclose(use.factor * loop.world_size, 1.0, rel_tol=1e-5)

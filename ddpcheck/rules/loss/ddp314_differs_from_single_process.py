@@ -80,7 +80,7 @@ def judge_parity(parity: Parity) -> list[Finding]:
 
 
 def codes_that_explain(finding: Finding, others: Sequence[Finding]) -> list[str]:
-    """Return the rules of `others` that may explain the divergence."""
+    """Return the codes of `others` whose defects may explain the divergence in `finding`."""
     codes = {f.code for f in others if f.severity is not Severity.NOTE} - {finding.code}
     if finding.severity is Severity.ERROR:
         return sorted(code for code in codes if not RULES[code].keeps_gradients)

@@ -55,7 +55,7 @@ def judge_targets_of_micro_batches(unequal: UnequalTargets) -> list[Finding]:
 
 
 def not_mean_of_samples(worst: Difference, count: int) -> Finding:
-    """Report a loss with other gradients in `count` micro-batches, even without DDP (DDP514)."""
+    """Report a loss whose gradients change with `count` micro-batches, even without DDP (DDP514)."""
     return make_finding(
         "DDP514",
         ("loss",),
@@ -137,7 +137,7 @@ def _is_undivided(passes: Sequence[LossDifferentiated], before: int) -> bool:
 
 
 def _scales_of_mean(term: ScaledTerm) -> tuple[float, ...]:
-    """Return the scales of a mean (or sum over rows), if all are known."""
+    """Return the factors of a mean or a sum divided by rows, if known."""
     rows = next((div for div in term.divisors if div > 1 and not term.count % div), 1.0) if term.kind == "sum" else 1.0
     divisors = [div for div in term.divisors if div not in (rows, 0.0)]
     known = is_near(math.prod(term.multipliers) / math.prod(divisors) / rows, abs(term.factor))

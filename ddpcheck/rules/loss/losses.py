@@ -16,7 +16,7 @@ from ddpcheck.trace.losses import Losses, unequal_targets
 
 @rule
 def judge_losses(losses: Losses) -> list[Finding]:
-    """Report gathered constants (DDP309) and the first fault in the scale of losses."""
+    """Report gathered features used as constants (DDP309), and the first wrong scale of losses."""
     return _explain_scale(losses) + judge_gathers(losses)
 
 
